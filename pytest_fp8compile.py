@@ -1,7 +1,7 @@
 """The pytest plugin of fp8compile: guards tests against graph breaks and recompiles.
 
-Pytest loads this file in every run, so it imports nothing heavy: PyTorch comes with the first test that uses the
-marker or the fixture. What they do is in `fp8compile.testing.graphs.plugin`.
+Pytest loads this file in every run, so it imports nothing heavy. PyTorch is imported by the first test that uses the
+marker or the fixture; `fp8compile.testing.graphs.plugin` implements both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BASELINE = "graph_baseline"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the baseline."""
+    """Add the command line options for baselines."""
     group = parser.getgroup("fp8compile", "graph breaks and recompiles")
     group.addoption("--graph-baseline", metavar="DIR", help="keep what each guarded test compiles; fail if it worsens")
     group.addoption("--graph-update", action="store_true", help="take what is better, or else, into the baseline")
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker; options that go together."""
+    """Register the marker, and check the options for baselines."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}: fail on graph breaks and recompiles in the test; with `own`, of the breaks only on those in that "
@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if update and frozen:
         raise pytest.UsageError("--graph-update writes the baseline that --graph-frozen keeps: give one of them")
-    # now, for a test may change the working directory; as text, for xdist sends it to its workers
+    # resolved now, because a test may change the working directory; a string, because xdist sends it to its workers
     folder = config.invocation_params.dir / given
     if folder.exists() and not folder.is_dir():
         raise pytest.UsageError(f"--graph-baseline {given} is a file; it is the folder of a file for each test")
@@ -56,7 +56,7 @@ def _is_guarded(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Watch the tests that ask for it, and no other."""
+    """Count and compare what a test compiles, if it has the marker or uses the fixture."""
     if not _is_guarded(item):
         return (yield)
     from fp8compile.testing.graphs.plugin import guarded
@@ -80,7 +80,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def graph_report(request: pytest.FixtureRequest) -> Callable:
-    """``fp8compile.testing.graph_report``, whose reports also go into the test's baseline."""
+    """A ``fp8compile.testing.graph_report`` whose reports also count for the test's baseline."""
     from fp8compile.testing.graphs.plugin import recorded_graph_report
 
     request.node.stash[USES_FIXTURE] = True
@@ -88,7 +88,7 @@ def graph_report(request: pytest.FixtureRequest) -> Callable:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    """A line for each guarded test: what it compiled; and what the baseline keeps of tests that are no more."""
+    """Print a line with the counts of each guarded test, and a line for each baseline file without a test."""
     lines = list(_guarded_lines(terminalreporter))
     _count_faulty_baselines(terminalreporter)
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # else tests are missing that were to run
@@ -100,7 +100,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 
 def _reports(terminalreporter: pytest.TerminalReporter) -> Iterator[tuple[str, pytest.TestReport]]:
-    """Reports of tests, each with what pytest counts it as: "passed", "xfailed"."""
+    """Reports of tests, each with the category that pytest counts it in, such as "passed" or "xfailed"."""
     for kind, reports in terminalreporter.stats.items():
         yield from ((kind, report) for report in reports if isinstance(report, pytest.TestReport))
 
@@ -117,7 +117,7 @@ def _guarded_lines(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
 def _counts(report: pytest.TestReport) -> str:
     found = dict(report.user_properties)
     parts = [_numbered(found[f"graph_{name}"], name) for name in COUNTS if f"graph_{name}" in found]
-    # a property of the same name may be the test's own; without the others it is
+    # without counts, a property called BASELINE is the test's own
     return ", ".join([*parts, *([f"baseline {found[BASELINE]}"] if BASELINE in found else [])] if parts else [])
 
 
@@ -144,7 +144,7 @@ def _stale_lines(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
     folder = config.getoption("--graph-baseline")
     if folder is None:
         return
-    # what was skipped or failed early may be guarded; of a selection nobody knows what else is there
+    # tests that were skipped or failed early may be guarded; if tests were selected, others may exist
     reports = [report for _, report in _reports(terminalreporter)]
     kept = {report.nodeid for report in reports if report.outcome != "passed" or _counts(report)}
     files = {report.nodeid.partition("::")[0] for report in reports}
@@ -155,7 +155,7 @@ def _stale_lines(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
         try:
             test = str(json.loads(path.read_text())["test"])
         except (ValueError, KeyError, TypeError):
-            continue  # the test that it belongs to says so
+            continue  # the file's own test fails and says that it is no baseline
         file = test.partition("::")[0]
         if test not in kept and (not (config.rootpath / file).exists() or (file in files and not selected)):
             yield f"{path.relative_to(folder)}: stale, no guarded test is called {test}; delete it"

@@ -20,13 +20,14 @@ import sysconfig
 import tempfile
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "fp8compile"
 ROOT = Path(__file__).parents[1]
-# their bases are classes of a package that is not installed beside every PyTorch
-OF_OTHERS = ("fp8compile.integrations.torchtitan",)
+# each file is named after the package whose classes it derives from; without that package, no base is known
+INTEGRATIONS = f"{PACKAGE}.integrations."
 PYRIGHT = "pyright==1.1.414"
 
 
@@ -54,12 +55,21 @@ def _report(pyright: str, python: str) -> dict:
     return found["typeCompleteness"]
 
 
-def unknown_types(report: dict) -> list[str]:
+@cache
+def _is_installed(package: str, python: str) -> bool:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", code]).returncode == 0
+
+
+def unknown_types(report: dict, python: str) -> list[str]:
     """A line for each public name whose type is not known, with what pyright says of it."""
     lines = []
     for symbol in report["symbols"]:
         name, said = symbol["name"], symbol["diagnostics"]
-        if not symbol["isExported"] or symbol["isTypeKnown"] or name.startswith(OF_OTHERS):
+        if not symbol["isExported"] or symbol["isTypeKnown"]:
+            continue
+        of = name.removeprefix(INTEGRATIONS).partition(".")[0] if name.startswith(INTEGRATIONS) else ""
+        if of and not _is_installed(of, python):
             continue
         reasons = [" ".join(each["message"].split()) for each in said if each["severity"] == "error"]
         place = next((f"{each['file'].rpartition('site-packages/')[2]}:{each['range']['start']['line'] + 1}: "
@@ -75,13 +85,13 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.pyright is None:
         raise SystemExit(f"public_types: there is no pyright. pip install {PYRIGHT}; it needs Node.")
-    if chosen.python is None:
-        with _beside_packages() as python:
-            report = _report(chosen.pyright, python)
-    else:
-        report = _report(chosen.pyright, chosen.python)
-    lines = unknown_types(report)
-    print("\n".join(lines))
+    with _beside_packages() if chosen.python is None else nullcontext(chosen.python) as python:
+        if not _is_installed("torch", python):
+            raise SystemExit(f"public_types: {python} has no torch, of whose types those of the package are made.")
+        report = _report(chosen.pyright, python)
+        lines = unknown_types(report, python)
+    for line in lines:
+        print(line)
     count = sum(symbol["isExported"] for symbol in report["symbols"])
     print(f"{count - len(lines)} of {count} public names have a known type")
     sys.exit(bool(lines))

@@ -1,4 +1,4 @@
-"""Number formats of codes and scales: what a stored number means.
+"""Number formats of codes and scales.
 
     format  bits  layout   largest  infinity  NaN            used for
     e4m3    8     s.4.3    448      no        0x7f, 0xff     codes
@@ -20,19 +20,19 @@ from fp8compile.target import target_of
 
 __all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "Float8Format", "element_format", "pack", "unpack"]
 
-CASTS_BY_FLOAT16 = (8, 9)  # Triton rounds float32 toward zero to float16 there, and that to float8 (triton#11753)
+CASTS_BY_FLOAT16 = (8, 9)  # Triton casts float32 toward zero to float16, then to float8, on this GPU (triton#11753)
 FLOAT32_EXPONENT_MASK = 0x7F800000
 FLOAT32_MANTISSA_BITS = 23
 FLOAT32_BIAS = 127
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# NaN is written by its bits, here and wherever a compiled graph may hold it: two casts of one tensor are merged where
-# their nodes are equal, and a NaN literal is unequal to itself.
+# NaN is written as bits wherever a compiled graph may hold it. Two casts of one tensor are merged only if their nodes
+# are equal, and a NaN literal is not equal to itself.
 FLOAT32_NAN = 0x7FC00000
-NAN_CODE = 0x7F  # of e4m3 and e5m2
+NAN_CODE = 0x7F  # the code for NaN in e4m3 and e5m2
 
 
 def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4Format) -> Tensor:
-    """Values of one of the two codes around each value, float32; see ``encode_stochastic``."""
+    """Round each value to one of the two neighbouring codes' values, float32; see ``encode_stochastic``."""
     saturated = values.clamp(-fmt.max, fmt.max)
     field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
     exponent = field.clamp(min=FLOAT32_BIAS + fmt.min_exponent) - fmt.mantissa_bits - FLOAT32_BIAS
@@ -46,10 +46,12 @@ def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4For
 
 
 def _to_nearest(values: Tensor, fmt: Float8Format) -> Tensor:
-    """The values of the nearest codes, ties to even, float32, by integers and exact products alone; NaN stays NaN.
+    """Round each value to the nearest code's value, ties to even, float32; NaN stays NaN.
+
+    It uses only integer operations and exact products.
 
     Args:
-        values: Float32, no magnitude above ``fmt.max``.
+        values: float32, with magnitudes up to ``fmt.max``, or NaN.
         fmt: The format of the codes.
     """
     dropped = FLOAT32_MANTISSA_BITS - fmt.mantissa_bits
@@ -72,9 +74,9 @@ class Float8Format:
         dtype: The PyTorch dtype with the same bits.
         max: The largest finite value.
         max_exponent: The exponent of the largest finite value, ``floor(log2(max))``.
-        min_exponent: The exponent of the smallest normal value; below it, values are as far apart as there.
-        mantissa_bits: Bits behind the leading one.
-        bits: Bits of one code.
+        min_exponent: The exponent of the smallest normal value; subnormal values below it have the same spacing.
+        mantissa_bits: Number of bits after the leading one.
+        bits: Number of bits of a code.
     """
 
     name: str
@@ -92,16 +94,16 @@ class Float8Format:
             values: Any shape, float32.
 
         Returns:
-            Codes, the same shape, uint8. NaN gives the one code 0x7f, whatever its sign and payload, so
-            that codes made by different kernels can be compared as bytes.
+            Codes, the same shape, uint8. Every NaN gives the code 0x7f, whatever its sign and payload, so that codes
+            made by different kernels can be compared as bytes.
         """
         saturated = self._saturated(values)
-        # of NaN it doesn't hold; `isnan` on a GPU would first take a magnitude with subnormals flushed
+        # False for NaN; `isnan` on a GPU would first compute a magnitude and flush subnormals
         is_number = saturated <= self.max
         return torch.where(is_number, saturated.to(self.dtype).view(torch.uint8), NAN_CODE)
 
     def encode_numbers(self, values: Tensor) -> Tensor:
-        """As ``encode``, for who knows where values are NaN: there its codes are some NaN."""
+        """Encode as ``encode`` does, but a NaN may give any code for NaN. For callers that handle NaN themselves."""
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
@@ -112,12 +114,13 @@ class Float8Format:
         return saturated
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
-        """Round to one of the two codes around each value, up with the probability of its distance from the lower one.
+        """Round each value at random to one of the two codes around it, so that the expected value is the value.
 
         Args:
             values: Any shape, float32.
-            noise: The same shape, float32, uniform in [0, 1): a value is rounded away from zero where it is below the
-                value's distance from the code beneath, in units of the distance of the two codes.
+            noise: The same shape, float32, uniform in [0, 1). Let d be the distance of a value from the code next to
+                it toward zero, divided by the distance of the two codes. The value is rounded away from zero if its
+                noise is less than d.
 
         Returns:
             Codes, the same shape, uint8; overflow saturates, NaN gives 0x7f.
@@ -125,7 +128,7 @@ class Float8Format:
         return self.encode(_to_a_neighbour(values, noise, self))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values of codes.
+        """Convert codes to their values.
 
         Args:
             codes: Any shape, uint8.
@@ -138,9 +141,10 @@ class Float8Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Float4Format:
-    """A 4-bit floating point format of codes, one sign, two exponent bits, one of mantissa; no NaN and no infinity.
+    """A 4-bit floating point format of codes: sign, two exponent bits, one mantissa bit; no NaN and no infinity.
 
-    A code takes one byte here; `pack` lays two of them into one. Attributes are those of `Float8Format`.
+    Each code takes one byte here; `pack` puts two codes into a byte. Attributes are those of `Float8Format`, and
+    ``values``, the magnitudes of codes 0 to 7.
     """
 
     name: str
@@ -158,41 +162,41 @@ class Float4Format:
             values: Any shape, float32.
 
         Returns:
-            Codes 0 to 15, the same shape, uint8; bit 3 is the sign, of zeros too. NaN, which the format lacks, gives
-            0: a scale has to tell of it.
+            Codes 0 to 15, the same shape, uint8. Bit 3 is the sign, for zeros too. The format has no NaN: a NaN gives
+            the code 0, and the block's scale has to be NaN.
         """
         magnitude = values.abs().clamp(max=self.max)
         bits = magnitude.view(torch.int32)
-        # From 1 on, code and float32 have their exponent and first mantissa bit in one order: 22 bits are rounded off.
+        # From 1 on, a code is the exponent and first mantissa bit of the float32; the other 22 bits are rounded off.
         large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
-        # below, codes are 0.5 apart, and a tie goes to the even one
+        # below 1, codes are 0.5 apart, and a tie goes to the even code
         small = (magnitude > 0.25).to(torch.int32) + (magnitude >= 0.75).to(torch.int32)
         code = torch.where(magnitude < 1, small, large) | (values.signbit().to(torch.int32) << 3)
-        return torch.where(magnitude <= self.max, code, 0).to(torch.uint8)  # of NaN that doesn't hold
+        return torch.where(magnitude <= self.max, code, 0).to(torch.uint8)  # False for NaN
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
-        """Round to one of the two codes around each value, as `Float8Format.encode_stochastic` does; NaN gives 0."""
+        """Round each value at random to one of its two neighbours, as `Float8Format` does; NaN gives the code 0."""
         return self.encode(_to_a_neighbour(values, noise, self))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values of codes 0 to 15 (uint8, any shape), float32, exact."""
+        """Convert codes 0 to 15 (uint8, any shape) to their values, float32, exact."""
         code = codes.to(torch.int32) & 7
         bits = ((code >> 1) + (FLOAT32_BIAS - 1)) << FLOAT32_MANTISSA_BITS | (code & 1) << (FLOAT32_MANTISSA_BITS - 1)
-        half = (FLOAT32_BIAS - 1) << FLOAT32_MANTISSA_BITS  # code 1; code 0 is zero, and neither is normal
+        half = (FLOAT32_BIAS - 1) << FLOAT32_MANTISSA_BITS  # the bits of 0.5, code 1; codes 0 and 1 are not normal
         magnitude = torch.where(code < 2, code * half, bits).view(torch.float32)
         return torch.where(codes >= 8, -magnitude, magnitude)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentFormat:
-    """An unsigned power of two in a byte: byte b means 2**(b - 127), 255 means NaN."""
+    """A format of powers of two without a sign: the byte b stands for 2**(b - 127), and 255 for NaN."""
 
     name: str
     bias: int = 127
     nan: int = 255
 
     def encode(self, values: Tensor) -> Tensor:
-        """Bytes of powers of two.
+        """Convert powers of two to bytes.
 
         Args:
             values: Any shape, float32, each 2**k with -127 <= k <= 127, or NaN.
@@ -204,7 +208,7 @@ class ExponentFormat:
         return self._bytes(values, values.view(torch.int32) >> FLOAT32_MANTISSA_BITS)
 
     def encode_inverses(self, values: Tensor) -> Tensor:
-        """Bytes of ``1 / values``, by their exponents alone: the inverse of a power of two needs no division.
+        """Convert ``1 / values`` to bytes. The reciprocal of a power of two only negates the exponent.
 
         Args:
             values: Any shape, float32, each 2**k with -127 <= k <= 127, or NaN.
@@ -215,11 +219,11 @@ class ExponentFormat:
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
     def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
-        """Exponents as bytes; the byte of NaN for a value that is NaN, because comparisons with it are false."""
+        """Convert exponents to bytes, and give a value that is NaN the byte for NaN: its comparison below is False."""
         return torch.where(values <= torch.inf, exponents, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values of bytes (uint8, any shape), float32, exact (byte 0 is a subnormal)."""
+        """Convert bytes (uint8, any shape) to their values, float32, exact. The byte 0 stands for a subnormal."""
         byte = codes.to(torch.int32)
         smallest = 1 << (FLOAT32_MANTISSA_BITS - 1)
         power = torch.where(byte == 0, smallest, byte << FLOAT32_MANTISSA_BITS)
@@ -249,7 +253,7 @@ def element_format(name: str) -> Float8Format | Float4Format:
     """The format of codes with this name.
 
     Raises:
-        ValueError: No such format.
+        ValueError: There is no such format.
     """
     if name not in ELEMENT_FORMATS:
         allowed = ", ".join(repr(n) for n in ELEMENT_FORMATS)
@@ -258,26 +262,26 @@ def element_format(name: str) -> Float8Format | Float4Format:
 
 
 def pack(codes: Tensor, dim: int) -> Tensor:
-    """Lay the codes of two neighbours into one byte, the first in its lower four bits.
+    """Pack the codes of two neighbours into one byte, with the first code in the lower four bits.
 
     Args:
-        codes: Any shape, uint8, 0 to 15 each.
-        dim: The dim whose neighbours share a byte; of even size.
+        codes: Any shape, uint8, codes 0 to 15.
+        dim: The dim whose neighbours share a byte. Its size is even.
 
     Returns:
-        uint8, half as many along ``dim``.
+        uint8, with half the size along ``dim``.
     """
     last = codes.movedim(dim, -1)
     return (last[..., ::2] | (last[..., 1::2] << 4)).movedim(-1, dim)
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Repack codes from two of a row in a byte, (M, K / 2), to two of a column in a byte, (M / 2, K)."""
+    """Repack codes from bytes with two neighbours in a row, (M, K / 2), to bytes with two in a column, (M / 2, K)."""
     first, second = packed[::2], packed[1::2]
     return torch.stack([(first & 15) | (second << 4), (first >> 4) | (second & 240)], -1).flatten(-2)
 
 
 def unpack(packed: Tensor, dim: int) -> Tensor:
-    """The codes that `pack` was given, one a byte."""
+    """Unpack bytes that `pack` made, to one code in each byte."""
     last = packed.movedim(dim, -1)
     return torch.stack([last & 15, last >> 4], -1).flatten(-2).movedim(-1, dim)

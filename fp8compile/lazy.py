@@ -1,7 +1,7 @@
-"""What is imported when it is asked for.
+"""Submodules that are imported when they are first used.
 
-parallel    stands on DTensor, whose import takes half a second
-testing     stands on the compilers
+parallel    imports DTensor, which takes half a second
+testing     imports the compilers
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LAZY = ("parallel", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """A module of the package that its ``__init__`` does not import."""
+    """Import a submodule that the package's ``__init__`` does not import."""
     if name in LAZY:
         return importlib.import_module(f"{PACKAGE}.{name}")
     raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """What the package's ``__init__`` has, and the modules that it does not import."""
+    """The names of the package's ``__init__``, and the submodules that it does not import."""
     return sorted({*vars(sys.modules[PACKAGE]), *LAZY})
 
 
@@ -36,5 +36,5 @@ def _register_on_dtensors() -> None:
     dtensor.register()
 
 
-# who has imported DTensor meets our operators there
+# our operators are registered with DTensor once it is imported
 _compat.when_imported("torch.distributed.tensor", _register_on_dtensors)

@@ -1,17 +1,17 @@
-"""The extension API: quantizers and operators of other packages, by the names that our own are made with.
+"""The extension API, for quantizers and operators of other packages. This package is written with the same names.
 
-    Quantizer       subclass it as a frozen dataclass: subclassing registers it with torch.compile
+    Quantizer       the base class of quantizers: write a frozen dataclass; subclassing registers it with torch.compile
     CurrentScaling  a quantizer with scale rules, to derive from
-    register_op     one call makes an operator: schema, kernel, fake, derivative, decomposition, sharding, samples
+    register_op     makes an operator: schema, kernel, fake, derivative, decomposition, sharding, samples
     register_linear_like, register_experts
-                    have convert take modules that are a linear by another name, or hold experts in a way of their own
-    register_gemm   one call adds a GEMM for codes that no other one reads; register_grouped_gemm, one for experts
-    Split, Cut      how an op runs on shards
-    rounded         in a decomposition: the value as eager mode would have stored it
-    quantizers      what installed packages offer under the entry point group ``fp8compile.quantizers``
-    recipe          a recipe of one quantizer
+                    make convert take another library's linear layers or experts
+    register_gemm   adds a GEMM for codes that no other GEMM reads; register_grouped_gemm adds one for experts
+    Split, Cut      describe how an op runs on shards
+    rounded         in a decomposition: rounds a value to the dtype in which eager mode would have stored it
+    quantizers      returns the quantizers and recipes of installed packages
+    recipe          makes a recipe from one quantizer
 
-``fp8compile.testing.check_quantizer`` and ``check_op`` test what was made with them. See docs/extending.md.
+``fp8compile.testing.check_quantizer`` and ``check_op`` test a quantizer or an op. See docs/extending.md.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ __all__ = [
 
 
 def quantizers() -> dict[str, Quantizer | Recipe]:
-    """What installed packages offer, by name: entry points of the group ``fp8compile.quantizers``.
+    """The quantizers and recipes of installed packages, by name: entry points of the group ``fp8compile.quantizers``.
 
     ``fp8compile.recipes.by_name`` and ``fp8compile explain --recipe`` take these names.
 
     Raises:
-        ImportError: One of them can't be imported or called; the text names its distribution.
-        TypeError: One of them is neither a quantizer nor a recipe.
-        ValueError: Two packages use one name for different things, or one uses that of a ready recipe.
+        ImportError: An entry point can't be imported or called; the text names its distribution.
+        TypeError: An entry point is neither a quantizer nor a recipe.
+        ValueError: Two packages use one name for different things, or a package uses the name of a ready recipe.
     """
     return {name: entry_points.load(name) for name in recipes.installed()}

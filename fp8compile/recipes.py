@@ -1,14 +1,14 @@
-"""Ready recipes, by name; keyword arguments for what may vary.
+"""Ready recipes. Each function returns a recipe, and its keyword arguments set what may vary.
 
-The ways to give scales to the three GEMMs of a linear layer:
+The recipes differ in how the operands of a linear layer's three GEMMs get their scales:
 
-    tensorwise           one scale a tensor: the fastest GEMM; one outlier coarsens the whole tensor
-    rowwise              one scale a row or column: keeps outliers apart; each direction is cast for itself
-    rowwise_bf16_wgrad   as rowwise, with grad_weight in high precision: the safest, two of three GEMMs in FP8
-    blockwise            one scale for 128 values along the sum, of weights for 128 x 128: keeps outliers within blocks
-    mxfp8                a power of two for 32 values along the sum: the tensor cores of Blackwell undo it
-    nvfp4                four-bit codes, an e4m3 scale for 16 of them and one of the tensor: half the bytes again
-    delayed              as tensorwise, by the amaxes of the steps before: no tensor is read twice; its state is kept
+    tensorwise           one scale for each tensor: the fastest GEMM; one outlier makes the whole tensor coarser
+    rowwise              one scale for each row or column: an outlier affects only these; casts for both directions
+    rowwise_bf16_wgrad   rowwise with grad_weight in high precision: the safest, with two of three GEMMs in FP8
+    blockwise            one scale for 128 values along the summed dim, or 128 x 128 values of a weight
+    mxfp8                one power of two for 32 values along the summed dim, which Blackwell's tensor cores apply
+    nvfp4                four-bit codes, an e4m3 scale for 16 codes and a scale for the tensor: half of FP8's bytes
+    delayed              tensorwise, with scales from the amaxes of earlier steps: reads no tensor twice, keeps a state
 """
 
 from __future__ import annotations
@@ -60,7 +60,19 @@ def _of_blocks(
     emulate: bool = False,
     **rule: Any,
 ) -> Recipe:
-    """Current scaling everywhere: blocks of x_MK and dy_MN, of w_NK, and of both where the sum runs the other way."""
+    """Make a recipe with current scaling for all operands.
+
+    Args:
+        x: Block of x_MK in the output, and of dy_MN in grad_input.
+        weight: Block of w_NK in the output.
+        weight_turned: Block of w_NK in grad_input, which sums over the other dim.
+        x_turned: Block of x_MK and dy_MN in grad_weight, which sums over the other dim.
+        format: Format of inputs and weights.
+        grad_format: Format of gradients.
+        grad_rounding: Rounding of gradients to codes.
+        emulate: Whether a GPU without such GEMMs emulates them.
+        rule: Fields ``scale`` and ``eps`` of all quantizers.
+    """
     gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
     return Recipe(
         input=CurrentScaling(format=format, block=x, **rule),
@@ -88,7 +100,7 @@ def tensorwise(
         grad_format: Format of gradients, whose range is wider.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
     """
@@ -110,10 +122,10 @@ def rowwise(
 
     Args:
         format: Format of inputs and weights.
-        grad_format: Format of gradients; with a scale a row, e4m3 has range enough.
+        grad_format: Format of gradients; with a scale for each row, e4m3 has enough range.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
     """
     blocks = (ROW, ROW, COLUMN, COLUMN)
     return _of_blocks(
@@ -136,7 +148,7 @@ def rowwise_bf16_wgrad(
         grad_format: Format of gradients.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
     """
     rule: dict[str, Any] = {"scale": scale, "eps": eps}
     value = CurrentScaling(format=format, block=ROW, **rule)
@@ -156,7 +168,7 @@ def blockwise(
     scale: str = "fp32",
     eps: float = 0.0,
 ) -> Recipe:
-    """A scale for 128 values of inputs and gradients, for 128 x 128 of weights; all three GEMMs in FP8.
+    """One scale for 128 values of inputs and gradients, and for 128 x 128 of weights; all three GEMMs in FP8.
 
     Blocks lie along the dim that a GEMM sums over: 1 x 128 in x_MK and dy_MN, 128 x 128 in w_NK. grad_weight sums over
     tokens, so its blocks are 128 x 1.
@@ -166,7 +178,7 @@ def blockwise(
         grad_format: Format of gradients.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: ``"fp32"``, or ``"pow2"`` for powers of two.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, arXiv:2412.19437.
     """
@@ -186,10 +198,10 @@ def mxfp8(
     weight_block: tuple[int, int] = MX_LINE,
     emulate: bool = False,
 ) -> Recipe:
-    """MXFP8: a scale for 32 values along the sum, a power of two stored as one byte; all three GEMMs in FP8.
+    """MXFP8: one scale, a power of two stored in a byte, for 32 values along the summed dim; all three GEMMs in FP8.
 
-    Forward and backward sum over different sides of a weight, and so multiply two sets of its codes. With one scale
-    for 32 x 32 values of a weight both multiply the same codes, which are half the bytes.
+    Forward and backward sum over different dims of a weight, and therefore multiply two different sets of its codes.
+    With one scale for 32 x 32 values of a weight, both multiply the same codes, which take half the bytes.
 
     Args:
         format: Format of inputs and weights.
@@ -197,13 +209,13 @@ def mxfp8(
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: ``"e8m0_rceil"`` rounds a scale up, so that nothing saturates; ``"e8m0_floor"`` is the rule in the
             specification of the format.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
         weight_block: (1, 32), or (32, 32) for one set of codes.
         emulate: Whether a GPU without MX (before compute capability 10.0) multiplies the exact values in float64,
             slowly, instead of raising.
 
     Raises:
-        ValueError: The scale is no E8M0 one, or ``weight_block`` is another.
+        ValueError: ``scale`` or ``weight_block`` has a value that is not allowed.
 
     Source: OCP Microscaling Formats 1.0, section 6.3 (floor); Mishra et al. 2025, arXiv:2506.08027 (rceil).
     """
@@ -233,28 +245,30 @@ def nvfp4(
     scale: str = "transformer_engine",
     emulate: bool = False,
 ) -> Recipe:
-    """NVFP4: four-bit codes, an e4m3 scale for 16 values along the sum and a float32 scale of the tensor.
+    """NVFP4: four-bit codes, an e4m3 scale for 16 values along the summed dim, and a float32 scale for the tensor.
 
-    Weights have one scale for 16 x 16 values, so that forward and backward multiply the same codes. Those are half a
-    byte an element, so compiled code keeps them (``keep_weight_codes``) and the backward reads no weight. Both
-    operands of grad_weight are transformed along tokens before they are quantized, so that an outlier does not take
-    the bits of its neighbours; their outer scale is that of the transformed tensor. Each expert has the codes and
-    scales that its tokens and its weight have alone.
+    Weights have one scale for 16 x 16 values, so that forward and backward multiply the same codes. These take half a
+    byte for each element. Compiled code keeps them (``keep_weight_codes``), so that the backward does not read the
+    weight. Both operands of grad_weight are transformed along tokens before they are quantized, which spreads outliers
+    over their neighbours; the outer scale is that of the transformed tensor. Each expert has its own codes and scales,
+    as if its tokens and its weight were alone.
 
     Args:
-        weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the sum.
-        grad_rounding: Rounding of gradients to codes, ``"stochastic"``, ``"nearest"``, or ``"stochastic_hardware"``:
-            the instruction that a B200 has for it, faster and with other bits, see ``fp8compile.TwoLevelScaling``.
+        weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the summed dim.
+        grad_rounding: Rounding of gradients to codes: ``"stochastic"``, ``"nearest"``, or ``"stochastic_hardware"``,
+            which uses the instruction of a B200. It is faster and draws other bits, see
+            ``fp8compile.TwoLevelScaling``.
         seed: Seed of stochastic rounding.
         hadamard: Sixteen signs of the transform of grad_weight's operands, TransformerEngine's by default; () for no
             transform.
-        backward: ``"nvfp4"``; ``"bf16"`` for both gradients in the dtype of their operands; or ``"dequantized"`` for
-            that too, but with the values of the forward's codes in place of x and the weight.
-        scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
-        emulate: Whether a GPU multiplies the exact values in float64, slowly, instead of raising.
+        backward: ``"nvfp4"`` for gradients in four bits. ``"bf16"`` for both gradients in the dtype of their operands.
+            ``"dequantized"`` for the same as ``"bf16"``, but with the values of the forward's codes instead of x and
+            the weight.
+        scale: The rule for both scales, ``"transformer_engine"`` or ``"torchao"``.
+        emulate: Whether a GPU without such GEMMs multiplies the exact values in float64, slowly, instead of raising.
 
     Raises:
-        ValueError: An argument has no allowed value.
+        ValueError: An argument has a value that is not allowed.
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
     """
@@ -262,7 +276,7 @@ def nvfp4(
         raise ValueError(f"nvfp4: weight_block is {weight_block!r}; it is (16, 16) or (1, 16).")
     if backward not in ("nvfp4", "bf16", "dequantized"):
         raise ValueError(f"nvfp4: backward is {backward!r}; it is 'nvfp4', 'bf16' or 'dequantized'.")
-    # by constructors: Dynamo traces no `replace`, for a recipe that is made in the compiled function
+    # constructors, because Dynamo can't trace `replace` if a recipe is made in a compiled function
     line, weight = TwoLevelScaling(scale=scale), TwoLevelScaling(block=weight_block, scale=scale)
     pillar: dict[str, Any] = {"block": NV_PILLAR, "packed": "columns", "scale": scale}
     gradient: dict[str, Any] = {"rounding": grad_rounding, "seed": seed}
@@ -273,7 +287,7 @@ def nvfp4(
         "input_for_grad_weight": TwoLevelScaling(**pillar, hadamard=hadamard),
     }
     taken: dict[str, Any] = gradients if backward == "nvfp4" else {}
-    keeps = backward == "nvfp4" and weight_block == NV_TILE  # which both products of the weight read
+    keeps = backward == "nvfp4" and weight_block == NV_TILE  # both products of the weight read them
     return Recipe(
         input=line,
         weight=weight,
@@ -295,18 +309,18 @@ def delayed(
 ) -> Recipe:
     """One scale for each tensor, from the amaxes of earlier steps; all three GEMMs in FP8.
 
-    Each layer keeps a state, see ``fp8compile.DelayedState``; ``fp8compile.Linear`` keeps it in buffers.
+    Each layer has a state, see ``fp8compile.DelayedState``; ``fp8compile.Linear`` keeps it in buffers.
 
     Args:
         format: Format of inputs and weights.
         grad_format: Format of gradients, whose range is wider.
-        history: How many amaxes are remembered.
+        history: Number of amaxes that are kept.
         algorithm: ``"max"`` or ``"most_recent"``, see ``fp8compile.DelayedScaling``.
-        margin: Powers of two that stay free above the amax.
-        keep_weight_codes: Whether codes of weights are kept from the forward to the backward, a byte an element, see
-            ``fp8compile.Recipe``. If not, they are made again.
+        margin: Number of powers of two between the largest code and the scaled amax.
+        keep_weight_codes: Whether codes of weights are kept from the forward to the backward, which takes one byte for
+            each element, see ``fp8compile.Recipe``. If not, the backward makes them again.
 
-    Source: as ``fp8compile.DelayedScaling``; the defaults are TransformerEngine's, format ``HYBRID``.
+    Source: that of ``fp8compile.DelayedScaling``; the defaults are TransformerEngine's with the format ``HYBRID``.
     """
     value = DelayedScaling(format=format, history=history, algorithm=algorithm, margin=margin)
     gradient = DelayedScaling(format=grad_format, history=history, algorithm=algorithm, margin=margin)
@@ -322,14 +336,14 @@ def delayed(
 
 
 def of_quantizer(quantizer: Quantizer) -> Recipe:
-    """One quantizer for all operands; rows and columns are exchanged if a GEMM needs that.
+    """Make a recipe from one quantizer for all operands; it is transposed for a GEMM that sums over the other dim.
 
     Args:
         quantizer: Quantizer of the output's operands, x_MK and w_NK.
 
     Raises:
-        TypeError: The argument is no quantizer.
-        ValueError: No GEMM multiplies such blocks; the message names the blocks that one does.
+        TypeError: The argument is not a quantizer.
+        ValueError: No GEMM multiplies these blocks; the text lists the blocks that a GEMM can multiply.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(
@@ -359,19 +373,16 @@ READY: dict[str, Callable[..., Recipe]] = {
 
 
 def names() -> tuple[str, ...]:
-    """Names of the ready recipes.
-
-    ``fp8compile.library.quantizers`` has what installed packages add to them.
-    """
+    """The names of the ready recipes. ``fp8compile.library.quantizers`` has those of installed packages."""
     return tuple(READY)
 
 
 @constant_when_traced
 def installed() -> tuple[str, ...]:
-    """Names that installed packages add to the ready ones, sorted; none of them is imported.
+    """The names of recipes and quantizers of installed packages, sorted. No package is imported.
 
     Raises:
-        ValueError: A name means two things.
+        ValueError: Two packages use one name for different things, or a package uses the name of a ready recipe.
     """
     found = entry_points.installed()
     for name in found:
@@ -408,16 +419,17 @@ def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
 
 
 def by_name(name: str, **arguments: object) -> Recipe:
-    """A recipe by its name: a ready one, or what an installed package offers (see ``fp8compile.library``).
+    """Make a recipe by its name: a ready recipe, or that of an installed package (see ``fp8compile.library``).
 
     Args:
         name: The name.
         arguments: Keyword arguments of the ready recipe's function; none for a recipe of another package.
 
     Raises:
-        ValueError: No such recipe; the message names the closest. Or what a package offers makes none.
-        ImportError: The package that offers it fails; the message names it.
-        TypeError: The package offers something else, or arguments are given that it can't take.
+        ValueError: There is no such recipe; the text names the closest one. Or a package's quantizer makes no recipe.
+        ImportError: The package's entry point can't be imported or called; the text names the package.
+        TypeError: The package's entry point is neither a quantizer nor a recipe, or the recipe does not take the
+            arguments.
     """
     if isinstance(name, str) and name in READY:
         return READY[name](**arguments)
@@ -426,7 +438,7 @@ def by_name(name: str, **arguments: object) -> Recipe:
     raise ValueError(_no_such_recipe(name))
 
 
-# where a recipe has what its function was called with
+# for each argument of the functions above, the attribute of a recipe that has its value
 ARGUMENTS = {
     "format": "weight.format",
     "grad_format": "grad_output.format",
@@ -445,10 +457,10 @@ ARGUMENTS = {
 
 
 def _call(name: str, recipe: Recipe) -> str | None:
-    """How a ready recipe's function is called to give a recipe, without its defaults; None if it can't."""
+    """The call of a ready recipe's function that makes this recipe, without default arguments; None if none does."""
     function = READY[name]
     defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
-    weight: Any = recipe.weight  # of whichever class
+    weight: Any = recipe.weight  # any class of quantizers, or None
     try:
         if "backward" in defaults and recipe.grad_output is None:
             arguments = {
@@ -460,7 +472,7 @@ def _call(name: str, recipe: Recipe) -> str | None:
         else:
             arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults if each in ARGUMENTS}
         made = function(**arguments)
-    except (AttributeError, TypeError, ValueError):  # a quantizer without that field, or with one that it refuses
+    except (AttributeError, TypeError, ValueError):  # the recipe lacks an attribute, or the function refuses a value
         return None
     if made != recipe:
         return None
@@ -478,19 +490,19 @@ def _installed_name(recipe: Recipe) -> str | None:
         try:
             if recipe == (value if isinstance(value, Recipe) else of_quantizer(value)):
                 return name
-        except ValueError:  # a quantizer that makes none
+        except ValueError:  # the quantizer makes no recipe
             continue
     return None
 
 
 def describe(recipe: Recipe) -> str:
-    """What a recipe is called, for people.
+    """A readable name of a recipe.
 
     Args:
-        recipe: Any.
+        recipe: Any recipe.
 
     Returns:
-        ``"rowwise"`` for a ready recipe, ``"rowwise(scale='pow2')"`` for one with other arguments; the name that an
-        installed package gives it, if that package is imported; ``"custom"`` for any other.
+        ``"rowwise"`` for a ready recipe, or ``"rowwise(scale='pow2')"`` with other arguments than the defaults. The
+        name that an installed package gives the recipe, if that package is imported. ``"custom"`` for any other.
     """
     return _ready_name(recipe) or _installed_name(recipe) or "custom"

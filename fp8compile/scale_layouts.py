@@ -1,8 +1,8 @@
-"""Layouts in which GEMMs of a GPU want the scales of an operand: the values, elsewhere in memory.
+"""Memory layouts in which a GPU's GEMMs read the scales of an operand. The values do not change.
 
-    a block of 1 x 128     down the rows first: element (row, block) at row + block * rows
-    a block of 128 x 128   along the sum first, each row of blocks begun at a multiple of four
-    MX and NVFP4           tiles of 128 rows by 4 blocks, 512 bytes each, rows 32 apart side by side
+    blocks of 1 x 128      column-major: the scale of (row, block) is at row + block * rows
+    blocks of 128 x 128    row-major along the summed dim, with rows padded to a multiple of four scales
+    MX and NVFP4           tiles of 128 rows by 4 blocks, 512 bytes each; rows 32 apart are next to each other
 
 Sources: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp); cuBLAS documentation, "1D Block
 Scaling Factors Layout".
@@ -23,31 +23,35 @@ TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
 
 
 def down_the_rows(scale: Tensor) -> Tensor:
-    """(rows, blocks), the same shape with strides (1, rows)."""
+    """Lay scales (rows, blocks) column-major: the same shape, with strides (1, rows)."""
     return scale.t().contiguous().t()
 
 
 def for_each_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
-    """Scales (..., rows, blocks) that a GEMM reads for single rows, from those of blocks of several rows.
+    """Repeat the scales of blocks for each of their rows, for a GEMM that reads a scale for each row.
 
     Args:
         scale: (..., rows of blocks, blocks).
-        block_rows: Rows of a block; scales of blocks of one row are given back as they are.
-        rows: Of the codes; the last blocks may have fewer rows than others.
+        block_rows: Number of rows of a block; for 1, the scales are returned unchanged.
+        rows: Number of rows of the codes; the last blocks may have fewer rows than the others.
+
+    Returns:
+        (..., rows, blocks).
     """
     return scale if block_rows == 1 else scale.repeat_interleave(block_rows, -2)[..., :rows, :]
 
 
 def rows_of_fours(scale: Tensor) -> Tensor:
-    """(rows of blocks, blocks), the same shape with a row stride that is a multiple of four."""
+    """Lay scales (rows of blocks, blocks) with a row stride that is a multiple of four; the shape stays the same."""
     blocks = scale.shape[1]
     return pad(scale, (0, -blocks % TILE_BLOCKS)).contiguous()[:, :blocks]
 
 
 def tiled(scale: Tensor) -> Tensor:
-    """Bytes (..., rows, blocks) as tiles of the tensor core, (..., tiles down, tiles along, 32, 4, 4), zeros behind.
+    """Arrange bytes (..., rows, blocks) as tiles of the tensor core, (..., tiles down, tiles along, 32, 4, 4).
 
-    It is a view that is turned; flattened in one step, it is copied in one kernel.
+    Missing rows and blocks of the last tiles are zeros. The result is a permuted view. Flattening it copies it with
+    one kernel.
     """
     *leading, rows, blocks = scale.shape
     padded = pad(scale, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
@@ -58,18 +62,18 @@ def tiled(scale: Tensor) -> Tensor:
 
 
 def tiles_numel(rows: int, blocks: int) -> int:
-    """How many bytes the tiles of scales (rows, blocks) have."""
+    """Number of bytes in the tiles of scales (rows, blocks)."""
     down, along = (rows + TILE_ROWS - 1) // TILE_ROWS, (blocks + TILE_BLOCKS - 1) // TILE_BLOCKS
     return down * along * TILE_ROWS * TILE_BLOCKS
 
 
 def untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
-    """The inverse of `tiled`: scales (rows, blocks) from their tiles, given 1-D."""
+    """Undo `tiled`: take scales (rows, blocks) out of their tiles, which are given as a 1-D tensor."""
     down, along = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
     found = tiles.view(down, along, GROUP, TILE_ROWS // GROUP, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
     return found.reshape(down * TILE_ROWS, along * TILE_BLOCKS)[:rows, :blocks]
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Bytes (rows, blocks), 1-D as tiles of the tensor core; what is missing in the last ones is 0."""
+    """Lay bytes (rows, blocks) out as tiles of the tensor core, 1-D; missing entries of the last tiles are 0."""
     return tiled(scale).reshape(-1).view(torch.float8_e8m0fnu)

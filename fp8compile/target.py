@@ -1,7 +1,7 @@
-"""Which device code is made for: the tensors' own, unless a tool asks what another one would get.
+"""The target device of generated code: the device of the tensors, or another one that a tool pretends to have.
 
-Code for a GPU can be looked at on a machine without one, by tracing on the CPU. Whatever chooses by device (the GEMM,
-its padding, an index) therefore asks here, and never the tensor.
+A machine without a GPU can show the code for a GPU by tracing on the CPU. All choices that depend on the device (the
+GEMM, its padding, an index) therefore call `target_of`, and do not look at the tensor's device.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Build", "Target", "pretend_target", "target_of"]
 
 @dataclass(frozen=True)
 class Build:
-    """The PyTorch that runs the code. The defaults are the wheel for CUDA 13.0 on Linux, of this version of PyTorch.
+    """The PyTorch build that runs the code. By default the Linux wheel for CUDA 13.0 of this version of PyTorch.
 
     Attributes:
-        torch: (major, minor).
-        cuda: CUDA that it was built with, (major, minor); None for a build without.
+        torch: Version of PyTorch, (major, minor).
+        cuda: Version of CUDA of the build, (major, minor); None for a build without CUDA.
         is_windows: Whether it is a build for Windows.
-        has_mslk: Whether it has Meta's kernels.
+        has_mslk: Whether the build has MSLK, Meta's kernels.
     """
 
     torch: tuple[int, ...] = TORCH_VERSION
@@ -39,7 +39,7 @@ class Build:
     @staticmethod
     @cache
     def here() -> Build:
-        """The PyTorch of this process."""
+        """The PyTorch build of this process."""
         cuda = torch.version.cuda
         return Build(
             TORCH_VERSION,
@@ -51,13 +51,13 @@ class Build:
 
 @dataclass(frozen=True)
 class Target:
-    """What there is to know of a device before code is made for it.
+    """The properties of a device that decide which code is made for it.
 
     Attributes:
         type: "cpu", "cuda" or another device type.
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for any other device.
-        hip: Version of ROCm, whose GPUs are "cuda" to PyTorch and have capabilities like those of NVIDIA's; None for
-            every other device.
+        hip: Version of ROCm for an AMD GPU, which PyTorch calls "cuda" and gives a capability as NVIDIA's GPUs have;
+            None for any other device.
         build: The PyTorch that runs the code there.
     """
 
@@ -70,11 +70,11 @@ class Target:
 _PRETENDED: ContextVar[Target | None] = ContextVar("pretended target", default=None)
 
 
-_made = cache(Target)  # one for each device: an eager call asks five times
+_made = cache(Target)  # cached, because an eager call comes here five times
 
 
 def target_of(device: torch.device) -> Target:
-    """The target of code that works on tensors of this device."""
+    """The target for code that works on tensors of this device; the pretended target, if there is one."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return pretended
@@ -85,7 +85,7 @@ def target_of(device: torch.device) -> Target:
 
 @contextmanager
 def pretend_target(target: Target) -> Iterator[None]:
-    """While this runs, code is made as for this target, wherever the tensors are."""
+    """Context in which code is made for this target, whatever the device of the tensors."""
     token = _PRETENDED.set(target)
     try:
         yield

@@ -25,8 +25,3 @@ class PublicNames(griffe.Extension):
         is_integration = parent is not None and parent.name == "integrations" and mod.name not in OF_INTEGRATIONS
         if parent is not None and mod.is_module and not is_integration:
             mod.public = False
-
-    def on_alias(self, *, alias: griffe.Alias, **kwargs: Any) -> None:
-        """Hide the same of what is exported from elsewhere."""
-        if alias.name.startswith("__"):
-            alias.public = False

@@ -22,7 +22,9 @@ MODULES = {
     "reference/quantizers.md": "fp8compile.quantizers",
     "reference/parallel.md": "fp8compile.parallel",
     "reference/testing.md": "fp8compile.testing",
+    "reference/graphs.md": "fp8compile.testing.graphs",
     "reference/explain.md": "fp8compile.testing.explain",
+    "reference/ptx_report.md": "fp8compile.testing.ptx_report",
     "reference/library.md": "fp8compile.library",
     "reference/ops.md": "fp8compile.ops",
 }
@@ -53,7 +55,9 @@ def _operator_words(op: Any) -> str:
     kernel = OPS[op._schema.name].impl
     head = importlib.import_module(kernel.__module__).__doc__ or ""
     own = re.search(rf"^ *{op._opname}  +(.+?)(?=\n\n|\n *\w+  |\Z)", head, re.MULTILINE | re.DOTALL)
-    return _first_paragraph(kernel.__doc__ or (own and own.group(1)) or head)
+    words = _first_paragraph(kernel.__doc__ or (own and own.group(1)) or head)
+    words = re.sub(r"^fp8compile::[^:]*: ", "", words)  # a file's head begins with the names of its operators
+    return f"{words[0].upper()}{words[1:]}"
 
 
 def _layer_words(name: str, table: str) -> str:

@@ -1,6 +1,6 @@
 """The command: ``python -m examples.train``, or ``torchrun --nproc-per-node N -m examples.train`` for N processes.
 
-Exit code: 0 done; 1 --check found the criterion unmet, or a loss is not finite; 2 a mistake that the user can mend.
+Exit codes: 0 done; 1 if --check finds the criterion not met or a loss is not finite; 2 for a mistake of the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from examples.train.trainer import Diverged
 
 
 def _new_folder() -> Path:
-    """``runs/<time>``, by the clock of the first rank."""
+    """The default folder ``runs/<time>``; all ranks use the first rank's clock."""
     name = [time.strftime("%Y%m%d-%H%M%S")]
     if dist.is_initialized():
         dist.broadcast_object_list(name, src=0)
@@ -39,13 +39,13 @@ def _run(options: dict[str, object]) -> Run:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command with these words, by default those of the process, and return its exit code."""
+    """Run the command and return its exit code. By default arguments are those of the process's command line."""
     options = vars(parser().parse_args(arguments))
     with joined():
         try:
             return 0 if _run(options).train() else 1
         except (UsageError, Diverged) as error:
-            if is_first():  # all ranks find the same
+            if is_first():  # all ranks raise the same error
                 print(f"examples.train: {error}", file=sys.stderr)
             return 2 if isinstance(error, UsageError) else 1
 

@@ -1,10 +1,10 @@
-"""The state of a training on disk, by `torch.distributed.checkpoint`: all that the next step depends on.
+"""Checkpoints of a training, by `torch.distributed.checkpoint`. They hold all that the next step depends on.
 
-    RUN/checkpoint-<arm>/step-<n>/    one file a rank, and .metadata, which is written last
+    RUN/checkpoint-<arm>/step-<n>/    a file for each rank, and .metadata, which is written last
 
-Batches and learning rate are functions of the step, and nothing draws random numbers after the start, so parameters,
-optimizer state and step are the whole of it. A kill leaves a folder without .metadata, which nobody reads: the one
-before it is removed only when the next is complete.
+That is parameters, optimizer state and step, because batches and learning rate are functions of the step, and nothing
+draws random numbers after the start. If a run is killed while it writes, the folder has no .metadata and is ignored. A
+checkpoint is removed only when the next one is complete.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from examples.train.layout import is_first
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict]:
-    """The state of both, with the names and the whole shapes of one process."""
+    """The states of model and optimizer, with the names and shapes that a single process would have."""
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def _folders(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints by their step."""
+    """The folders of the complete checkpoints, by step."""
     return {int(each.parent.name.removeprefix("step-")): each.parent for each in folder.glob("step-*/.metadata")}
 
 
@@ -37,9 +37,9 @@ def last_step(folder: Path) -> int:
 
 
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write the checkpoint of a step, and remove those before it; all ranks call this."""
+    """Write the checkpoint of a step, and remove earlier ones. All ranks call this."""
     before = _folders(folder)
-    with warnings.catch_warnings(action="ignore"):  # one of a single process, which is no news
+    with warnings.catch_warnings(action="ignore"):  # dcp warns that there is a single process
         dcp.save(_state(model, optimizer), checkpoint_id=folder / f"step-{step}")
     if is_first():
         for other, path in before.items():
@@ -48,7 +48,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimi
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load the newest complete checkpoint, by whatever number of ranks, and return its step, or 0; all ranks do."""
+    """Load the newest complete checkpoint, on all ranks (of any number), and return its step; 0 if there is none."""
     step = last_step(folder)
     if step:
         state = _state(model, optimizer)

@@ -1,4 +1,4 @@
-"""The options of a run: each is a field of `TrainConfig`, and a flag of the same name on the command line."""
+"""The options of a run. Each is a field of `TrainConfig`, and a flag of the same name on the command line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 import fp8compile as f8
 
 BF16 = "bf16"  # the name of training without FP8
-NUM_SPREAD_SEEDS = 3  # --check compares with bf16 over so many seeds
-GROUPED_SIZE = 8  # grouped GEMMs take rows of a multiple of 16 bytes
-MAX_EXPERTS = 1024  # PyTorch's grouped GEMMs take no more groups on a GPU
+NUM_SPREAD_SEEDS = 3  # number of seeds of bf16 that --check compares with
+GROUPED_SIZE = 8  # elements; grouped GEMMs need rows of a multiple of 16 bytes
+MAX_EXPERTS = 1024  # largest number of groups of PyTorch's grouped GEMMs on a GPU
 
 
 class UsageError(Exception):
@@ -34,10 +34,10 @@ def _switch(text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides the numbers of a run. `UsageError` if the options contradict one another.
+    """All options that decide the numbers of a run. A `UsageError` is raised if they contradict one another.
 
     The defaults are the preset of the criterion: on two CPU cores rowwise and bf16 together take less than four
-    minutes, and the model gets well past counting triples of bytes.
+    minutes, and the model's loss gets well below that of counting triples of bytes.
     """
 
     recipe: str = _option(f"{', '.join(f8.recipes.names())}, an installed package's, or {BF16} for none", "rowwise")
@@ -120,7 +120,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One of the trainings of a run; rows, checkpoints and columns of the table have its name."""
+    """One of a run's trainings. Metrics, checkpoints and columns of the table are named after it."""
 
     name: str
     recipe: str
@@ -128,7 +128,7 @@ class Arm:
 
 
 def arms(config: TrainConfig) -> tuple[Arm, ...]:
-    """The trainings of a run: the recipe, what it is compared with, and for --check bf16 on the seeds that follow."""
+    """The trainings of a run: ``--recipe``, then ``--compare``, then for ``--check`` bf16 with the following seeds."""
     names = [config.recipe] if config.compare is None else [config.recipe, config.compare]
     trained = [Arm(name=name, recipe=name, seed=config.seed) for name in names]
     if config.check:
@@ -142,7 +142,7 @@ def _flag(name: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """A parser with a flag for each field of `TrainConfig`; what it parses has those that were typed alone."""
+    """A parser with a flag for each field of `TrainConfig`. Its result has only the flags that were given."""
     made = argparse.ArgumentParser(
         prog="examples.train",
         description="Train a small byte-level Llama in FP8 on any text, and show what FP8 did.",

@@ -1,16 +1,17 @@
-"""When an FP8 training counts as right: three numbers and two comparisons.
+"""The criterion by which an FP8 training passes: three numbers and two comparisons.
 
-    level    what FP8 has to get below: the held-out loss of a table, counted on the same training text, of which byte
-             follows which two. A model above it learnt less than counting does.
-    spread   maximum minus minimum of the final held-out loss of bf16 over three seeds. A seed decides weights and
-             batches, so this is how far two honest bf16 runs lie apart.
-    gap      |FP8 - bf16|, final held-out loss, same seed, hence same weights and batches. Both signs count: a wrong
-             scale may lower a loss by accident.
+    level    the held-out loss of a table that counts, in the training text, which byte follows each two bytes. A model
+             with a loss above the level has learnt less than counting.
+    spread   maximum minus minimum of bf16's final held-out loss over three seeds. A seed decides weights and batches,
+             so the spread is a typical distance between two correct runs.
+    gap      |FP8 - bf16| of the final held-out losses for the same seed, and so the same weights and batches. A lower
+             loss than bf16's counts too, because a wrong scale may lower a loss by accident.
 
     passes   FP8 loss < level  and  gap <= spread
 
-A scale that is wrong by a factor in an operand of the output or of grad_input fails this by far. In grad_weight alone
-it cannot: AdamW divides a constant factor of a gradient out again. The bitwise tests of the quantizers see that.
+A scale that is wrong by a factor in an operand of the output or of grad_input fails the criterion by far. In
+grad_weight alone it does not fail, because AdamW divides out a constant factor of a gradient. The quantizers' bitwise
+tests find that fault.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ import torch
 from examples.train.data import Text
 
 NUM_VALUES = 256
-CONTEXT = 2  # bytes that the level looks back on; the default preset gets well below that
-# Lidstone's rule: one made-up observation for each context, spread over all bytes.
+CONTEXT = 2  # number of bytes before a byte that the level's table uses; the default preset gets well below the level
+# Lidstone's rule: one pseudo-observation for each context, spread over all bytes.
 PSEUDO_COUNT = 1 / NUM_VALUES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What FP8 is measured against: the level, and final losses of bf16, the first one on the seed that FP8 has."""
+    """The numbers that FP8 is compared with: the level, and bf16's final losses, the first for the seed of FP8."""
 
     level: float
     bf16_losses: tuple[float, ...]
 
     @property
     def spread(self) -> float:
-        """Maximum minus minimum over the seeds, nats per byte."""
+        """Maximum minus minimum of bf16's losses over the seeds, in nats per byte."""
         return max(self.bf16_losses) - min(self.bf16_losses)
 
     def __str__(self) -> str:
@@ -49,7 +50,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The judgement of one FP8 training, by its final held-out loss in nats per byte."""
+    """The criterion applied to one FP8 training, by its final held-out loss in nats per byte."""
 
     name: str
     loss: float
@@ -57,12 +58,12 @@ class Verdict:
 
     @property
     def gap(self) -> float:
-        """FP8 minus bf16 on the same seed, nats per byte."""
+        """Loss of FP8 minus loss of bf16 for the same seed, in nats per byte."""
         return self.loss - self.baseline.bf16_losses[0]
 
     @property
     def passed(self) -> bool:
-        """Whether the criterion holds; NaN never does."""
+        """Whether the criterion holds; it does not for a loss of NaN."""
         return self.loss < self.baseline.level and abs(self.gap) <= self.baseline.spread
 
     def __str__(self) -> str:
@@ -74,7 +75,7 @@ class Verdict:
 
 
 def _keys(bytes_P: torch.Tensor, *, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number each context and each context with the byte after it."""
+    """Numbers that identify, for each place of the text, the bytes before it, and those bytes with the next one."""
     wide = bytes_P.long()
     places = len(wide) - context
     before = sum(wide[index : index + places] * NUM_VALUES ** (context - 1 - index) for index in range(context))
@@ -82,7 +83,7 @@ def _keys(bytes_P: torch.Tensor, *, context: int) -> tuple[torch.Tensor, torch.T
 
 
 def counting_level(text: Text, *, context: int = CONTEXT) -> float:
-    """The held-out loss, nats per byte, of predicting a byte by the ``context`` bytes before it, by counting."""
+    """The held-out loss, in nats per byte, if a byte is predicted by counts of what follows ``context`` bytes."""
     train_contexts, train_followed = _keys(text.train, context=context)
     contexts, followed = _keys(text.held_out, context=context)
     num_contexts = torch.bincount(train_contexts, minlength=NUM_VALUES**context)[contexts]

@@ -1,7 +1,7 @@
 """Text on disk, and the batches made from it.
 
-A batch is a pure function of the text, the seed and the step, so a resumed run needs no state of an iterator. The last
-bytes of the text are held out; no training batch touches them.
+A batch is a pure function of the text, the seed and the step, so a resumed run needs no iterator's state. The last
+bytes of the text are held out; no training batch contains them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from examples.train.config import UsageError
 
 HELD_OUT_SHARE = 0.05
 MAX_BYTES = 256 * 2**20  # bounds the memory that a careless --data / would take
-# Tests and tables of the standard library: not what people mean by source code.
+# Folders of the standard library with tests and tables, which are no typical source code.
 SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "idle_test", "encodings"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Text:
-    """A text as bytes, uint8, and the digest by which a resumed run knows it."""
+    """A text as bytes, uint8, and its digest, by which a resumed run checks that the text is the same."""
 
     train: Tensor
     held_out: Tensor
@@ -55,7 +55,7 @@ def _content(source: Path | None) -> tuple[bytes, int]:
             piece = path.read_bytes()
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}; check --data") from error
-        if b"\0" not in piece:  # no text in any encoding that works byte by byte
+        if b"\0" not in piece:  # a file with a zero byte is no text in a bytewise encoding
             pieces.append(piece)
             size += len(piece)
         if size > MAX_BYTES:
@@ -64,7 +64,7 @@ def _content(source: Path | None) -> tuple[bytes, int]:
 
 
 def load_text(source: str | Path | None, *, batch: int, seq: int) -> Text:
-    """Read a file, every visible file below a folder, or for None the sources of Python's standard library.
+    """Read a file, or all visible files below a folder. None reads the sources of Python's standard library.
 
     Raises:
         UsageError: There is nothing readable, or too little text for one batch and one held-out sequence.
@@ -92,9 +92,9 @@ def _windows(bytes_P: Tensor, starts: list[int], seq: int) -> tuple[Tensor, Tens
 
 
 def training_batch(text: Text, *, seed: int, step: int, batch: int, seq: int) -> tuple[Tensor, Tensor]:
-    """The batch of a step, whatever ran before: tokens and targets, each (batch, seq), int64, on the CPU."""
-    # Seeding by a string goes through SHA-512, so neighbouring seeds and steps share nothing; random() is the one draw
-    # whose sequence Python promises to keep.
+    """The tokens and the targets of a step's batch, each (batch, seq), int64, on the CPU, whatever ran before."""
+    # Seeding by a string goes through SHA-512, so neighbouring seeds and steps share nothing. random() is the only
+    # draw whose sequence Python promises to keep.
     random = Random(f"{seed}/{step}")
     num_starts = len(text.train) - seq
     starts = [int(random.random() * num_starts) for _ in range(batch)]
@@ -102,7 +102,7 @@ def training_batch(text: Text, *, seed: int, step: int, batch: int, seq: int) ->
 
 
 def held_out_batches(text: Text, *, batch: int, seq: int, sequences: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The held-out batches, the same ones each time, spread evenly over the tail; the last may have fewer rows."""
+    """The held-out batches: the same each time, spread evenly over the held-out text; the last may have fewer rows."""
     room = (len(text.held_out) - 1) // seq
     count = min(sequences, room)
     starts = [index * room // count * seq for index in range(count)]

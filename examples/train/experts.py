@@ -6,10 +6,10 @@
                                                                                             |
     out_MD <--sum over k-- share * y, in the order of x <-----------------------------------+
 
-The experts multiply by a method ``_grouped_mm``, as torchtitan's do, by which `fp8compile.convert` knows them. No
-graph depends on how many rows an expert gets.
+The experts multiply by a method called ``_grouped_mm``, as torchtitan's do, by which `fp8compile.convert` recognizes
+them. The number of rows of an expert is data, so no graph depends on it.
 
-With expert parallelism each rank has some of the experts, and rows travel to the rank of theirs:
+With expert parallelism each rank has some of the experts, and rows travel to their experts' ranks:
 
     this rank's rows, sorted --dispatch--> rows of this rank's experts --> y --combine--> back, sorted as before
 
@@ -28,7 +28,7 @@ import fp8compile as f8
 
 
 class _Experts(nn.Module):
-    """SwiGLU by each expert of the rows of its group."""
+    """The experts' SwiGLU layers. Each expert is applied to its group of rows."""
 
     def __init__(self, *, dim: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, dim, hidden))
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        # in bfloat16; torch.nn.functional.grouped_mm compiled by Inductor for a CPU gives gradients of 1e37 here
+        # a product in bfloat16; torch.nn.functional.grouped_mm, compiled for a CPU, gives gradients of 1e37 here
         return f8.grouped_mm(A, B_t, offs=offs, recipe=f8.Recipe())
 
     def forward(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _Experts(nn.Module):
 
 
 def _of_this_rank(stack: Tensor) -> Tensor:
-    """The matrices of this rank's experts; under graph_fsdp the stack is no tensor, and is gathered by its product."""
+    """The matrices of this rank's experts. Under graph_fsdp they are no tensor; the product gathers them."""
     is_whole = isinstance(stack, Tensor) and not isinstance(stack, DTensor)
     return stack if is_whole else stack.to_local()
 
@@ -55,9 +55,9 @@ class MixtureOfExperts(nn.Module):
     """A feed-forward layer whose rows each go to ``top_k`` of its experts.
 
     Attributes:
-        ranks: The ranks that have all experts together; None if each has all of them.
-        same_tokens: The ranks that have the same rows of x, each of which sends a share to the experts; None if this
-            rank's rows are its own.
+        ranks: The ranks that have all experts together; None if each rank has all experts.
+        same_tokens: The ranks that have the same rows of x; each sends its share of them to the experts. None if each
+            rank has other rows.
     """
 
     ranks: DeviceMesh | None = None
@@ -70,7 +70,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = _Experts(dim=dim, hidden=hidden, experts=experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) to the same: the sum of what the chosen experts make of each row, each times its share."""
+        """Apply the chosen experts to each row of x, shape (..., D), and sum their results times their shares."""
         x_MD = x.flatten(0, -2)
         share_Mk, expert_Mk = F.softmax(self.router(x_MD), dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         share_Mk = share_Mk / share_Mk.sum(dim=-1, keepdim=True)
@@ -80,7 +80,7 @@ class MixtureOfExperts(nn.Module):
         return _all_shares(self._mixed(*shares), self.same_tokens, x_MD.shape[0]).view_as(x)
 
     def _mixed(self, x_MD: Tensor, share_Mk: Tensor, expert_Mk: Tensor) -> Tensor:
-        # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
+        # a stable sort, so that an expert's rows have one order on every device; blocks along tokens depend on it
         expert_R, place_R = expert_Mk.flatten().sort(stable=True)
         every_E = torch.arange(self.router.out_features, device=x_MD.device)
         offsets_E = torch.searchsorted(expert_R, every_E, right=True, out_int32=True)
@@ -89,25 +89,25 @@ class MixtureOfExperts(nn.Module):
         return (y_MkD * share_Mk.unsqueeze(-1)).sum(dim=1).to(x_MD.dtype)
 
     def _by_experts(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
-        """What the experts make of rows, whatever rank they are on."""
+        """Apply the experts to their rows, on whatever ranks the experts are."""
         if self.ranks is None:
             return self.experts(rows_RD, offsets_E)
         counts_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
         routes = f8.parallel.expert_routes(counts_E, group=self.ranks.get_group())
-        recipe = getattr(self.experts, "recipe", None)  # converted experts have one: its codes travel
+        recipe = getattr(self.experts, "recipe", None)  # if experts are converted, rows travel as the recipe's codes
         y_RD = self.experts(routes.dispatch(rows_RD, recipe=recipe), routes.offsets)
         return routes.combine(y_RD, rows_RD.shape[0], recipe=recipe)
 
 
 def _own_share(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a tensor that all ranks have: sent by each, a row would count several times in gradients."""
+    """This rank's share of the rows that all ranks have. If each rank sent all, gradients would count rows again."""
     return (
         DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
     )
 
 
 def _all_shares(share: Tensor, mesh: DeviceMesh, rows: int) -> Tensor:
-    """The whole tensor, on each rank, of the rows that each has."""
+    """Gather the ranks' shares of rows to the whole tensor, on each rank."""
     shape = torch.Size((rows, share.shape[1]))
     parts = DTensor.from_local(share, mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
     return parts.redistribute(placements=[Replicate()]).to_local()
@@ -119,7 +119,7 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
 
 
 def spread_over(model: nn.Module, ranks: DeviceMesh, same_tokens: DeviceMesh | None) -> None:
-    """Give each rank some of the experts of every layer; `MixtureOfExperts` says what the meshes are."""
+    """Give each rank some of the experts of every layer; `MixtureOfExperts` describes the two meshes."""
     for layer in mixtures(model):
         f8.parallel.spread_experts(layer.experts, ranks)
         layer.ranks, layer.same_tokens = ranks, same_tokens

@@ -1,10 +1,10 @@
-"""Which GEMMs of linear layers and experts ran in FP8: as the recipe asks, and as a profiled step shows.
+"""Counts the GEMMs of linear layers and experts in FP8: those that recipes ask for, and those of a profiled step.
 
 The profiler sees the products that the compiled step calls, with their dtypes, so a layer that fell back to bf16 can't
-pass for one in FP8. A device without a kernel for a product emulates it, in float64. Each rank counts its own.
+pass for one in FP8. A device without a kernel for a product emulates it in float64. Each rank counts its own products.
 
-A product with a stack of experts' weights counts as one, however many experts get rows: one call where there is a
-kernel for it, and a call that loops over the experts on a CPU.
+A product with a stack of experts' weights counts as one, however many experts get rows. It is one call, of a grouped
+kernel or, on a CPU, of an op that loops over the experts.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class GemmCount:
     flops: int
 
     def shown(self, kind: str) -> str:
-        """Count and share of ``"fp8"`` or ``"emulated"``, as the table shows them."""
+        """The count and the share of flops of products that are ``"fp8"`` or ``"emulated"``, as text for the table."""
         flops = getattr(self, f"{kind}_flops")
         return f"{getattr(self, kind)} of {self.total} ({flops / self.flops if self.flops else 0.0:.1%} of flops)"
 
 
 def asked_gemms(model: nn.Module, *, top_k: int) -> tuple[int, int, float]:
-    """How many GEMMs of a step the recipes put in FP8, how many there are, and the share of their flops."""
+    """Number of a step's GEMMs that recipes put in FP8, number of all its GEMMs, and FP8's share of the flops."""
     asked, total, asked_flops, flops = 0, 0, 0, 0
     for row in f8.conversion_report(model).rows:
         fp8 = len(row.float8_gemms()) if row.converted else 0
@@ -74,7 +74,7 @@ def _inside(event: FunctionEvent) -> Iterator[FunctionEvent]:
 
 
 def _is_counted(event: FunctionEvent) -> bool:
-    """Whether this is no part of another product, nor an eager one of DTensors, which calls a local one."""
+    """Whether a product counts: it is no part of another one, and no call on DTensors, whose local product counts."""
     is_part = any(_is_product(above) and above.name != event.name for above in _above(event))
     return not is_part and not any(child.name == event.name for child in _inside(event))
 
@@ -84,21 +84,21 @@ def _matrices(event: FunctionEvent) -> list[list[int]]:
 
 
 def _flops(event: FunctionEvent, rows_in_groups: int) -> int:
-    """Operations of a product; one over tokens has padding between groups, so the rows count."""
+    """Operations of a product. A sum over grouped tokens has ``rows_in_groups`` terms; padding doesn't count."""
     first, second = _matrices(event)
     if not GROUPED_CALL.fullmatch(event.name):
         return 2 * first[0] * first[1] * second[1]
     if len(second) == 3:
         return 2 * first[0] * second[1] * second[2]
-    # over tokens: which dims of the operands are those of the result
+    # a sum over tokens: the operands' dims that are the result's
     of_first = 1 if event.name == "fp8compile::grouped_mm" else 0
     of_second = 1 if of_first or event.name.startswith("aten::") else 0
     return 2 * rows_in_groups * first[of_first] * second[of_second]
 
 
 def profiled_gemms(step: Callable[[], None]) -> GemmCount:
-    """Profile a compiled forward and backward, and count its GEMMs; attention's are in its own kernels."""
-    # Kineto prints a line at each start and stop unless told not to, by this variable alone.
+    """Profile a compiled forward and backward, and count its GEMMs, without attention, which has its own kernels."""
+    # Kineto prints a line at each start and stop; only this variable prevents that.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Calls of operators are CPU events on every device.
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:

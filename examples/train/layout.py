@@ -1,10 +1,11 @@
-"""How the processes of a run share the training: who has which rows of the batch, and which part of the model.
+"""How the processes of a run share the training: which rows of the batch, and which part of the model, each has.
 
     rank = (replica * shards + shard) * tp + part
 
-Ranks with one replica and one shard cut the model into `tp` parts and see the same rows. `shards` of them have a part
-of each parameter (FSDP), which `replicas` have again (HSDP). Experts are spread over `ep` neighbours, and the next
-ones have them again; without FSDP, what is no expert has a replica for each part of the batch.
+The `tp` ranks with the same replica and shard have different parts of the model, and see the same rows. With FSDP,
+each of `shards` groups of such ranks has a shard of each parameter; with HSDP, there are `replicas` copies of the
+shards. Experts are spread over `ep` neighbouring ranks, and the next `ep` ranks have the same experts again. Without
+FSDP, all other parameters are replicated for each part of the batch.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from examples.train.config import TrainConfig, UsageError
 
-REPLICAS = 2  # of --hsdp
+REPLICAS = 2  # number of replicas with --hsdp
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Join the processes that torchrun started, if it did; only the first one prints meanwhile."""
+    """Start the process group if torchrun started this process; in this context only the first rank prints."""
     if "WORLD_SIZE" not in os.environ:
         yield
         return
@@ -47,7 +48,7 @@ def is_first() -> bool:
 
 
 def all_values(value: float) -> list[float]:
-    """The numbers that the ranks give, in their order."""
+    """Gather a number from each rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
     values = [torch.zeros((), dtype=torch.float64) for _ in range(dist.get_world_size())]
@@ -57,14 +58,14 @@ def all_values(value: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where this process is among those of the run.
+    """The numbers of ranks in each kind of parallelism, and the number of this process.
 
     Attributes:
-        rank: Its number.
-        replicas: How often there is each shard of a parameter.
-        shards: How many parts FSDP cuts a parameter into.
-        tp: How many parts the model is cut into.
-        ep: How many ranks have all experts together.
+        rank: Number of this process.
+        replicas: Number of copies of each shard of a parameter.
+        shards: Number of shards into which FSDP cuts a parameter.
+        tp: Number of parts into which tensor parallelism cuts the model.
+        ep: Number of ranks that have all experts together.
     """
 
     rank: int = 0
@@ -75,12 +76,12 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Parts of the batch."""
+        """Number of parts of the batch."""
         return self.replicas * self.shards
 
     @property
     def size(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.dp * self.tp
 
     @property
@@ -89,40 +90,40 @@ class Layout:
         return (*data, "tp") if self.tp > 1 else data
 
     def rows(self, batch: int) -> slice:
-        """Which rows of a batch are this process' own."""
+        """The rows of a batch that this process trains on."""
         own = batch // self.dp
         first = self.rank // self.tp * own
         return slice(first, first + own)
 
     def mean(self, values: list[float]) -> float:
-        """The mean over the parts of the batch, added in their order; ranks of one part have the same value."""
+        """The mean of the ranks' values over the parts of the batch; ranks of one part have the same value."""
         return sum(values[:: self.tp]) / self.dp
 
     def tp_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The ranks that the model is cut over."""
+        """The mesh of tensor parallel ranks; None if the model is not cut."""
         return _mesh(self, device_type)["tp"] if self.tp > 1 else None
 
     def data_mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks that parameters are sharded over; before them their replicas, if there are any."""
+        """The mesh that FSDP shards over. If there are replicas, they are its first dim."""
         names = tuple(name for name in self._names if name != "tp")
         mesh = _mesh(self, device_type)
         return mesh if names == self._names else mesh[names if len(names) > 1 else names[0]]
 
     def experts_mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks that this one's experts are spread over."""
+        """The mesh of ranks that experts are spread over."""
         return _experts_mesh(self.size, self.ep, device_type)["ep"]
 
     def experts_replicas(self, device_type: str) -> ProcessGroup | None:
-        """The ranks that have the same experts as this one, if experts are spread over fewer than all."""
+        """The group of ranks that have the same experts as this one; None if no other rank has them."""
         mesh = _experts_mesh(self.size, self.ep, device_type)
         return None if self.ep == self.size else mesh.get_group("again")
 
     def data_group(self) -> ProcessGroup:
-        """The ranks that see different rows and have the same part of the model."""
+        """The group of ranks that have the same part of the model and see different rows."""
         return _data_group(self)
 
 
-# Once a run, not once a training: a group costs a connection.
+# Cached for the whole run, because each process group costs a connection.
 @cache
 def _mesh(layout: Layout, device_type: str) -> DeviceMesh:
     sizes = {"replicate": layout.replicas, "shard": layout.shards, "tp": layout.tp}
@@ -137,13 +138,13 @@ def _experts_mesh(size: int, ep: int, device_type: str) -> DeviceMesh:
 
 @cache
 def _data_group(layout: Layout) -> ProcessGroup:
-    # Every process makes every group, in the same order.
+    # Every process has to create every group, in the same order.
     groups = [dist.new_group(list(range(part, layout.size, layout.tp))) for part in range(layout.tp)]
     return groups[layout.rank % layout.tp]
 
 
 def layout_of(config: TrainConfig, *, rank: int = 0, size: int = 1) -> Layout:
-    """How the processes share a run, by the process group if there is one; `UsageError` if options don't fit them."""
+    """The layout of a run's processes; raises a `UsageError` if its options need another number of processes."""
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
     unit = config.tp * (2 * REPLICAS if config.hsdp else 1)

@@ -7,8 +7,8 @@ experts.
                                  |    ^
                                  +----+  x + attention(norm(x)), x + feed_forward(norm(x))
 
-Parameters are float32; the trainer runs the model under bf16 autocast, so that every linear, FP8 or not, sees bf16
-inputs and the bf16 rounding of its float32 weight, and AdamW keeps all its bits.
+Parameters are float32, and the trainer runs the model under bf16 autocast. So every linear, FP8 or not, multiplies
+bf16 inputs by the bf16 rounding of its weight, while AdamW updates float32 values.
 
 Letters: B sequences, T bytes in one, D model width, H query heads, G key and value heads, E width of a head, V values.
 """
@@ -32,7 +32,7 @@ NORM_EPS = 1e-5  # Touvron et al. 2023, arXiv:2302.13971
 class ModelShape:
     """Sizes of a :class:`ByteLlama`.
 
-    `examples.train.config.TrainConfig` says what each is, and raises if they don't go together.
+    `examples.train.config.TrainConfig` describes each of them, and raises if they don't fit each other.
     """
 
     dim: int
@@ -74,7 +74,7 @@ def _attend(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; ``attend`` may be another function of query, key and value."""
+    """Causal attention with rotary positions. ``attend`` can be set to another function of query, key and value."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         return x_BHTE if norm is None else norm(x_BHTE)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """(B, T, D) to the same."""
+        """Compute the attention of x, shape (B, T, D), to the same shape."""
         query_BHTE = _rotate(self._heads(self.query(x_BTD), self.query_norm), cos_TE, sin_TE)
         key_BGTE = _rotate(self._heads(self.key(x_BTD), self.key_norm), cos_TE, sin_TE)
         mixed_BHTE = self.attend(query_BHTE, key_BGTE, self._heads(self.value(x_BTD)))
@@ -134,7 +134,7 @@ class ByteLlama(nn.Module):
 
     Args:
         shape: Sizes of the model.
-        seed: Decides every initial weight, on every device, whatever ran before.
+        seed: Seed of all initial weights; they are the same on every device, whatever ran before.
     """
 
     def __init__(self, shape: ModelShape, *, seed: int) -> None:
@@ -164,7 +164,7 @@ class ByteLlama(nn.Module):
 
         Args:
             tokens: Bytes, shape (B, T), int64, 0 to 255; T at most ``shape.seq``.
-            targets: The byte after each of them, likewise.
+            targets: The byte after each token, with the same shape and dtype.
         """
         length = tokens.shape[1]
         cos_TE, sin_TE = self.cos[:length], self.sin[:length]

@@ -1,11 +1,11 @@
-"""A run from its options to its table: every arm, one after the other, fresh or resumed.
+"""A run from its options to its table: trains all arms, one after the other, fresh or resumed.
 
-    RUN/config.json         what was asked for, and what it ran on
-    RUN/metrics.jsonl       one row a line: kind "train", "eval" or "done", arm, step, numbers
+    RUN/config.json         the options, and the versions that the run used
+    RUN/metrics.jsonl       a row in each line: kind ("train", "eval" or "done"), arm, step, numbers
     RUN/checkpoint-<arm>/   the newest state of a training, see checkpoint.py
 
-A run that was killed goes on from its last checkpoints, to the bit: rows that were written after them are dropped, and
-written again.
+A run that was killed can go on from its last checkpoints with the same bits. Rows that were written after these
+checkpoints are dropped and written again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LINES_PER_ARM = 10
 
 
 class Run:
-    """A run in its folder. The first rank writes the metrics, and all have the rows."""
+    """A run in its folder. The first rank writes the metrics, and all ranks keep the rows in memory."""
 
     def __init__(self, folder: Path, config: TrainConfig, text: Text) -> None:
         self.folder, self.config, self.text = folder, config, text
@@ -43,7 +43,7 @@ class Run:
         self.rows: list[Row] = [json.loads(line) for line in lines if line.endswith("\n")]
         self.rows = [row for row in self.rows if row["step"] <= last[row["arm"]]]
         if dist.is_initialized():
-            dist.barrier()  # before anybody writes
+            dist.barrier()  # all ranks have read the file before the first one writes it
         if is_first():
             self._metrics.write_text("".join(map(_line, self.rows)))
 
@@ -79,14 +79,14 @@ class Run:
                 trainer.save(self._checkpoints(arm))
 
     def train(self) -> bool:
-        """Train every arm that is not done, print the table, and return whether --check finds nothing wrong."""
+        """Train every arm that is not done, print the table, and return whether --check passes (True without it)."""
         recipes = {arm: named_recipe(arm.recipe) for arm in arms(self.config)}
         reproduce_bits(threads=self.config.threads)
         for arm, recipe in recipes.items():
             if not self._is_done(arm):
                 try:
                     trainer = Trainer(self.config, arm, self.text, recipe)
-                except ValueError as error:  # the library says what doesn't go together
+                except ValueError as error:  # the library's text says which options can't be combined
                     raise UsageError(str(error)) from error
                 trainer.load(self._checkpoints(arm))
                 if note := emulation_note(trainer.model):
@@ -96,7 +96,7 @@ class Run:
         return self._finish(list(recipes))
 
     def _finish(self, trained: list[Arm]) -> bool:
-        print(table(self.rows, [arm for arm in trained if arm.seed == self.config.seed]))  # others are for the spread
+        print(table(self.rows, [arm for arm in trained if arm.seed == self.config.seed]))  # without the spread's seeds
         found = complaints(self.rows, trained)
         for complaint in found:
             print(f"not as asked for: {complaint}")
@@ -138,7 +138,7 @@ def _write_config(folder: Path, config: TrainConfig, text: Text) -> None:
 
 
 def start_run(config: TrainConfig, folder: Path) -> Run:
-    """Begin a run in a folder that has none; `UsageError` if there is one, or the options don't go together."""
+    """Begin a run in a folder; raises a `UsageError` if the folder has a run, or if options can't be combined."""
     layout_of(config)
     text = _text(config)
     for arm in arms(config):
@@ -146,7 +146,7 @@ def start_run(config: TrainConfig, folder: Path) -> Run:
     if (folder / "config.json").exists():
         raise UsageError(f"{folder} has a run; go on with it by --resume {folder}, or give another --out")
     if dist.is_initialized():
-        dist.barrier()  # before the first rank writes what the others look for
+        dist.barrier()  # all ranks have looked for config.json before the first one writes it
     if is_first():
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config, text)
@@ -154,7 +154,7 @@ def start_run(config: TrainConfig, folder: Path) -> Run:
 
 
 def resumed_run(folder: Path, *, steps: int | None = None) -> Run:
-    """Go on with a run, to its end or to more steps; `UsageError` if there is none, or its text has changed."""
+    """Go on with a run, to its end or to more steps; a `UsageError` if there is none, or if its text has changed."""
     try:
         kept = json.loads((folder / "config.json").read_text())
     except OSError as error:

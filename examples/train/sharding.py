@@ -1,10 +1,10 @@
-"""FSDP in two ways: stock FSDP2, block by block, or with all that is sent in one graph.
+"""FSDP in two ways: stock FSDP2, block by block, or FSDP with all messages in one graph.
 
     --fsdp         fsdp_float8_all_gather --> torch.compile of each block --> fully_shard of each, and of the rest
     --graph-fsdp   graph_fsdp --> torch.compile of the whole model
 
-Stock FSDP2 gathers weights of FP8 layers as codes, one byte an element, wherever that gives the same numbers, and in
-bfloat16 otherwise; the table of the run says which, and why. No bit of a loss depends on it.
+Stock FSDP2 gathers weights of FP8 layers as codes, one byte an element, if that gives the same numbers, and in
+bfloat16 otherwise. The table of the run says which, and why. Losses have the same bits either way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 
 
 def _gather_codes(model: ByteLlama, ignored: Collection[nn.Parameter]) -> str:
-    """Have FSDP2 gather codes; what is gathered, and why where it is not codes."""
+    """Have FSDP2 gather codes where it can; returns words for what is gathered, with reasons if not as codes."""
     f8.parallel.fsdp_float8_all_gather(model, ignored_params=ignored)
     found = (row.gathered.replace("param_dtype", "bfloat16") for row in f8.conversion_report(model).rows)
     return "; ".join(dict.fromkeys(words for words in found if words))
@@ -42,10 +42,10 @@ def _gathered(model: ByteLlama, config: TrainConfig, *, is_fp8: bool, ignored: C
 
 
 def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, *, is_fp8: bool) -> str:
-    """Shard a model's parameters, in place; stock FSDP2's blocks are compiled before, if asked.
+    """Shard a model's parameters in place. With stock FSDP2 each block is compiled before, if the config says so.
 
     Returns:
-        As what the FP8 layers' weights are gathered, and why if not as codes.
+        Words for how weights of FP8 layers are gathered, with the reason if not as codes.
     """
     ignored = f8.parallel.expert_parameters(model)
     if config.graph_fsdp:
@@ -54,10 +54,10 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, *, is_fp8: bo
     gathered = _gathered(model, config, is_fp8=is_fp8, ignored=ignored)
     for index, block in enumerate(model.blocks):
         if config.compile:
-            # What FSDP2 does before and after a block is then outside of its graph.
+            # Compiled before fully_shard, so that FSDP2's hooks run outside of the block's graph.
             model.blocks[index] = torch.compile(block, fullgraph=True, dynamic=False, backend=config.backend)
         fully_shard(model.blocks[index], mesh=mesh, mp_policy=POLICY, ignored_params=ignored)
     fully_shard(model, mesh=mesh, mp_policy=POLICY, ignored_params=ignored)
     if config.quantized_parameters and is_fp8:
-        f8.parallel.share_scales(model)  # a checkpoint is loaded before any forward finds the ranks
+        f8.parallel.share_scales(model)  # because a checkpoint is loaded before the first forward, which would do it
     return gathered

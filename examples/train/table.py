@@ -1,4 +1,4 @@
-"""What a run comes to: the table at its end, and what is wrong with it."""
+"""The results of a run: the table that it prints at its end, and complaints about what ran."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from examples.train.config import Arm
 from examples.train.gemms import GemmCount
 from fp8compile.tables import table_lines, terminal_width
 
-Row = dict[str, Any]  # of metrics.jsonl
+Row = dict[str, Any]  # a row of metrics.jsonl
 
-NUM_SMOOTHED = 20  # train losses in the mean that the table shows: one batch alone is noise
+NUM_SMOOTHED = 20  # number of train losses in the mean that the table shows; a single batch's loss is noise
 
 
 def _of(rows: Sequence[Row], *, kind: str, arm: Arm) -> list[Row]:
@@ -42,7 +42,7 @@ def _column(rows: Sequence[Row], arm: Arm) -> dict[str, str]:
 
 
 def table(rows: Sequence[Row], arms: Sequence[Arm]) -> str:
-    """The table of a run from the rows of metrics.jsonl, a column for each arm; all arms are done."""
+    """The table of a run, with a column for each arm, from the rows of metrics.jsonl. All arms have to be done."""
     columns = [_column(rows, arm) for arm in arms]
     labels = dict.fromkeys(label for column in columns for label in column)
     cells = [(label, *(column.get(label, "-") for column in columns)) for label in labels]
@@ -51,7 +51,7 @@ def table(rows: Sequence[Row], arms: Sequence[Arm]) -> str:
 
 
 def complaints(rows: Sequence[Row], arms: Sequence[Arm]) -> list[str]:
-    """Where what ran is not what was asked for, a line for each; none if all is well."""
+    """A line for each difference between what ran and what was asked for."""
     found = []
     for arm in arms:
         done = _of(rows, kind="done", arm=arm)[-1]

@@ -1,4 +1,4 @@
-"""Train one arm: a model, its optimizer, and what a step and an evaluation are.
+"""Trains one arm: the model, its optimizer, a training step and an evaluation.
 
     batch(seed, step) --> compiled model --> loss --> backward --> clip --> AdamW, lr(step)
 
@@ -39,20 +39,20 @@ MAX_GRADIENT_NORM = 1.0
 
 
 class Diverged(Exception):
-    """A loss is not finite."""
+    """Raised if a loss is not finite."""
 
 
 def reproduce_bits(*, threads: int) -> None:
-    """Have this process compute the same bits each time; sums are split by threads, so their number decides, too."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reproduces bits with a workspace of its own
+    """Make this process compute the same bits each time. Threads split sums, so their number is fixed."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace to reproduce bits
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(mode=True)
-    # A tool to find reads of memory that nobody wrote; it costs a pass over each new tensor.
+    # Filling new memory only helps to find reads of uninitialized memory, and costs a pass over each new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def named_recipe(name: str) -> f8.Recipe | None:
-    """The recipe of a name, None for "bf16"; `UsageError` if there is none, or the package that offers it fails."""
+    """The recipe called ``name``; None for "bf16". Raises a `UsageError` if there is none, or if its package fails."""
     if name == BF16:
         return None
     try:
@@ -66,7 +66,7 @@ def _shape(config: TrainConfig) -> ModelShape:
 
 
 def _learning_rate(step: int, peak: float) -> float:
-    # A function of the step alone, so that a run may be extended: rise, then 1 / sqrt(step).
+    # Depends on the step alone, so that a run can be extended: a linear warmup, then 1 / sqrt(step).
     done = step + 1
     return peak * min(done / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / done))
 
@@ -78,7 +78,7 @@ def _optimizer(model: nn.Module, *, has_masters: bool) -> torch.optim.Optimizer:
         {"params": [each for each in others if each.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [each for each in others if each.ndim < 2], "weight_decay": 0.0},
     ]
-    if experts:  # a group of their own: one update of the optimizer takes parameters of one mesh
+    if experts:  # experts have a group of their own, because a fused update takes parameters of one mesh
         stacks = [each for each in model.parameters() if each in experts]
         groups.append({"params": stacks, "weight_decay": WEIGHT_DECAY})
     options = {"betas": BETAS, "fused": True}
@@ -92,20 +92,20 @@ def _counter(group: str) -> Counter[str]:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Memory of tensors on a GPU. On a CPU it is the whole process, with PyTorch and its compiler."""
+    """Peak memory in bytes: of tensors on a GPU; on a CPU of the whole process, with PyTorch and its compiler."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Trainer:
-    """One arm of a run, converted by a recipe (None for bf16) and shared among the ranks.
+    """The training of one arm: a model that is converted by a recipe (None for bf16) and shared among the ranks.
 
     Attributes:
         model: The model, before it is compiled.
-        graphs: Graphs compiled, by the kind of call that needed them.
-        gathered: As what FSDP gathers weights of FP8 layers; None without FSDP.
-        step: Updates done.
+        graphs: Number of compiled graphs, by the kind of call that needed them.
+        gathered: Words for how FSDP gathers weights of FP8 layers; None without FSDP.
+        step: Number of updates done.
     """
 
     def __init__(self, config: TrainConfig, arm: Arm, text: Text, recipe: f8.Recipe | None) -> None:
@@ -135,20 +135,20 @@ class Trainer:
         self._step_seconds: list[float] = []
 
     def _convert(self, recipe: f8.Recipe) -> None:
-        # Delayed scales that ranks with other rows found on their own would not be one state.
+        # Ranks with other rows reduce amaxes over this group, so that they have the same state of delayed scaling.
         group = self._layout.data_group() if recipe.history() and self._layout.dp > 1 else None
         masters = self._drawn() if self._has_masters else {}
         for (module, name), values in masters.items():
-            setattr(module, name, nn.Parameter(values.bfloat16()))  # codes are made of what autocast would round
-        # The head stays in bf16, as is usual: its errors go straight into the loss.
+            setattr(module, name, nn.Parameter(values.bfloat16()))  # autocast would quantize these rounded values
+        # The head stays in bf16, as is usual, because its errors go directly into the loss.
         options = {"quantized_parameters": self._has_masters, "keep_initial": self._has_masters}
         f8.convert(self.model, recipe, filter="!head", amax_group=group, **options)
         with torch.no_grad():
             for (module, name), values in masters.items():
-                getattr(module, name).copy_(values)  # rounded for the codes, as they are for the masters
+                getattr(module, name).copy_(values)  # the float32 values, from which masters start
 
     def _drawn(self) -> dict[tuple[nn.Module, str], Tensor]:
-        """Weights that become codes, as drawn, except those that FSDP2 shards: it takes parameters of one dtype."""
+        """Initial values of weights that become codes, except those that FSDP2 shards, which takes only one dtype."""
         experts = [layer.experts for layer in mixtures(self.model)]
         routers = [layer.router for layer in mixtures(self.model)]
         linears = [each for each in self.model.blocks.modules() if isinstance(each, nn.Linear) and each not in routers]
@@ -165,16 +165,16 @@ class Trainer:
             return self.model
         if self._config.backend not in torch._dynamo.list_backends(exclude_tags=()):
             raise UsageError(f"--backend {self._config.backend}: PyTorch has no such backend")
-        # Two models share their code, and Dynamo keeps its graphs by code.
+        # Dynamo keeps graphs by code, which all arms share; so graphs of earlier arms are dropped.
         torch._dynamo.reset()
         _counter("graph_break").clear()
         if self._layout.dp > 1 and not self._config.graph_fsdp:
             return self.model  # stock FSDP2 has compiled blocks
-        # Three shapes at most (train, eval, last eval batch): a graph for each beats one for all.
+        # There are three shapes at most (train, eval, last eval batch); a graph for each is faster than one for all.
         return torch.compile(self.model, fullgraph=True, dynamic=False, backend=self._config.backend)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint; all ranks do, each its part."""
+        """Write a checkpoint. All ranks call this, and each writes its part."""
         save_checkpoint(folder, self.step, self.model, self._optimizer)
 
     def load(self, folder: Path) -> None:
@@ -197,7 +197,7 @@ class Trainer:
         return whole[0][rows], whole[1][rows]
 
     def gradients(self) -> float:
-        """Do forward and backward of the next step, and return the loss, the mean over the whole batch."""
+        """Run forward and backward of the next step, and return the mean loss over the whole batch."""
         self._started = time.perf_counter()
         loss = self._loss("train", self._batch())
         loss.backward()
@@ -221,7 +221,7 @@ class Trainer:
         self._step_seconds.append(time.perf_counter() - self._started)
 
     def evaluate(self) -> float:
-        """The held-out loss, nats per byte: the mean over the same sequences each time."""
+        """The held-out loss in nats per byte: the mean over sequences that are the same each time."""
         self.model.eval()
         config, total, count = self._config, 0.0, 0
         sizes = {"batch": config.batch, "seq": config.seq, "sequences": config.eval_sequences}
@@ -236,13 +236,13 @@ class Trainer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Pace of the median step of this process after its first one, which compiles; None before the second."""
+        """Tokens per second of this process's median step after the first, which compiles; None before the second."""
         if len(self._step_seconds) < 2:
             return None
         return self._config.batch * self._config.seq / statistics.median(self._step_seconds[1:])
 
     def summary(self) -> dict[str, object]:
-        """What ran, in numbers; runs one more forward and backward to profile it."""
+        """The numbers of the training for the table; runs one more forward and backward to profile it."""
 
         def step() -> None:
             self._loss("train", self._batch()).backward()
@@ -250,7 +250,7 @@ class Trainer:
 
         peak = _peak_bytes(self._device)
         if not self._step_seconds:
-            step()  # resumed after the last update: the compiler has yet to run
+            step()  # the run was resumed after its last update, so nothing is compiled yet
         return {
             "tokens_per_second": self.tokens_per_second,
             "peak_memory_bytes": peak,
@@ -264,7 +264,7 @@ class Trainer:
         }
 
     def _shared(self) -> dict[str, str]:
-        """How the ranks share the model, as lines of the table."""
+        """Lines of the table on how the ranks share the model: label and text."""
         layout, found = self._layout, {}
         if layout.tp > 1:
             found["tensor parallel"] = f"{layout.tp} ranks{', sequence parallel' if self._config.sp else ''}"

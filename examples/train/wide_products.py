@@ -1,8 +1,8 @@
 """Linears and attention that multiply bfloat16 numbers in float32, for CPUs without instructions for bfloat16.
 
-On such a CPU (AVX2 alone) PyTorch multiplies bfloat16 by a loop some forty times slower than its float32 product. A
-float32 product of bfloat16 numbers, rounded once, is what an instruction for them computes: products of two are exact
-in float32, and both add these up in float32.
+On such a CPU (with AVX2 only) PyTorch multiplies bfloat16 by a loop that is some forty times slower than its float32
+product. A float32 product of bfloat16 numbers, rounded once, is also what bfloat16 instructions compute: the product
+of two such numbers is exact in float32, and sums are in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from examples.train.model import Attention
 
 
 class _Product(torch.autograd.Function):
-    """y_MN = x_MK @ w_NK^T and its two gradients; AOTAutograd would trace those of plain ops under autocast again."""
+    """y_MN = x_MK @ w_NK^T. Gradients are written out because AOTAutograd would trace those of ops under autocast."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

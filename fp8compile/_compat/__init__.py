@@ -1,6 +1,6 @@
-"""What PyTorch does not promise, and so may differ between its versions; nothing else.
+"""Uses of interfaces that PyTorch does not promise, and that may therefore differ between its versions.
 
-It has what its files list in ``__all__``.
+The package exports the names that its files list in ``__all__``.
 """
 
 from fp8compile._compat.autograd import *

@@ -1,4 +1,4 @@
-"""PyTorch's autograd: derivatives of our ops, version counters, dtypes of gradients."""
+"""Private interfaces of PyTorch's autograd: derivatives of our ops, version counters, dtypes of gradients."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ def impl_autograd(
 ) -> None:
     """Register the derivative of an operator. Without ``backward``, a backward pass through the op raises.
 
-    ``prepare(needs_input_grad, args)`` gives the arguments of the call below autograd, where gradients are recorded.
+    If gradients are recorded, ``prepare(needs_input_grad, args)`` returns the arguments with which the op is called
+    below autograd.
 
-    `torch.library.register_autograd` would do, but breaks `torch.func.grad` and makes `torch.func.jvp` return zeros
-    without a word. This form works with the first and raises with the second, and AOTAutograd caches it all the same.
+    `torch.library.register_autograd` is not used, because it breaks `torch.func.grad` and makes `torch.func.jvp`
+    silently return zeros. The derivative registered here works with `grad` and raises with `jvp`, and AOTAutograd
+    caches it too.
     """
     name = str(op).removesuffix(".default").replace(".", "::")
 
     def forward(ctx: Any, *args_and_caller: Any) -> Any:
         *args, keyset, modes = args_and_caller
-        # apply() switched both modes off; the levels of torch.func below this one need the caller's, or record nothing
+        # apply() switched both modes off; levels of torch.func below this one need the caller's modes to record
         with (
             torch._C._AutoDispatchBelowAutograd(),
             torch.set_grad_enabled(modes[0]),
@@ -51,7 +53,7 @@ def impl_autograd(
         ):
             own = args if prepare is None or not modes[0] else prepare(ctx.needs_input_grad, args)
             output = op.redispatch(keyset & torch._C._after_autograd_keyset, *own)
-        if setup_context is not None and modes[0]:  # else there is no backward, and nothing to keep for it
+        if setup_context is not None and modes[0]:  # without gradients there is no backward to save anything for
             setup_context(ctx, tuple(args), output)
         return output
 
@@ -64,7 +66,7 @@ def impl_autograd(
         )
 
     def call_backward(ctx: Any, *grads: Any) -> Any:
-        return *backward(ctx, *grads), None, None  # type: ignore[misc]  # `members` has it where backward is not None
+        return *backward(ctx, *grads), None, None  # type: ignore[misc]  # used in `members` only if not None
 
     def no_jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(
@@ -83,7 +85,7 @@ def impl_autograd(
         if _records_nothing():
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-        # also where no argument requires a gradient: it may carry a tangent of forward mode, which has to raise
+        # run even if no argument requires a gradient: a forward-mode tangent of an argument has to raise
         with enable_single_level_autograd_function():
             # the op's own arguments first: ctx.needs_input_grad counts from them
             return function.apply(*args, keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()))
@@ -92,23 +94,26 @@ def impl_autograd(
 
 
 def _records_nothing() -> bool:
-    """Whether neither reverse nor forward mode nor a transform of `torch.func` can ask for a derivative of a call."""
+    """Whether no derivative of a call can be asked for, by reverse mode, forward mode or a `torch.func` transform."""
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def counting_versions() -> AbstractContextManager[None]:
-    """Let ops inside of a `__torch_dispatch__` count writes, and give views the version counter of their base.
+    """Let ops inside a `__torch_dispatch__` count writes, and give views the version counter of their base.
 
-    PyTorch does both for the tensors that an op is called with, and leaves both out for those that they wrap.
+    PyTorch does both for the tensors with which an op is called, but not for the tensors that those wrap.
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
 
 
 def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
-    """Write to memory without counting a version, as FSDP2's gathers do; a backward that saved it does not notice."""
+    """Write to memory without counting a version, as FSDP2's gathers do.
+
+    A backward that saved the memory does not notice the write.
+    """
     return torch.autograd._unsafe_preserve_version_counter(memory)
 
 
@@ -123,23 +128,25 @@ def runs_in_backward() -> bool:
 
 
 def will_run(ctx: Any, place: int) -> bool:
-    """Whether this backward continues to the origin of a tensor; ``torch.autograd.grad`` goes only where it is asked.
+    """Whether the running backward will also run the backward of the op that made a tensor.
+
+    It may not: ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about.
 
     Args:
         ctx: Context of an op, in its ``backward``.
-        place: Index of the tensor, among the op's arguments that are tensors.
+        place: Index of the tensor among the op's tensor arguments.
     """
     node = ctx.next_functions[place][0]
-    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # of a leaf PyTorch does not say it
+    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves
 
 
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy the gradient dtype that was set for one parameter to another; before 2.15 FSDP2 does not use it."""
+    """Copy the gradient dtype that was set for one parameter to another one; FSDP2 uses it from 2.15 on."""
     if getattr(source, "_has_grad_dtype_override", False):
         target.grad_dtype = source.grad_dtype
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor, without history, on a subclass's memory and with its version counter."""
+    """A plain tensor without autograd history that shares memory and version counter with a subclass's tensor."""
     with no_dispatch():
         return tensor.detach()

@@ -1,4 +1,4 @@
-"""PyTorch's dispatcher: running below the keys below which its own kernels run."""
+"""Private interfaces of PyTorch's dispatcher: lets our kernels run below the same dispatch keys as PyTorch's own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ ABOVE_KERNELS = (
 def as_kernel(impl: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``impl`` run like PyTorch's own kernels, below autocast and autograd.
 
-    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 one. A kernel
-    that ends in a reshape would return a view, which autograd lets nobody write to: no ReLU(inplace=True) after it.
+    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 matmul. A kernel
+    that ends in a reshape would return a view, and autograd would forbid writes to the view, such as those of a
+    ReLU(inplace=True) that follows.
     """
 
     def kernel(*args: Any) -> Any:

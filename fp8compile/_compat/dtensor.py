@@ -1,4 +1,4 @@
-"""DTensor's private interfaces: local tensors, placements, and kinds of shards."""
+"""Private interfaces of DTensor: local tensors, placements and cache keys."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor: by name, for its module costs half a second to import."""
+    """Whether a tensor is a DTensor; tested by name, because DTensor's module costs half a second to import."""
     return type(tensor).__name__ == "DTensor"
 
 
 def tell_apart_by_local_tensors() -> None:
-    """Put the local tensor's key into a DTensor's key in AOTAutograd's cache, if the local tensor has one.
+    """Make a DTensor's key in AOTAutograd's cache include the key of its local tensor, if the local tensor has one.
 
-    PyTorch's key holds the placements alone (2.13, 2.15): one that wraps codes met the code compiled for one that
-    wraps a plain tensor, and the process died.
+    PyTorch's key holds only the placements (2.13, 2.15). A DTensor of codes would get code that was compiled for a
+    DTensor of plain numbers, and the process would crash.
     """
     from torch.distributed.tensor import DTensor
 
@@ -46,10 +46,10 @@ def tell_apart_by_local_tensors() -> None:
 
 
 def forget_meshes() -> None:
-    """Drop the placements of results that DTensor remembers, with the mesh that they were found on.
+    """Clear DTensor's cache of result placements, which holds meshes.
 
-    Meshes of the same ranks are equal, so a mesh that is made after groups were destroyed finds results of the mesh
-    before it, whose groups are gone.
+    Meshes of the same ranks are equal. A mesh that is made after process groups were destroyed would get cached
+    results with the older mesh, whose groups no longer exist.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -57,14 +57,14 @@ def forget_meshes() -> None:
 
 
 def local_itself(tensor: Any) -> Any:
-    """The tensor that a DTensor wraps; any other tensor itself. ``to_local()`` may return a view instead."""
+    """The tensor object that a DTensor wraps, where ``to_local()`` may return a view; any other tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Replace the memory of a tensor, or of the tensor that a DTensor wraps, by another tensor's."""
+    """Let a tensor, or the local tensor of a DTensor, use the memory of ``local``."""
     if is_dtensor(tensor):
-        tensor._local_tensor = local  # .data of what it wraps, which is a view, would leave the old memory alive
+        tensor._local_tensor = local  # the local tensor is a view: setting its .data would keep the old memory alive
     else:
         tensor.data = local
 
@@ -75,15 +75,15 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Mesh and placements of a DTensor; None for any other tensor."""
+    """The placements of a DTensor; None for any other tensor."""
     return tensor.placements if is_dtensor(tensor) else None
 
 
 def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """The gradient of an input; a partial sum is reduced and scattered at once if the input was cut.
+    """Redistribute the gradient of an input: where the input was cut, a partial sum is reduced and scattered.
 
-    If it stayed a partial sum, the norm before the layer would compute with it, and ranks would add three float32
-    tensors instead of one.
+    If the gradient stayed a partial sum, the backward of the norm before the layer would compute with it, and ranks
+    would sum three float32 tensors instead of one.
     """
     if placements is None or grad is None or not is_dtensor(grad):
         return grad

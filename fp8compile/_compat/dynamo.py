@@ -1,4 +1,4 @@
-"""Dynamo's graphs, on their way from the tracer to the compiler."""
+"""Private interfaces of Dynamo: a callback for each graph before it goes to the backend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["when_graph_is_made"]
 
 
 def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object], None]) -> None:
-    """Call ``callback`` with each graph that Dynamo makes, its inputs, and the ``self`` of the method that it traced.
+    """Call ``callback`` for each graph that Dynamo makes.
 
-    That is before the backend, and before every cache of what backends make. What it raises ends the compilation.
+    Its arguments are the graph, the graph's inputs, and ``self`` of the traced method. The call comes before the
+    backend and before all caches of compiled code. An error that ``callback`` raises ends the compilation.
     """
 
     def register() -> None:

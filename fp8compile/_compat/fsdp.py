@@ -1,4 +1,4 @@
-"""FSDP2's private interfaces: its modules, and the parameters that it shards."""
+"""Private interfaces of FSDP2: its modules, and the parameters that it shards."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["FsdpParameter", "fsdp_parameters", "is_fsdp", "is_fsdp_managed", "is
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether `fully_shard` was called for a module."""
+    """Whether `fully_shard` was called on a module."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
 
 
 def is_sharded_class(cls: type[Any]) -> bool:
-    """Whether `fully_shard` or `replicate` made this class; it is found by name, to import neither of them."""
+    """Whether `fully_shard` or `replicate` made this class; tested by name, to import neither of them."""
     return any(base.__name__ in ("FSDPModule", "ReplicateModule") for base in cls.__mro__)
 
 
 def is_fsdp_managed(module: torch.nn.Module) -> bool:
-    """Whether FSDP, applied to this module or to one above, shards and frees the module's parameters."""
+    """Whether FSDP manages this module's parameters, because it was applied to this module or to a parent."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
 class FsdpParameter:
-    """What FSDP2 knows of a parameter that it manages."""
+    """A parameter that FSDP2 manages, with FSDP2's private knowledge of it."""
 
     def __init__(self, parameter: Any, group: Any) -> None:
         self._parameter = parameter
@@ -36,64 +36,67 @@ class FsdpParameter:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The first of the modules that have it."""
+        """The first of the modules that have the parameter."""
         return self._parameter._module_info.module
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """All modules that have it."""
+        """All modules that have the parameter."""
         return [self.module, *self._parameter._module_info.shared_modules]
 
     @property
     def name(self) -> str:
-        """Its name in that module."""
+        """The parameter's name in `module`."""
         return self._parameter._module_info.param_name
 
     @property
     def sharded(self) -> torch.Tensor:
-        """The parameter as optimizers see it, a DTensor; `load_state_dict` may make it another one."""
+        """The parameter that optimizers see, a DTensor; `load_state_dict` may replace it by another DTensor."""
         return self._parameter.sharded_param
 
     @property
     def mesh(self) -> Any:
-        """The mesh whose ranks have the shards; it has one dim."""
+        """The mesh of the ranks that have the shards; it has one dim."""
         return self._parameter.shard_mesh
 
     @property
     def size(self) -> torch.Size:
-        """The size of the parameter on these ranks together."""
+        """The size of the whole parameter, over all ranks of `mesh`."""
         return self._parameter._orig_size
 
     @property
     def mp_policy(self) -> Any:
-        """The policy of mixed precision."""
+        """FSDP2's policy of mixed precision for this parameter."""
         return self._parameter.mp_policy
 
     @property
     def stays_after_forward(self) -> bool:
-        """Whether the backward reuses the forward's gather: all of it, or kept parts."""
+        """Whether something gathered in the forward is still in memory for the backward.
+
+        It is the whole parameter, or the larger shards of a smaller mesh (`reshard_after_forward=N`).
+        """
         return not self._group._reshard_after_forward or self._group._use_post_forward_mesh
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether the current gather is for the backward; FSDP2 knows that for prefetches too."""
+        """Whether the current gather is for the backward; also right for prefetches."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         state = self._group._training_state
-        if state == TrainingState.IDLE:  # someone called unshard()
+        if state == TrainingState.IDLE:  # the user called unshard()
             return torch._C._current_graph_task_id() != -1
         return state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
 
     @property
     def device(self) -> torch.device:
-        """The device on which it is gathered."""
+        """The device on which the parameter is gathered."""
         return self._parameter.device
 
 
 def fsdp_parameters() -> Iterator[FsdpParameter]:
     """All parameters that FSDP2 manages in this process.
 
-    FSDP2 tells a tensor its mesh and policy only when it gathers that tensor; some callers need all tensors earlier.
+    FSDP2 passes mesh and policy to a tensor's hooks only when it gathers the tensor; some callers need them earlier.
     """
     from torch.distributed._composable_state import _module_state_mapping
 

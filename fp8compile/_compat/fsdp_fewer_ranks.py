@@ -1,10 +1,10 @@
 """FSDP2's ``reshard_after_forward=N`` for tensors with all-gather hooks.
 
-    forward     shards of all ranks  --all-gather--> what arrived --each of N ranks keeps a part-->
-    backward    parts of N ranks     --all-gather--> what had arrived
+    forward     shards of all ranks  --all-gather--> gathered bytes --each of N ranks keeps a part-->
+    backward    parts of N ranks     --all-gather--> the same gathered bytes
 
-FSDP2 has this for plain tensors, and raises a NotImplementedError without a text for those with hooks. What arrived is
-bytes, whatever they mean, so parts of it are kept and put together again.
+FSDP2 supports this for plain tensors, and raises a NotImplementedError without a message for tensors with hooks. The
+gathered data are bytes, whatever their meaning, so ranks can keep parts of them and gather these parts again.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _MARK = "_fp8compile_keeps_parts"
 
 
 def keeps_parts_after_forward(cls: type[Class]) -> type[Class]:
-    """Let FSDP2 keep parts of gathered tensors of a class, if it is told to reshard to fewer ranks."""
+    """Class decorator that lets FSDP2 keep parts of gathered tensors, for `reshard_after_forward=N`."""
     setattr(cls, _MARK, True)
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)
     return cls
 
 
 def _is_marked(parameter: Any) -> bool:
-    """Whether FSDP2 reshards this parameter to fewer ranks, and its class lets it."""
+    """Whether FSDP2 reshards this parameter to fewer ranks and its class has the decorator."""
     fewer = parameter.post_forward_mesh_info
     return fewer not in (None, parameter.mesh_info) and hasattr(parameter._sharded_local_tensor, _MARK)
 
 
 def _check_dim(parameter: Any) -> None:
-    """Raise unless the parameter is cut along its rows."""
+    """Raise a ValueError unless the parameter is sharded along dim 0."""
     if dim := parameter.fsdp_placement.dim:
         name = parameter._module_info.param_name
         raise ValueError(
@@ -47,14 +47,17 @@ def _check_dim(parameter: Any) -> None:
 
 
 def _writes(parameter: Any) -> tuple[int, ...]:
-    """Number of writes to a parameter."""
+    """Counters that change with each write to a parameter."""
     local = parameter._sharded_local_tensor
     edits = getattr(local, "edits", None)
     return parameter.sharded_param._version, local._version, 0 if edits is None else edits.count
 
 
 def _check_not_written(parameter: Any) -> None:
-    """Raise if a parameter was written to since its parts were kept; only a backward makes FSDP2 drop them."""
+    """Raise a RuntimeError if something wrote to a parameter since its parts were kept.
+
+    FSDP2 drops the parts only after a backward. If no backward ran before the write, the parts are stale.
+    """
     if _writes(parameter) != parameter._writes_when_kept:
         raise RuntimeError(
             f"reshard_after_forward={parameter.post_forward_mesh_info.shard_mesh_size}: "
@@ -69,11 +72,11 @@ def _extend() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
     def to_sharded_post_forward(self: Any) -> None:
-        if self.is_dtensor or not _is_marked(self):  # is_dtensor: one of tensor parallelism, which FSDP2 refuses
+        if self.is_dtensor or not _is_marked(self):  # is_dtensor: from tensor parallelism, which FSDP2 refuses here
             return theirs_to_sharded(self)
         _check_dim(self)
         fewer, self._writes_when_kept = self.post_forward_mesh_info, _writes(self)
-        # where FSDP2 has the part of a plain tensor, which it frees in the backward
+        # the attribute in which FSDP2 keeps the part of a plain tensor, and which it frees in the backward
         self._sharded_post_forward_param_data = [
             arrived.chunk(fewer.shard_mesh_size)[fewer.shard_mesh_rank].clone() for arrived in self.all_gather_outputs
         ]
@@ -100,4 +103,4 @@ def _extend() -> None:
     theirs_inputs = vars(FSDPParam)["all_gather_inputs"].fget
     FSDPParam.to_sharded_post_forward = to_sharded_post_forward
     FSDPParam.init_unsharded_param = init_unsharded_param
-    FSDPParam.all_gather_inputs = property(all_gather_inputs)  # type: ignore[assignment]  # it is one
+    FSDPParam.all_gather_inputs = property(all_gather_inputs)  # type: ignore[assignment]  # FSDPParam's is a property

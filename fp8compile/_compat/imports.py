@@ -16,8 +16,8 @@ __all__ = ["when_imported"]
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Runs callbacks right after a module was imported for the first time.
 
-    Inductor's decomposition table costs a second to import, which `import fp8compile` must not pay. And no compile may
-    see the table without our entries. So they are added right when the table is made.
+    Inductor's decomposition table costs a second to import, which `import fp8compile` must not pay. But no compilation
+    may see the table without our entries. The callbacks therefore add them as soon as the table is imported.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +28,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if fullname != self.name or getattr(self.searching, "now", False):
             return None
-        self.searching.now = True  # ask the finders behind this one; to look for a spec is not to import
+        self.searching.now = True  # ask the finders after this one; looking for a spec does not import the module
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -45,12 +45,12 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __getattr__(self, name: str) -> Any:
         if name == "loader":
             raise AttributeError(name)
-        return getattr(self.loader, name)  # who asks the spec's loader for source gets it
+        return getattr(self.loader, name)  # so that tools can ask the spec's loader for source
 
     def exec_module(self, module: Any) -> None:
-        # the module gets its own loader back: what it says of itself is as if we had not been here
+        # the module gets its own loader back, so that its attributes are the same as without this finder
         module.__loader__ = module.__spec__.loader = self.loader
-        self.loader.exec_module(module)  # if it fails or is interrupted, this stays for the next attempt
+        self.loader.exec_module(module)  # if it fails or is interrupted, this finder stays for the next attempt
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         for callback in self.callbacks:
@@ -61,7 +61,7 @@ _PENDING: dict[str, _AfterImport] = {}
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call ``callback`` now if module ``name`` is there, else right after its first import."""
+    """Call ``callback`` now if module ``name`` is imported already, otherwise right after its first import."""
     if name in sys.modules and name not in _PENDING:
         callback()
         return

@@ -1,4 +1,4 @@
-"""Inductor's private interfaces, a fix for one of its bugs, and cache keys of ranks."""
+"""Private interfaces of Inductor, a fix for one of its bugs, and cache keys of ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["async_tp", "concatenated_buffers", "rank_salt"]
 
 
 def _share_constant_types() -> None:
-    """Give a file of generated code the classes of constants that regions in it name.
+    """Make generated code import the classes of all constants that its regions use.
 
-    A call of an op with a quantizer names the quantizer's class. PyTorch (2.11 to 2.15) gives a file only the classes
-    that its outermost graph names, so a call inside of a region raises a NameError when it runs.
+    Generated code that calls an op with a quantizer names the quantizer's class. PyTorch (2.11 to 2.15) imports only
+    the classes that the outermost graph uses, so a call inside a compiled region raises a NameError when it runs.
     """
     from torch._inductor.graph import SubgraphLowering
 
@@ -36,17 +36,20 @@ when_imported("torch._inductor.graph", _share_constant_types)
 
 
 def async_tp() -> bool:
-    """Whether Inductor is asked to fuse products with the messages beside them (a private option to 2.15)."""
+    """Whether Inductor's async tensor parallelism is on: it fuses products with the collectives next to them.
+
+    The option is private up to 2.15.
+    """
     config = sys.modules.get("torch._inductor.config")
     return config is not None and config._micro_pipeline_tp
 
 
 def rank_salt() -> str:
-    """Text that makes cache keys of different ranks differ; empty outside of torch.distributed.
+    """Text that makes cache keys of different ranks differ; empty without torch.distributed.
 
-    A rank's graph holds where its part of a tensor begins. The key of AOTAutograd's cache is made of the graph before
-    DTensors are taken apart, which is the same on all ranks, and the ranks of one machine share a folder: on 2.13 a
-    rank ran the graph of another one, with wrong numbers.
+    A rank's graph holds the position at which its part of a tensor begins. AOTAutograd makes its cache key from an
+    earlier graph with DTensors, which is the same on all ranks, and the ranks of one machine share a cache folder. On
+    2.13 a rank therefore ran the graph of another rank, with wrong results.
     """
     from torch import distributed
 
@@ -56,13 +59,13 @@ def rank_salt() -> str:
 
 
 def concatenated_buffers(parts: Sequence[Any], dim: int) -> Any:
-    """Inductor's IR of a concatenation along ``dim``, into which each tensor is stored directly."""
+    """Inductor IR of a concatenation along ``dim``; each part is stored directly into the result."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     if TORCH_VERSION >= (2, 13):
         return ir.ConcatKernel.create(parts, dim)
-    # 2.11 asks that the node that is lowered is a concatenation, and reads no more of it where all parts are stored
+    # 2.11 reads the arguments of the node that is being lowered, which has to look like a concatenation
     node: Any = SimpleNamespace(args=([],))
     with V.graph.set_current_node(node):
         return ir.ConcatKernel.create(parts, dim)

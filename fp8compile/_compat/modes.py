@@ -1,4 +1,4 @@
-"""PyTorch's dispatch modes."""
+"""Private interfaces of PyTorch's dispatch modes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def is_in_mode() -> bool:
 
 
 class OnlookingMode(TorchDispatchMode):
-    """A mode that sees every operator that runs inside, while compiled code runs and compiles as it does outside.
+    """A dispatch mode that sees every operator, and does not change how code is compiled or how compiled code runs.
 
     A plain mode imports Dynamo at its first operator, which costs seconds, only to exclude itself from tracing. And
-    Dynamo compiles nothing inside of a plain mode.
+    Dynamo compiles nothing while a plain mode is active.
     """
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -30,11 +30,11 @@ class OnlookingMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # `_leave_untraced` has it skipped
+        return False  # `_leave_untraced` makes Dynamo skip the mode
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Whether Dynamo ignores the mode."""
+        """True, so that Dynamo ignores this mode."""
         return True
 
     def __torch_dispatch__(

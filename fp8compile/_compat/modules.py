@@ -1,4 +1,4 @@
-"""PyTorch's modules: hooks, and what pipeline stages overwrite."""
+"""Private interfaces of PyTorch's modules: hooks, and tensors that pipeline stages overwrite."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["keep_address", "keep_through_inference", "rebind_load_hooks"]
 
 
 def rebind_load_hooks(module: torch.nn.Module) -> None:
-    """Move the `load_state_dict` hooks of a module to the module that replaces it.
+    """Bind a module's `load_state_dict` hooks to the module, after they were copied from the module that it replaces.
 
-    Those registered with their module hold a weak reference to it, which would die with the one replaced.
+    A hook that was registered with ``with_module=True`` holds a weak reference to the old module. The reference dies
+    with the old module.
     """
     hooks: dict[int, Any] = module._load_state_dict_pre_hooks
     for key, hook in hooks.items():
@@ -23,19 +24,23 @@ def rebind_load_hooks(module: torch.nn.Module) -> None:
 
 
 def keep_address(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor that compiled code may write to, like a buffer, without recording a CUDA graph anew.
+    """Mark a tensor like a buffer: compiled code may write to it without recording a CUDA graph anew.
 
-    ``torch._dynamo.mark_static_address`` without importing the compiler.
+    This is ``torch._dynamo.mark_static_address`` without the import of the compiler.
     """
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
     return tensor
 
 
 def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
-    """Let `PipelineStage` restore these tensors of its module after it inferred shapes.
+    """Let `PipelineStage` restore tensors of its module after it has inferred shapes.
 
-    It infers them by a forward and a backward on uninitialised memory. From 2.15 it gives buffers their values back
-    itself; where it has no method for the backward, none ran. Called once the module of PyTorch is there.
+    It infers shapes by a forward and a backward on uninitialised memory, which would change a state. From 2.15 on
+    `PipelineStage` restores buffers itself. Versions without a method for the backward run only the forward, which
+    changes nothing. To be called after `torch.distributed.pipelining.stage` was imported.
+
+    Args:
+        tensors_of: Returns the tensors of a stage's module to restore.
     """
     from torch.distributed.pipelining.stage import PipelineStage
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-# What makes nodes of the operators that are called, or None: then no tensor has a node. An eager call asks ten times.
+# Returns the mode that records operators as nodes, or None: then no tensor has a node. An eager call asks ten times.
 graph_tracer = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -40,13 +40,13 @@ def is_traced(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # PyTorch knows no node of the wrapper
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # the wrapper itself has no node
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or bool(nodes_of(tensor))
 
 
 def nodes_of(tensor: torch.Tensor) -> list[Any]:
-    """The nodes that stand for a tensor in graphs that are being traced."""
+    """The nodes of a tensor in graphs that are being traced."""
     if graph_tracer() is None:
         return []
     from torch.fx.experimental.proxy_tensor import _get_proxies
@@ -55,7 +55,7 @@ def nodes_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_traced_as_subgraph() -> bool:
-    """Whether a graph inside of another one is being traced, such as a region's."""
+    """Whether a graph inside another graph is being traced, such as the graph of a compiled region."""
     from torch.fx.experimental import proxy_tensor
 
     tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
@@ -69,7 +69,7 @@ def assert_on_device(condition: torch.Tensor, text: str) -> None:
 
 def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes holds for every size that the graph is made for; never adds a guard."""
-    if isinstance(condition, bool):  # of plain numbers, which is all that eager mode has
+    if isinstance(condition, bool):  # a condition on plain numbers, as always in eager mode
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -77,7 +77,7 @@ def statically_true(condition: Any) -> bool:
 
 
 def statically_equal(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether as many sizes are equal, for every size that the graph is made for; never adds a guard."""
+    """Whether two sequences of sizes are equal, for every size that the graph is made for; never adds a guard."""
     for size, other in zip(sizes, others, strict=True):
         equal = size == other
         if not (equal if isinstance(equal, bool) else statically_true(equal)):
@@ -86,7 +86,7 @@ def statically_equal(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def any_is_zero(sizes: Iterable[Any]) -> bool:
-    """Whether one of the sizes is 0; a size that is unknown when compiling counts as larger."""
+    """Whether one of the sizes is 0; a size that is unknown at compile time counts as larger."""
     for size in sizes:
         is_zero = size == 0
         if is_zero if isinstance(is_zero, bool) else guard_or_false(is_zero):
@@ -95,7 +95,7 @@ def any_is_zero(sizes: Iterable[Any]) -> bool:
 
 
 def is_static(size: Any) -> bool:
-    """Whether a size is a number, and not a symbol of the graph."""
+    """Whether a size is a number instead of a symbol of the graph."""
     if not torch.compiler.is_compiling():
         return isinstance(size, int)
     from torch.fx.experimental.symbolic_shapes import has_static_value  # to Dynamo, a symbol is an int too
@@ -104,19 +104,19 @@ def is_static(size: Any) -> bool:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one, by which a tracer computes shapes."""
+    """Whether a tensor is a fake tensor, with which a tracer computes shapes."""
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def no_dispatch() -> AbstractContextManager[None]:
-    """Compute on memory inside, even if a tracer is active."""
+    """In this context operators compute directly, even if a tracer is active."""
     return torch._C._DisableTorchDispatch()
 
 
 def guard_or_false(condition: Any) -> bool:
-    """Truth of a condition on sizes; False if a size is unknown when compiling."""
+    """Whether a condition on sizes holds; False if a size is unknown at compile time."""
     if isinstance(condition, bool):
         return condition  # an eager call asks five times, a microsecond each
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -125,7 +125,7 @@ def guard_or_false(condition: Any) -> bool:
 
 
 def is_unbacked(size: Any) -> bool:
-    """Whether a size is known only when the graph runs, and no condition on it can be decided before."""
+    """Whether a size is known only when the graph runs, so that no condition on it can be decided at compile time."""
     if isinstance(size, int):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -134,10 +134,10 @@ def is_unbacked(size: Any) -> bool:
 
 
 def new_dynamic_size() -> torch.SymInt:
-    """A size that is data, for a fake kernel; works without Dynamo's option for such operators.
+    """A new symbol, for a fake kernel, for a size that depends on data.
 
-    PyTorch's own `new_dynamic_size` breaks a graph unless that option or ``fullgraph=True`` is set. There is no reason
-    to break a graph here.
+    PyTorch's own `new_dynamic_size` breaks the graph unless ``fullgraph=True`` or Dynamo's option
+    ``capture_dynamic_output_shape_ops`` is set. This function never breaks the graph.
     """
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
@@ -153,7 +153,7 @@ def new_dynamic_size() -> torch.SymInt:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of `torch.func` (grad, vmap, jvp) or forward-mode autograd is active, in eager mode."""
     if torch.compiler.is_compiling():
-        return False  # Dynamo can't trace the question
+        return False  # Dynamo can't trace the calls below
     is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
     return is_dual or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
@@ -161,15 +161,15 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def constant_when_traced(fn: F) -> F:
     """Let Dynamo call ``fn`` while it traces, and use the result as a constant.
 
-    It serves texts of errors: Dynamo can't trace the `repr` of every object, and would raise its own error instead.
-    `torch.compiler.assume_constant_result` is this line behind an import of Dynamo, which costs a second.
+    It is used for texts of errors: Dynamo can't trace the `repr` of every object, and would raise its own error
+    instead. `torch.compiler.assume_constant_result` does the same, but imports Dynamo, which costs a second.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo break its graph at a call of ``fn``, which runs as it is.
+    """Let Dynamo break its graph at a call of ``fn``, which runs uncompiled.
 
     This is `torch.compiler.disable` without its import of Dynamo, which costs a second.
     """

@@ -1,8 +1,9 @@
-"""What differs between PyTorch versions, measured on 2.11.0, 2.13.0 and 2.15.0.
+"""Differences between PyTorch versions, measured on 2.11.0, 2.13.0 and 2.15.0.
 
-constants of a graph   register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
-group on a subclass    not in 2.11; 2.13 after ProcessGroup is registered; 2.15 as it is
-rowwise CPU GEMM       `torch._scaled_mm` takes a scale a row from 2.13
+constants of a graph       register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
+process group in a         not supported in 2.11; in 2.13 after ProcessGroup is registered; in 2.15 without
+tensor subclass            registration
+rowwise GEMM on a CPU      `torch._scaled_mm` takes a scale for each row from 2.13 on
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
 if TYPE_CHECKING:
 
     class OpaqueBase:
-        """What PyTorch derives constants of a graph from; a type checker finds it in no version."""
+        """Base class of a graph's constants, for type checkers, which don't find PyTorch's class in any version."""
 
 else:
     try:
@@ -50,9 +51,9 @@ else:
         from torch._opaque_base import OpaqueBase  # to 2.13
 
 
-KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # those that the tests run on
+KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # versions on which the tests run
 F = TypeVar("F", bound=Callable[..., Any])
-GROUPS_ALLOWED: list[bool] = []  # not empty once PyTorch takes them
+GROUPS_ALLOWED: list[bool] = []  # not empty after PyTorch was told to allow process groups in subclasses
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -61,7 +62,7 @@ def register_constant_type(cls: type[Any]) -> None:
     name = f"{cls.__module__}.{cls.__qualname__}"
     by_name = getattr(opaque_object, "_OPAQUE_TYPES_BY_NAME", {})
     if name in by_name:
-        # the cell of a notebook, run again, makes a new class of the same name: it takes the old one's place
+        # a notebook cell that runs again makes a new class of the same name, which replaces the old class
         by_name.pop(name)
         torch._C._unregister_opaque_type(name)  # type: ignore[attr-defined]  # in no stub
     if hasattr(opaque_object, "register_custom_class"):
@@ -77,19 +78,21 @@ def is_constant_type(cls: type[Any]) -> bool:
 
 
 def is_stand_in(value: object) -> bool:
-    """Whether an op's fake got a stand-in for a constant, because the traced function makes that constant.
+    """Whether a value is PyTorch's stand-in for a constant of ours.
 
-    A stand-in claims the constant's class, so only its type tells.
+    An op's fake function gets a stand-in if the traced function itself makes the constant. A stand-in claims to be of
+    the constant's class, so only its ``type`` tells.
     """
     return type(value).__name__ == "FakeScriptObject"
 
 
 def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
-    """A function that is compiled once wherever a graph calls it.
+    """Wrap a function as a compiled region: it is compiled once for all its calls in a graph.
 
     Args:
         function: Takes and returns tensors, constants, and containers of them.
-        often: How often one graph may call it with what needs other code, from 2.13 on; there PyTorch raises at more.
+        often: Number of different codes that one graph may need for its calls of the function. From 2.13 on PyTorch
+            raises if there are more.
     """
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
@@ -97,7 +100,7 @@ def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
 
 
 def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled callable so that floats are constants, because a region can't compare a symbol with 0."""
+    """Wrap a compiled callable so that floats are constants: a compiled region can't compare a float symbol with 0."""
 
     @functools.wraps(call)
     def pinned(*args: Any, **kwargs: Any) -> Any:
@@ -108,33 +111,33 @@ def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` traces; False before 2.13, whose Dynamo answers True whoever traces."""
+    """Whether `torch.export` is tracing; always False before 2.13, where Dynamo answers True for every tracer."""
     return TORCH_VERSION >= (2, 13) and torch.compiler.is_exporting()
 
 
 def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """PyTorch's functional collective, which has this name since 2.13."""
+    """Call PyTorch's functional all-gather, which has this name since 2.13."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor)(x, dim, group)
 
 
 def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any) -> torch.Tensor:
-    """PyTorch's functional collective, which has this name since 2.13."""
+    """Call PyTorch's functional reduce-scatter, which has this name since 2.13."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
 
 
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
-    """Let a backward get its result's gradient in the dtype in which FSDP2 gets a gathered parameter's.
+    """Let the backward of a gather get its gradient in the same dtype in which FSDP2 gets a parameter's gradient.
 
-    From 2.15 on, a norm's float32 gradient of a bfloat16 weight reaches the sum over ranks unrounded. Before, autograd
-    rounds it to the dtype of the weight first.
+    From 2.15 on, the float32 gradient that a norm computes for a bfloat16 weight reaches the sum over ranks unrounded.
+    Before 2.15 autograd rounds it to the dtype of the weight first, and this function does nothing.
 
     Args:
         ctx: Context of the op, in its ``setup_context``.
-        dtype: Dtype in which ranks add. A gradient that is to be cast to a wider one comes as it is.
+        dtype: Dtype in which ranks sum gradients. If it is wider than ``used``, the gradient comes in its own dtype.
         used: Dtype of the op's result.
     """
     if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
@@ -142,7 +145,7 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
-    """The dtype in which FSDP2 sums gradients by default: the parameter's; before 2.15, the one that is used."""
+    """The dtype in which FSDP2 sums gradients by default: the parameter's own; before 2.15, the forward's dtype."""
     return own if TORCH_VERSION >= (2, 15) else used
 
 
@@ -150,7 +153,7 @@ def allow_group_in_subclass() -> None:
     """Let a ProcessGroup be an inner value of a tensor subclass.
 
     Raises:
-        RuntimeError: This PyTorch takes every inner value for a tensor.
+        RuntimeError: This version of PyTorch treats every inner value as a tensor.
     """
     if GROUPS_ALLOWED:
         return
@@ -161,54 +164,54 @@ def allow_group_in_subclass() -> None:
         )
     from torch.distributed import device_mesh
 
-    if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; at import in 2.15
+    if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; PyTorch 2.15 does it at import
         device_mesh._register_distributed_opaque_types()
     GROUPS_ALLOWED.append(True)
 
 
-# Dynamo runs it while it traces: it warns of a cache, and would guard a list that it sees written to
+# Dynamo calls this function instead of tracing it: tracing would warn of a cache, and guard the list that is written
 allow_group_in_subclass._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_groups(mesh: Any) -> bool:
     """Whether a mesh has process groups; a mesh that is made to compute placements has none."""
-    return hasattr(mesh, "_dim_group_names")  # its get_group raises without, and nothing public tells
+    return hasattr(mesh, "_dim_group_names")  # no public attribute tells; get_group raises without groups
 
 
 def concatenated(first: Any, second: Any) -> Any:
-    """The mesh with the dims of two others, which are parts of one mesh."""
+    """The mesh that has the dims of both given meshes, which must be parts of one mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate([first, second])
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The mesh that a mesh is a part of, or itself."""
+    """The mesh of which a mesh is a part; a mesh that is no part is its own root."""
     return mesh._get_root_mesh()
 
 
 def strided_shard(dim: int, parts: int) -> Any:
-    """The placement of a tensor whose ``dim`` was cut into parts first, and each part once more."""
+    """The placement of a tensor whose ``dim`` was first cut into ``parts`` parts, and then each part once more."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
 
 
 def cpu_has_rowwise_gemm() -> bool:
-    """Whether `torch._scaled_mm` on a CPU takes a scale a row."""
+    """Whether `torch._scaled_mm` on a CPU takes a scale for each row."""
     return TORCH_VERSION >= (2, 13)
 
 
 def traces_no_constant() -> bool:
-    """Whether Dynamo is tracing and can trace no method of a constant, such as a quantizer: PyTorch 2.11."""
+    """Whether Dynamo is tracing and can't trace methods of constants, such as quantizers; so in PyTorch 2.11 only."""
     return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 
 def asks_a_constant(fn: F) -> F:
-    """Let traced code call a method of a constant, such as a quantizer.
+    """Let traced code call ``fn``, a function that calls a method of a constant, such as a quantizer.
 
-    PyTorch 2.11 traces no such method. There the answer becomes a constant of the graph, and an equal quantizer
-    compiles once more.
+    PyTorch 2.11 can't trace such a method. There the result becomes a constant of the graph, and a second quantizer
+    that is equal to the first compiles once more.
     """
     if TORCH_VERSION < (2, 12):
         fn._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """`fp8compile bench`: run the benchmarks, keep their tables, and draw them.
 
-The scripts live in `benchmarks/` beside the package, not in it: they compare with other libraries and belong to
-whoever measures, so a wheel doesn't carry them. This command runs them where it finds them, in a checkout; each is a
-process of its own, because some compile, some start process groups, and one measures an import.
+The scripts are in `benchmarks/` beside the package and not in a wheel, because they compare with other libraries. So
+this command only works in a checkout. It runs each script in its own process, because some scripts compile, some start
+process groups, and one measures an import.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fp8compile.cli.errors import Failed, UserError
 
 __all__ = ["NAMES", "add_parser"]
 
-# in the order of a report: what needs no GPU first
+# in the order of the report; benchmarks that need no GPU come first
 NAMES = (
     "kernels", "bytes_limit", "memory", "comm", "roofline", "import_time", "overhead", "compile_time",
     "gemm", "linear", "block", "train",
 )  # fmt: skip
-# what a picture shows of a table: names, values
+# for each table with a picture: the columns that name a bar, and the column with its length
 PLOTTED: dict[str, tuple[tuple[str, ...], str]] = {
     "kernels": (("block",), "sum GB"),
     "bytes_limit": (("recipe",), "ratio"),
@@ -45,10 +45,10 @@ log: logging.Logger = logging.getLogger(__name__)
 
 
 def checkout() -> Path:
-    """The folder that has the benchmarks.
+    """The folder of the checkout that has the benchmarks.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no such folder.
     """
     for folder in (Path(__file__).parents[2], Path.cwd()):
         if (folder / "benchmarks" / "table.py").exists():
@@ -60,7 +60,7 @@ def checkout() -> Path:
 
 
 def _measured(name: str, folder: Path) -> Result:
-    """The rows that a script printed; ``error`` instead of rows if it failed."""
+    """Run a benchmark's script, and return the table that it printed; ``error`` instead of rows if it failed."""
     began = time.perf_counter()
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", "--json"]
     finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -102,7 +102,7 @@ def _draw(result: Result, path: Path) -> None:
 
 
 def write_report(results: list[Result], out: Path) -> None:
-    """``report.md``, ``results.json`` and a picture a table, where matplotlib is installed; the report says if not."""
+    """Write ``report.md`` and ``results.json``, and pictures of the tables if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
     can_draw = find_spec("matplotlib") is not None
     first = next((result for result in results if "torch" in result), {})

@@ -1,4 +1,4 @@
-"""The self-checks of `fp8compile doctor`: whether our registrations with PyTorch work, and numbers are right."""
+"""The self-checks of `fp8compile doctor`: whether our registrations with PyTorch work, and results are right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _every_op_is_registered() -> str:
 
     prefix = "fp8compile::"
     known = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
-    missing = known ^ {name for name in OPS if name.startswith(prefix)}  # other libraries register theirs there too
+    missing = known ^ {name for name in OPS if name.startswith(prefix)}  # OPS has ops of other libraries too
     if missing:
         raise RuntimeError(f"PyTorch and fp8compile.ops.OPS differ by {', '.join(sorted(missing))}")
     for name in sorted(known):
@@ -58,7 +58,7 @@ def _scales_are_exact() -> str:
 
     from fp8compile import CurrentScaling, quantize
 
-    # 448 / 3 and its inverse, by hand: PyTorch's `number / tensor` and a flush of subnormals would both miss
+    # expected multipliers by hand; a rounded reciprocal or a flush of subnormals to zero would miss them
     x = torch.tensor([3.0, 1e-40])
     q = quantize(x, CurrentScaling(block=(1, 1)))
     scale = q.scale.double() * torch.tensor([448.0 / 3.0, torch.finfo(torch.float32).max], dtype=torch.float64)
@@ -112,7 +112,8 @@ def run_checks() -> Iterator[dict[str, Any]]:
     """Run every check, one after the other.
 
     Yields:
-        For each its ``name``, whether it is ``ok``, and a ``detail``: what was found, or what went wrong.
+        For each check a dict with its ``name``, whether it is ``ok``, and a ``detail``: what was found, or what went
+        wrong.
     """
     for name, check in CHECKS.items():
         log.info("checking %s", name)

@@ -1,9 +1,9 @@
-"""Parse the command line, run a subcommand, turn what went wrong into one line and an exit code.
+"""Parses the command line, runs a subcommand, and turns errors into one line and an exit code.
 
-    0  done          2    a mistake or a lack that the user can mend
+    0  done          2    a wrong argument, or a lack that the user can mend, such as a full disk
     1  it failed     130  stopped by Ctrl-C
 
-Anything else is a defect of the program, and keeps its traceback.
+Any other exception is a defect of the program, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fp8compile.cli.progress import steps_shown
 
 __all__ = ["main"]
 
-# Each names a module or folder of this package with add_parser(subparsers), which sets the default `run`:
-# a function of the parsed arguments that returns an exit code.
+# Modules or packages of this folder that have add_parser(subparsers), which sets the default `run`: a function of the
+# parsed arguments that returns an exit code.
 SUBCOMMANDS = ("explain", "doctor", "bench")
-# What the command had once, and where it is now.
+# Former subcommands, and where their code is now.
 MOVED = {
     "train": "it is an example now, outside of the package. In a clone of the repository see examples/train/; run "
     "`make train`, or `python -m examples.train --recipe rowwise --compare bf16`"
@@ -82,7 +82,7 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _lack(error: Exception) -> str | None:
-    """Say that the disk is full, if that caused the error."""
+    """The message for a full disk, if that caused the error; None if it did not."""
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             place = f" {cause.filename}" if cause.filename else ""
@@ -105,7 +105,7 @@ def _check_streams() -> None:
 
 
 def _settle_output() -> None:
-    """Flush standard output, or drop its content if that fails; else the flush at exit would end by exit code 120."""
+    """Flush standard output, or drop its content if that fails, so that the flush at exit does not give code 120."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: Words after ``fp8compile``; those of the process by default.
+        arguments: Words after ``fp8compile``; by default those of the process's command line.
 
     Returns:
         The exit code.
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         _check_streams()
         with steps_shown():
             code = parsed.run(parsed)
-        sys.stdout.flush()  # what can't be written is told here, not behind the exit code
+        sys.stdout.flush()  # so that a failure to write is reported before the exit code is decided
         return code
     except UserError as error:
         _complain(parsed.command, str(error))
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         _complain(parsed.command, "stopped by Ctrl-C")
         return 130
     except BrokenPipeError:
-        _settle_output()  # whoever read it is gone
+        _settle_output()  # the reader has closed the pipe
         return 1
     except Exception as error:
         lack = _lack(error)

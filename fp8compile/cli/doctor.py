@@ -1,4 +1,4 @@
-"""`fp8compile doctor`: what this machine can do, and whether fp8compile is in order on it."""
+"""`fp8compile doctor`: says what this machine can run, and checks that fp8compile works on it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def _broken(error: Exception) -> dict[str, str]:
 
 
 def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, str]]:
-    """How the GEMMs of a recipe run, for linears or for experts; the error, if an installed package fails."""
+    """How the GEMMs of a recipe run on a device, for linears or for experts.
+
+    If the recipe comes from an installed package that fails, the entry has the error.
+    """
     import torch
 
     from fp8compile import recipes
@@ -87,7 +90,7 @@ def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _warnings() -> list[str]:
-    """Warnings about what may become a fault, such as a PyTorch newer than those that fp8compile was tested on."""
+    """Warnings about possible problems: a PyTorch newer than those that fp8compile was tested on."""
     import torch
 
     from fp8compile._compat import KNOWN_VERSIONS, TORCH_VERSION
@@ -112,8 +115,8 @@ def examine() -> dict[str, Any]:
     """All results of doctor, as plain values for JSON.
 
     Returns:
-        ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM runs where, of linears and of
-        experts), ``checks`` (name, ok, detail), ``ok``.
+        A dict with ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM of linears and of experts runs
+        on each device), ``checks`` (each with name, ok and detail) and ``ok``.
     """
     log.info("looking for devices")
     devices = _devices()
@@ -129,7 +132,7 @@ def examine() -> dict[str, Any]:
 
 
 def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
-    """A row for the GEMMs of a recipe that run the same way, the way last."""
+    """Table rows for one recipe on one device: a row for all GEMMs that run in the same way."""
     rows: list[tuple[Cell, ...]] = []
     for layers in ("gemms", "experts"):
         ways: dict[Cell, list[str]] = {}

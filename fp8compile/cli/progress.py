@@ -1,6 +1,6 @@
-"""Progress of a command on standard error, a line for each step; standard output has only the answer.
+"""Prints the progress of a command on standard error, a line for each step. Standard output has only the answer.
 
-Any module says it by ``logging.getLogger(__name__).info``: who calls the library and not the command sees nothing.
+Modules report a step by ``logging.getLogger(__name__).info``, so that users of the library see nothing by default.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["steps_shown"]
 
 @contextmanager
 def steps_shown() -> Iterator[None]:
-    """Print the package's log messages while this runs."""
+    """Print the package's log messages while this context lasts."""
     logger = logging.getLogger("fp8compile")
     level, propagates = logger.level, logger.propagate
     handler = logging.StreamHandler(sys.stderr)

@@ -1,7 +1,7 @@
-"""Running a user's code in this process. However the code ends, the command goes on and says how it ended.
+"""Runs a user's code in this process. However the code ends, the command goes on and says how it ended.
 
-Code that ends the process ends the command with it, and `sys.exit(0)` or `os._exit(0)` would be an answer that
-nobody gave, green in somebody's CI. Signals, of a crash too, have exit codes above 128 by themselves.
+Without this, code that calls `sys.exit(0)` or `os._exit(0)` would end the command with exit code 0, which means YES.
+Signals, such as those of a crash, give exit codes above 128 anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fp8compile.cli.errors import UserError
 
 __all__ = ["running"]
 
-# What ends or replaces a process at once, without an exception; all of os.exec* call the last two.
+# Functions that end or replace a process at once, without an exception; all of os.exec* call the last two.
 AT_ONCE = ("_exit", "execv", "execve")
 
 
@@ -28,7 +28,7 @@ def _raising(name: str) -> Callable[..., Any]:
     real, owner = getattr(os, name), os.getpid()
 
     def end(*args: Any) -> Any:
-        if os.getpid() != owner:  # a process that the code forked ends as it likes
+        if os.getpid() != owner:  # a process that the code has forked may end in any way
             return real(*args)
         raise _EndedAtOnce(f"os.{name}({', '.join(map(repr, args))})")
 
@@ -50,11 +50,11 @@ def running(what: str) -> Iterator[None]:
     """Turn every way in which a user's code can fail or end the process into a `UserError`.
 
     Args:
-        what: What is being done, as the beginning of a sentence that ends in "failed".
+        what: Words for what the code does; they come before "failed" in the error.
 
     Raises:
-        UserError: The code raised anything, or called ``sys.exit`` or ``os._exit``.
-        KeyboardInterrupt: Somebody pressed Ctrl-C; the command knows its exit code.
+        UserError: The code raised an exception, or called ``sys.exit`` or ``os._exit``.
+        KeyboardInterrupt: The user pressed Ctrl-C, for which the command has an exit code.
     """
     with ExitStack() as stack:
         for name in AT_ONCE:

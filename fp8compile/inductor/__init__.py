@@ -1,4 +1,4 @@
-"""What teaches Inductor: lowerings, marks for the partitioner, kernels that compute their input."""
+"""Extensions of Inductor: lowerings, marks for the partitioner, and kernels into which their input's code is fused."""
 
 from fp8compile.inductor.fusion import is_fusible
 from fp8compile.inductor.partitioner_marks import (

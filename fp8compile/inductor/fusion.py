@@ -1,4 +1,4 @@
-"""Whether Inductor fuses a tensor: whether the kernel that reads it can compute it too."""
+"""Whether Inductor fuses a tensor: whether the kernel that reads the tensor can compute it too."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.o
 
 
 def is_fusible(tensor: torch.Tensor) -> bool:
-    """Whether Inductor computes a traced tensor by code that it fuses with the tensor's readers.
+    """Whether Inductor computes a traced tensor by pointwise code, which it fuses with the tensor's readers.
 
-    That is not so for inputs of the graph, for results of products and other calls, and in eager mode.
+    False for inputs of the graph, for results of products and other calls, and in eager mode.
     """
     for node in nodes_of(tensor):
         while node.op == "call_function" and node.target in VIEWS:

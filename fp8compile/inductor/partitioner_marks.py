@@ -25,7 +25,7 @@ IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
 
 
 def never_recompute(tensor: torch.Tensor) -> None:
-    """Keep this tensor from the forward for a traced backward, even under checkpointing."""
+    """Save this tensor in the forward for a traced backward, even under checkpointing."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     for node in nodes_of(tensor):
@@ -33,14 +33,14 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def make_in_backward(tensor: torch.Tensor) -> None:
-    """Compute this tensor in a traced backward, though PyTorch's partitioner might compute it in the forward."""
+    """Compute this tensor in a traced backward, even if PyTorch's partitioner would compute it in the forward."""
     for node in nodes_of(tensor):
         node.meta.update(IN_BACKWARD)
 
 
 @contextmanager
 def _marked(marks: dict[str, Any]) -> Iterator[None]:
-    """Put marks, which PyTorch's partitioner reads, on everything that is traced inside."""
+    """Put marks, which PyTorch's partitioner reads, on all nodes that are traced in this context."""
     from torch.fx import traceback
 
     meta = traceback.current_meta
@@ -55,7 +55,7 @@ def _marked(marks: dict[str, Any]) -> Iterator[None]:
 
 
 def is_repeated_in_backward() -> bool:
-    """Whether the traced code is in a checkpointed region whose policy does not keep its results."""
+    """Whether code is traced in a checkpointed region, under a policy that does not save its results."""
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -64,26 +64,28 @@ def is_repeated_in_backward() -> bool:
 
 
 def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
-    """Recompute in the backward everything that is traced inside, as checkpointing does.
+    """Recompute in the backward all nodes that are traced in this context, as checkpointing does.
 
     Args:
-        in_backward: It belongs to the backward alone. PyTorch's partitioner would put it in the forward too where it
-            needs no gradient, and as a collective is no dead code, it would be sent there for nothing.
+        in_backward: Whether the nodes belong to the backward only. PyTorch's partitioner would put nodes that need no
+            gradient into the forward too. A collective is never removed as dead code, so it would be sent there for
+            nothing.
     """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
     marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
-    # inside of a checkpointed region its own number: PyTorch keeps what leads from one region into a later one
+    # use the number of the enclosing checkpointed region: PyTorch saves values that go from one region to a later one
     marks["ac_graph_id"] = traceback.current_meta.get("ac_graph_id", 0)
     return _marked({**marks, **(IN_BACKWARD if in_backward else {})})
 
 
 def left_in_forward() -> AbstractContextManager[None]:
-    """Keep in the forward everything that is traced inside; the backward does not read it.
+    """Keep in the forward all nodes that are traced in this context; the backward must not read them.
 
-    PyTorch's partitioner treats the wait for a collective as a side effect: it would repeat it in the backward, and
-    keep its operand. In a checkpointed region the backward repeats it together with its readers.
+    PyTorch's partitioner treats the wait for a collective as a side effect: it would repeat the wait in the backward,
+    and save the collective's operand. In a checkpointed region the backward repeats the nodes together with their
+    readers.
     """
     from torch.fx import traceback
 
@@ -91,18 +93,18 @@ def left_in_forward() -> AbstractContextManager[None]:
 
 
 def left_in_backward() -> AbstractContextManager[None]:
-    """Keep in the backward everything that is traced inside, though PyTorch's partitioner might move it forward.
+    """Keep in the backward all nodes that are traced in this context; PyTorch's partitioner might move them forward.
 
-    The partitioner decides by sizes. If sizes differ between ranks, so may its decisions, and a rank would wait in its
-    forward for a message that another rank sends in its backward.
+    The partitioner decides by sizes. If sizes differ between ranks, its decisions may differ too, and a rank would
+    wait in its forward for a message that another rank sends in its backward.
     """
     return _marked(IN_BACKWARD)
 
 
 def current_marks() -> tuple[Any, ...]:
-    """The marks in effect; results with different marks are not shared."""
+    """The marks in effect where code is being traced; equal calls with different marks are not merged."""
     from torch.fx import traceback
 
-    place = traceback.current_meta.get("partitioner_tag")  # also says that a backward is traced, which is no order
+    place = traceback.current_meta.get("partitioner_tag")  # other tags only say that a backward is being traced
     asked = place if place in (IN_FORWARD["partitioner_tag"], IN_BACKWARD["partitioner_tag"]) else None
     return asked, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))

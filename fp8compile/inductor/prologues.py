@@ -1,17 +1,18 @@
-"""Hand-written Triton kernels that compute their input: the pointwise code before them becomes a part of them.
+"""Fuses the pointwise code that computes an input into the hand-written Triton kernel that reads this input.
 
-    as an op           y = silu(gate) * up --memory--> kernel: codes of y         what any library's kernel gets
-    as a template      gate, up --> kernel: y, a tile at a time, codes of y       what this file makes of it
+    kernel called as an op    silu(gate) * up --> y in memory --> kernel reads y, writes codes of y
+    kernel as a template      gate, up --> kernel computes y a tile at a time, writes codes of y
 
-Inductor does the same to its matrix products (prologue fusion), for inputs that are not larger than the prologue's
-result, and kernels with one output. Here the template is the kernel's own source. Two of its lines are replaced:
+Inductor does the same for its matrix products (prologue fusion), but only for inputs that are not larger than the
+prologue's result, and for kernels with one output. Here the template is the kernel's own source, with two lines
+replaced:
 
-    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)     the code that makes these elements
-    write(codes_ptr, m, k, codes, is_inside, stride)           Inductor's store of the template's output
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)     by the code that computes these elements
+    write(codes_ptr, m, k, codes, is_inside, stride)           by Inductor's store of the template's output
 
-Values are rounded to the input's dtype, as in memory, so the op and the template have the same bits. Where others read
-the input too, the template writes it, and they read that: it is the template's output where a kernel has no `write`,
-such as one that finds amaxes. `fp8compile.inductor.tile_templates` does it.
+Values are rounded to the input's dtype as if they came from memory, so the op and the template give the same bits. If
+other nodes read the input too, the template also writes the input to memory for them. If a kernel has no `write`, such
+as a kernel that finds amaxes, the input is the template's output. `fp8compile.inductor.tile_templates` does the work.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLa
     """Let Inductor call ``op``; on a GPU, fuse the pointwise code that computes its matrix into its kernel.
 
     Args:
-        op: The operator. Its first argument is the matrix that it reads, its results are one tensor or several.
-        launch: Takes the operator's arguments, as fake tensors, and returns how its kernel is launched, or None. The
-            matrix is not empty, and the other tensors will be contiguous.
+        op: The operator. Its first argument is the matrix that it reads; it returns one tensor or several.
+        launch: Takes the operator's arguments, as fake tensors, and returns the launch of its kernel, or None to call
+            the operator. The matrix is not empty, and the other tensors will be contiguous.
     """
     register_fallback(op)
 

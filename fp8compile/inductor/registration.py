@@ -1,4 +1,4 @@
-"""Entries of Inductor's tables of decompositions and lowerings, made when it is imported."""
+"""Add entries to Inductor's tables of decompositions and lowerings, when Inductor is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["register_decomposition", "register_fallback", "register_lowering"]
 
 
 def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
-    """Let Inductor see through ``op``, by ``fn`` with the same arguments."""
+    """Let Inductor decompose ``op`` by ``fn``, which takes the same arguments."""
 
     @functools.wraps(fn)
     def decompose(*args: Any) -> Any:
@@ -27,16 +27,16 @@ def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) ->
 
         decomposition.decompositions.pop(op, None)
         decomposition.register_decomposition([op])(decompose)
-        decomposition.fast_random_decomps.cache_clear()  # holds a copy of the table
+        decomposition.fast_random_decomps.cache_clear()  # its cache holds a copy of the table
 
     when_imported("torch._inductor.decomposition", register)
 
 
 def _seeks_schema() -> bool:
-    """Whether PyTorch traces a region only to learn which inputs it writes to.
+    """Whether PyTorch is tracing a compiled region only to learn to which inputs the region writes.
 
-    It does so twice at each call of the region, and throws the graph away. An op's schema answers the question;
-    tracing its decomposition would cost a quarter of a joint graph's time for nothing.
+    PyTorch traces twice for this at each call of the region, and discards the graphs. The schema of an op is enough
+    for it; tracing decompositions would cost a quarter of a joint graph's tracing time for nothing.
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 
@@ -48,7 +48,7 @@ def _seeks_schema() -> bool:
 
 
 def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
-    """Let Inductor lower ``op`` by ``fn``, from its IR to its IR."""
+    """Let Inductor lower ``op`` by ``fn``, a function from Inductor's IR to Inductor's IR."""
 
     def register() -> None:
         from torch._inductor import lowering
@@ -59,11 +59,11 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None
 
 
 def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
-    """Let Inductor call ``op`` if it has no decomposition, or if that returned NotImplemented.
+    """Let Inductor call ``op`` if it has no decomposition, or if its decomposition returned NotImplemented.
 
     Args:
         op: The operator.
-        contiguous: Whether its tensors have to be laid down contiguous, as they are in eager mode.
+        contiguous: Whether Inductor has to make the tensors that it passes contiguous.
     """
 
     def register() -> None:

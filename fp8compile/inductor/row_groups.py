@@ -1,11 +1,11 @@
-"""Inductor's IR of one reduction over groups of rows, which computes a matrix once, stores it, and reduces it.
+"""Inductor IR that computes a matrix once, stores it, and reduces sums over groups of its rows in the same kernel.
 
-    for each group of rows and each column:  x_0 .. x_n --stored as they are--> the matrix
+    for each group of rows and each column:  x_0 .. x_n --stored unchanged--> the matrix
                                               |
-                                              +--> sums of them, with factors --> the largest magnitude of all
+                                              +--> sums with factors --> the largest magnitude of all sums
 
-Written as PyTorch, such sums are kernels of their own: Inductor lays values down that are read many times, and reads
-a group's rows for each sum again.
+If the same sums were written in PyTorch, they would be separate kernels: Inductor stores a value that is read many
+times, and would read a group's rows again for each sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 def _is_made_by_inductor(x: Any) -> bool:
-    """Whether Inductor computes the matrix in its readers, and has not stored it."""
+    """Whether the matrix is not stored yet, so that Inductor would compute it in each of its readers."""
     from torch._inductor import ir
 
     while isinstance(x, (ir.TensorBox, ir.BaseView)):
@@ -33,7 +33,7 @@ def _is_made_by_inductor(x: Any) -> bool:
 
 
 def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable[..., Any]]]:
-    """The stored matrix, and loaders of row i of a group."""
+    """Returns the stored matrix, and for each row i of a group a function that loads this row."""
     from torch._inductor import ir, lowering
 
     m, k = x.get_size()
@@ -42,7 +42,7 @@ def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable[..., Any]]]:
     if not _is_made_by_inductor(x):
         return ir.ExternKernel.require_contiguous(x), of_row
     parts = []
-    for each in of_row:  # they are stored where the matrix has them, by the kernel that reads them
+    for each in of_row:  # the kernel that reads these rows also stores them at their place in the matrix
         part = ir.Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=each, ranges=[m // rows, 1, k])
         part.realize()
         parts.append(part)
@@ -70,14 +70,14 @@ def lower_largest_of_sums(x: Any, rows: int, kinds: Sequence[Factors]) -> tuple[
     """Lower a matrix to the stored matrix and the largest magnitude of each kind of sums.
 
     Args:
-        x: IR of (M, K), M a multiple of ``rows``.
-        rows: In a group.
-        kinds: For each the factors of a group's rows, a line a sum, added in their order in float32; None for the
-            rows as they are.
+        x: Inductor IR of a matrix (M, K), M a multiple of ``rows``.
+        rows: Number of rows in a group.
+        kinds: One entry for each kind of sums. An entry has a line for each sum, with the factors of a group's rows;
+            terms are added in this order in float32. None stands for the rows themselves, without sums.
 
     Returns:
-        The matrix, which is stored by the same kernel where Inductor would compute it again for each reader; and each
-        largest magnitude, (1,) float32: NaN if there is one.
+        The matrix, and for each kind the largest magnitude, (1,) float32, NaN if there is one. If the matrix was not
+        stored yet, the kernel of the reduction stores it.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops

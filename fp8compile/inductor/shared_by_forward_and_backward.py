@@ -1,4 +1,4 @@
-"""Calls that a graph makes once: equal ones while it is traced share one result."""
+"""Calls that a graph makes once: while the graph is traced, equal calls share one result."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from fp8compile.inductor.partitioner_marks import current_marks
 
 __all__ = ["constant", "once_a_graph"]
 
-RESULTS = "_fp8compile_results"  # on a graph that is being traced
-# Padding too: of ranks whose parts begin elsewhere in a block some pad and others do not, and all have to send alike.
+RESULTS = "_fp8compile_results"  # attribute of a graph that is being traced
+# Padding counts as a part too: ranks whose parts begin inside a block pad, other ranks do not, and all of them must
+# send the same messages.
 PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
 
 
 def once_a_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make equal calls of a function in one traced graph a single call.
+    """Wrap a function so that equal calls in one traced graph become a single call.
 
     PyTorch's partitioner merges equal nodes. But from 2.15 on it does not merge a node that only the forward needs
-    with one of the backward: the backward of a graph's last layer would compute its weight's amaxes again.
+    with an equal node of the backward: the backward of a graph's last layer would compute its weight's amaxes again.
 
     Args:
-        fn: Takes tensors, the first argument among them, and values with a hash. Nobody writes to its results.
+        fn: The function. Its first argument is a tensor, others are tensors or hashable values. Nothing may write to
+            its results.
     """
 
     @wraps(fn)
     def once(*args: Any) -> Any:
-        # to Dynamo, which can't trace the question, nothing stands in a graph yet
+        # Dynamo can't trace graph_tracer(), and while it traces there are no graph nodes to share yet
         if torch.compiler.is_dynamo_compiling() or graph_tracer() is None:
             return fn(*args)
         found = [_nodes_below(arg) if isinstance(arg, torch.Tensor) else [arg] for arg in args]
         if any(len(each) != 1 for each in found):
-            return fn(*args)  # a tensor stands in no graph, or in several
+            return fn(*args)  # a tensor has no node in a graph, or nodes in several graphs
         values = [value for (value,) in found]
         graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
-        # the type, since a functional tensor and the one below it have the same node
+        # the type is part of the key, because a functional tensor and the tensor that it wraps have the same node
         key = (fn, _meaning(values), current_marks(), type(args[0]))
         return _remembered(graph, key, lambda: fn(*args))
 
@@ -48,13 +50,15 @@ def once_a_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """A number as a tensor, shared in a traced graph, because making each one costs a millisecond of tracing.
+    """A tensor filled with a number, shared in a traced graph.
+
+    Equal calls share one tensor, because each costs a millisecond of tracing. Nothing may write to it.
 
     Args:
-        number: What all elements are.
+        number: Value of all elements.
         dtype: Dtype of the tensor.
-        like: A tensor on whose device it is, and in whose graph.
-        shape: Shape of the tensor. Nobody writes to it.
+        like: A tensor; the result is on its device and in its graph.
+        shape: Shape of the tensor.
     """
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
         return torch.full(shape, number, dtype=dtype, device=like.device)
@@ -64,7 +68,7 @@ def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple
 
 
 def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """The result of ``make`` for this key, remembered while this graph is traced."""
+    """The result of ``make`` for a key, stored on the graph while the graph is traced."""
     results = vars(graph).setdefault(RESULTS, {})
     if key not in results:
         results[key] = make()
@@ -72,7 +76,7 @@ def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], 
 
 
 def _nodes_below(tensor: torch.Tensor) -> list[Any]:
-    """The nodes of a tensor, or of the value that a functional one has at the moment."""
+    """The nodes of a tensor; for a functional tensor, the nodes of its current value."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if isinstance(tensor, FunctionalTensor):
@@ -82,11 +86,14 @@ def _nodes_below(tensor: torch.Tensor) -> list[Any]:
 
 
 def _meaning(value: Any) -> Any:
-    """A key for a node; for a view, part or padded copy, the operation and the key of its source."""
+    """A key for an argument, equal for arguments that mean the same value.
+
+    A node is its own key. For a view, part or padded copy, the key is the operation and the key of its source.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(map(_meaning, value))
     if isinstance(value, torch.SymInt):
-        return value.node.expr  # has no hash itself
+        return value.node.expr  # a SymInt itself has no hash
     if is_dataclass(value) and any(_has_symbol(each) for each in vars(value).values()):
         return type(value), *map(_meaning, vars(value).values())
     if isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in PARTS:

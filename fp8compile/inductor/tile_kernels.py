@@ -1,4 +1,4 @@
-"""Kernels that read a matrix a tile at a time, and their launches, as values."""
+"""TileKernel and TileLaunch: descriptions of kernels that read a matrix a tile at a time, and of their launches."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["TileKernel", "TileLaunch"]
 
 @dataclass(frozen=True)
 class TileKernel:
-    """A kernel under ``triton.jit`` that reads a whole matrix by `values`, a tile at a time.
+    """A ``triton.jit`` kernel that reads a whole matrix with `values`, a tile at a time.
 
     Attributes:
         function: The kernel. Its first parameter is ``x_ptr``; it returns nothing.
-        inputs: Names of pointers to the op's tensors but the first one.
-        outputs: Names of pointers to the op's results, but the first one where that is stored by `write`.
-        sizes: Names of numbers that are known when it is launched.
-        tile: Names of the constants that are a tile's rows and columns.
-        added_to: Names of pointers among the outputs that have to begin as zeros.
-        writes: Whether it stores its first result by `write`. If not, others read the matrix too.
+        inputs: Names of the pointers to the op's input tensors, without the matrix.
+        outputs: Names of the pointers to the op's results. If ``writes``, without the first result.
+        sizes: Names of the numbers that are known when the kernel is launched.
+        tile: Names of the constants that give a tile's rows and columns.
+        added_to: Names of the pointers among the outputs whose tensors have to be zeros before the launch.
+        writes: Whether the kernel stores its first result with `write`. If not, other nodes read the matrix too.
     """
 
     function: Any
@@ -36,12 +36,12 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """A launch of a kernel of tiles.
+    """A launch of a `TileKernel`.
 
     Attributes:
         kernel: The kernel to launch.
-        grid: Numbers of programs along three axes.
-        sizes: A value for each name in ``TileKernel.sizes``; int or SymInt, as in the grid.
+        grid: Numbers of programs along three axes, int or SymInt.
+        sizes: A value for each name in ``TileKernel.sizes``, int or SymInt.
         constants: Compile-time arguments.
         warps: Number of warps, of 32 threads each.
     """

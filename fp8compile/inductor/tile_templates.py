@@ -1,8 +1,8 @@
-"""Inductor templates, made from a kernel's source, for kernels that compute their input.
+"""Inductor templates that are made from a kernel's source, so that the kernel computes its input itself.
 
-Inductor's templates are no public API. What is used of them is the same from 2.11 to 2.15: a subclass of the kernel
-that prints one part of the template, one of the buffer that says what the kernel reads. This module imports Inductor;
-`fp8compile.inductor.prologues` imports it when Inductor lowers an op.
+Inductor's templates are not a public API. This module uses parts that are the same from 2.11 to 2.15: it subclasses
+the template's kernel, to print the computation of the input, and the template's buffer, to say what the kernel reads.
+It imports Inductor; `fp8compile.inductor.prologues` imports it when Inductor lowers an op.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["lower_computing"]
 
 VALUES = re.compile(r"( +)x = values\(x_ptr, (\w+), (\w+), (\w+), stride_m, stride_k\)\n")
 WRITE = re.compile(r"( +)write\(\w+, (\w+), (\w+), (\w+), (\w+), \w+\)\n")
-ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor gives names that begin with other letters a meaning
+ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor interprets the first letters of names; "tmp" is free to use
 
 
 def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any) -> Any:
     """Lower an op to a kernel that computes x itself; None if Inductor should call the op.
 
     Args:
-        launch: How the kernel is launched, as `register_tile_kernel` takes it.
+        launch: Returns the launch of the kernel, as `register_tile_kernel` takes it.
         x: The matrix that the op reads, in Inductor's IR.
         args: The op's other arguments.
     """
@@ -47,11 +47,11 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
     return None if found is None else _lower(found, x, fakes[0], computed, args)
 
 
-# ---------------------------------------------------------------------------------- what is computed
+# ---------------------------------------------------------------------------------- the code of the input
 
 
 def _computed(x: Any) -> Any:
-    """The pointwise code that computes a matrix, if a GPU should compute it and nothing has stored it before."""
+    """The pointwise code that computes a matrix on a GPU, if nothing has stored the matrix yet; otherwise None."""
     if x.get_device().type != "cuda" or len(x.get_size()) != 2 or not isinstance(x.data, ir.StorageBox):
         return None
     node = V.graph.current_node
@@ -59,12 +59,12 @@ def _computed(x: Any) -> Any:
         return None
     data = x.data.data
     if isinstance(data, ir.ComputedBuffer) and not _is_changed(data):
-        data = data.data  # to be written because it is long; nobody reads it then, and Inductor drops it
+        data = data.data  # Inductor stores long code; once the kernel computes it, nobody reads it, and it is dropped
     return data if type(data) is ir.Pointwise else None
 
 
 def _is_changed(buffer: Any) -> bool:
-    """Whether a buffer, or one that its code reads, was written to after the code was made."""
+    """Whether something wrote to a buffer, or to a buffer that its code reads, after the code was made."""
     return any(name in V.graph.mutated_buffers for name in (buffer.get_name(), *buffer.get_read_names()))
 
 
@@ -86,9 +86,9 @@ def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args
         name="computed", layout=ir.FlexibleLayout(device, computed.dtype, computed.ranges), data=computed
     )
     for name in code.get_read_names():
-        buffer = V.graph.name_to_buffer.get(name)  # not those of graph inputs, whose layouts are known
+        buffer = V.graph.name_to_buffer.get(name)  # None for graph inputs, which have layouts already
         if buffer is not None:
-            buffer.decide_layout()  # the template is printed now
+            buffer.decide_layout()  # needed now, because the template is printed now
     choice = _template(kernel, writes_beside).generate(
         input_nodes=(*inputs, *outputs, *values),
         layout=ir.FixedLayout(device, first.dtype, _exprs(first.shape), _exprs(first.stride())),
@@ -103,7 +103,7 @@ def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args
     for written in values:
         written.data.data.data._post_init_setattr("origin_node", node.args[0])
     for written in values if kernel.writes else [result]:
-        x.data.data = written.data.data  # what is read from now on
+        x.data.data = written.data.data  # later readers of x read this buffer
     found = (result, *outputs) if kernel.writes else tuple(outputs)
     return found if isinstance(node.meta["val"], tuple) else found[0]
 
@@ -118,7 +118,7 @@ def _allocated(like: torch.Tensor, device: torch.device, *, zero: bool = False) 
 
 
 def _exprs(sizes: Any) -> list[Any]:
-    """Sizes as Inductor has them."""
+    """Sizes as SymPy expressions, which Inductor uses."""
     return [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in sizes]
 
 
@@ -135,7 +135,7 @@ def _template(kernel: TileKernel, writes_values: bool) -> Any:
 
 
 def _source(kernel: TileKernel, writes_values: bool) -> str:
-    """The template: the kernel's source with its two lines replaced."""
+    """The text of the template: the kernel's source with the lines of `values` and `write` replaced."""
     source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
     _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
 
@@ -165,7 +165,7 @@ def _imports(function: Any) -> str:
 
 
 class _Kernel(TritonTemplateKernel):
-    """Prints the code that is computed."""
+    """The kernel of a template; prints the code that computes the input."""
 
     described: TileKernel
     writes_values: bool
@@ -179,11 +179,11 @@ class _Kernel(TritonTemplateKernel):
         return f"{super().gen_common_triton_imports()}\n{_imports(cls.described.function)}"
 
     def size_called(self, name: str) -> str:
-        """A size, as text."""
+        """The size with this name, as text for the template."""
         return self.kexpr(self.rename_indexing(self.call_sizes[3 + self.described.sizes.index(name)]))
 
     def computed(self, is_inside: str, indent: int) -> str:
-        """Lines that make ``x``."""
+        """The lines of code that compute ``x``."""
         subgraphs: Any = self.subgraphs
         (buffer,) = subgraphs
         with self.create_subgraph_body("computed"):
@@ -207,7 +207,7 @@ def _rounding(dtype: torch.dtype) -> str:
 
 
 def _loop_body(computed: Any) -> Any:
-    """The code as Inductor prints loops: a graph of operators."""
+    """The pointwise code as a `LoopBody`, the graph of operators from which Inductor prints loops."""
     places = [sympy_index_symbol(f"p{dim}") for dim in range(len(computed.ranges))]
 
     def body(index: Any) -> None:
@@ -217,7 +217,7 @@ def _loop_body(computed: Any) -> Any:
 
 
 class _Loads(WrapperHandler):
-    """Loads tiles with the mask of the kernel; arithmetic is Inductor's."""
+    """Handles loads of the pointwise code: it loads tiles with the kernel's mask. Inductor handles arithmetic."""
 
     def __init__(self, kernel: _Kernel, is_inside: str) -> None:
         super().__init__(V.ops)
@@ -248,7 +248,7 @@ class _Loads(WrapperHandler):
         return self._made(f"{tile}.to({triton_type(dtype)})", dtype, self.tile)
 
     def indirect_indexing(self, index: Any, size: Any, check: bool = True, wrap_neg: bool = True) -> Any:
-        """Use an index from memory as every kernel does: a negative one counts from the end."""
+        """Turn an index that was loaded into a symbol; a negative index counts from the end."""
         if wrap_neg:
             index = self._made(
                 f"tl.where({index} < 0, {index} + {self._index(size)}, {index})", index.dtype, index.shape
@@ -256,14 +256,14 @@ class _Loads(WrapperHandler):
         return sympy_index_symbol(str(index))
 
     def check_bounds(self, *args: Any) -> None:
-        """Check nothing: an index outside of a tensor is the model's fault, as in every kernel without assertions."""
+        """Check nothing: like other kernels without assertions, this one trusts the model's indices."""
 
     def store(self, name: str, index: Any, value: Any, mode: Any = None) -> None:
         self.stored = value
 
 
 class _Computing(ir.TritonTemplateBuffer):
-    """The buffer of the result; it knows which elements of other buffers its code reads."""
+    """The buffer of the template's result; it also reports which elements of other buffers the fused code reads."""
 
     def __init__(self, choice: Any, computed: Any) -> None:
         super().__init__(choice.layout, choice.input_nodes, choice.make_kernel_render, choice.mutated_inputs)

@@ -1,1 +1,1 @@
-"""What users of other libraries import: each module here needs the library that it is named after."""
+"""Integrations with other libraries. Each module needs the library that it is named after."""

@@ -1,4 +1,4 @@
-"""accelerate with FP8 layers: `convert` before ``accelerator.prepare``, since accelerate has no hook for it.
+"""FP8 layers with accelerate. Call `convert` before ``accelerator.prepare``, because accelerate has no hook for it.
 
 ```python
 import torch
@@ -43,7 +43,7 @@ RAM_EFFICIENT = (
 
 
 def fsdp2_plugin(state: AcceleratorState) -> Any:
-    """The plugin by which accelerate shards models with FSDP2, or None where it shards none so."""
+    """The plugin by which accelerate shards models with FSDP2; None if the run does not use FSDP2."""
     return state.fsdp_plugin if state.is_fsdp2 else None
 
 
@@ -54,7 +54,7 @@ def _shards_by_version_1(state: AcceleratorState) -> bool:
 def _as_accelerate_will_cast(model: nn.Module) -> None:
     """Cast trainable parameters to float32, as ``accelerator.prepare`` does with FSDP2 under mixed precision.
 
-    It assigns to ``data``, which parameters that are codes do not have.
+    ``prepare`` assigns to ``data``, which would fail once parameters are codes. So the cast comes before conversion.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -66,10 +66,10 @@ def _address_of(codes: Tensor) -> Callable[[], int]:
 
 
 def _give_addresses(model: nn.Module) -> None:
-    """Give each parameter that is codes the address of these.
+    """Let ``data_ptr`` of each parameter that is codes return the address of its codes.
 
-    accelerate finds an optimizer's parameters again after `fully_shard` by ``data_ptr``, and a tensor without values
-    has none.
+    accelerate uses ``data_ptr`` to find an optimizer's parameters again after `fully_shard`, and a tensor without
+    values has no address.
     """
     for parameter in model.parameters():
         if is_quantized_parameter(parameter):
@@ -77,13 +77,17 @@ def _give_addresses(model: nn.Module) -> None:
 
 
 def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState, *, checkpointed: bool) -> nn.Module:
-    """Convert a model for what accelerate, by its state, will do with it.
+    """Convert a model, given how accelerate will prepare it.
 
     Args:
-        conversion: What is asked for.
-        model: Not prepared yet.
-        state: That of the accelerator.
-        checkpointed: Whether something else than accelerate's plugin has the backward repeat forwards.
+        conversion: The arguments of the conversion.
+        model: A model that is not prepared yet.
+        state: State of the accelerator.
+        checkpointed: Whether the backward repeats forwards for another reason than accelerate's FSDP plugin.
+
+    Raises:
+        ValueError: Weights are to be gathered as codes and the run uses FSDP1; or parameters are to be quantized and
+            the plugin loads with ``cpu_ram_efficient_loading``.
     """
     if conversion.gather and _shards_by_version_1(state):
         raise ValueError(f"fsdp_float8_all_gather: {VERSION_1}")
@@ -108,27 +112,27 @@ def convert(
     checkpointed: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Convert a model in place, and mark what FSDP2 gathers, where this accelerator shards by FSDP2.
+    """Convert a model in place; if this accelerator uses FSDP2, let FSDP2 gather FP8 weights as codes.
 
-    Call it before ``accelerator.prepare`` and before the optimizer is made. accelerate's FSDP2 under mixed precision
-    has float32 parameters; the model has them from here on.
+    Call it before ``accelerator.prepare`` and before the optimizer is made. With FSDP2 under mixed precision,
+    accelerate uses float32 parameters; this function already casts to float32.
 
     Args:
-        accelerator: That of the run.
-        model: Neither compiled nor prepared.
-        recipe: As `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses are the same bits either way.
-        checkpointed: Whether the model repeats forwards in the backward by itself; what the FSDP plugin's
-            ``activation_checkpointing`` does is known.
+        accelerator: The accelerator of the run.
+        model: A model that is neither compiled nor prepared.
+        recipe: The recipe, as `fp8compile.convert` takes it.
+        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses have the same bits either way.
+        checkpointed: Whether the model's own code repeats forwards in the backward. The FSDP plugin's
+            ``activation_checkpointing`` need not be given here.
         options: Other arguments of `fp8compile.convert`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: The accelerator has prepared an optimizer or a model already, it shards by FSDP1 and
-            ``fsdp_float8_all_gather`` is True, or what `fp8compile.convert` and
-            ``fp8compile.parallel.fsdp_float8_all_gather`` refuse.
+        ValueError: The accelerator has prepared an optimizer or a model already; it uses FSDP1, and
+            ``fsdp_float8_all_gather`` is True; or `fp8compile.convert` or
+            ``fp8compile.parallel.fsdp_float8_all_gather`` refuses the model.
     """
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
@@ -140,19 +144,19 @@ def convert(
 
 
 class MasterWeights(EagerMasterWeights):
-    """`fp8compile.MasterWeights` whose masters are made when they are first needed.
+    """`fp8compile.MasterWeights` that makes its masters when they are first needed.
 
-    accelerate's FSDP2 takes an optimizer of the whole parameters and puts shards in their place: masters that were
-    made before would be those of parameters that are gone.
+    With FSDP2, accelerate is given an optimizer of the whole parameters and replaces these by shards. Masters that
+    were made before would belong to the replaced parameters.
 
     Args:
-        optimizer: As `fp8compile.MasterWeights` takes it.
-        params: Parameters or groups of them.
+        optimizer: Class of the optimizer, as `fp8compile.MasterWeights` takes it.
+        params: Parameters, or groups of parameters.
         options: Other arguments of `fp8compile.MasterWeights`, and options of the optimizer.
     """
 
     def __init__(self, optimizer: type[Optimizer], params: Iterable[Any], **options: Any) -> None:
-        # for schedulers, which read the learning rate off the groups
+        # schedulers read the learning rate from the groups
         Optimizer.__init__(self, params, {"lr": options["lr"]} if "lr" in options else {})
         self._to_make: tuple[type[Optimizer], dict[str, Any]] | None = (optimizer, options)
 
@@ -163,19 +167,19 @@ class MasterWeights(EagerMasterWeights):
             super().__init__(optimizer, [dict(group) for group in self.param_groups], **options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, as `fp8compile.MasterWeights` has it."""
+        """Make masters if there are none yet, and take one step of `fp8compile.MasterWeights`."""
         self._make()
         return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as `fp8compile.MasterWeights` has it; that of an optimizer without masters before they are made.
+        """The state of `fp8compile.MasterWeights`; before masters are made, that of a plain optimizer.
 
-        ``accelerator.prepare`` asks for it before parameters are exchanged, and loads it again.
+        ``accelerator.prepare`` reads the state before it replaces parameters, and loads it afterwards.
         """
         return Optimizer.state_dict(self) if self._to_make is not None else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as `fp8compile.MasterWeights` does."""
+        """Load a state. An empty state is loaded without making masters, any other by `fp8compile.MasterWeights`."""
         if self._to_make is not None and not state_dict["state"]:
             Optimizer.load_state_dict(self, state_dict)
             return

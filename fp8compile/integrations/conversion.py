@@ -1,4 +1,4 @@
-"""What the integrations of other libraries' trainers do alike: convert, and tell FSDP2 what to gather."""
+"""The part that integrations with trainers share: convert a model, and have FSDP2 gather its weights as codes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Conversion"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Arguments of `fp8compile.convert`, and whether FSDP2 gathers codes.
+    """The arguments of a conversion, and whether FSDP2 gathers FP8 weights as codes.
 
     Attributes:
-        recipe: As `fp8compile.convert` takes it.
-        gather: Whether FSDP2, where it shards the model, gathers its FP8 weights as codes.
+        recipe: The recipe, as `fp8compile.convert` takes it.
+        gather: Whether FSDP2, if it shards the model, gathers FP8 weights as codes.
         options: Other arguments of `fp8compile.convert`.
     """
 
@@ -30,16 +30,20 @@ class Conversion:
     options: Mapping[str, Any]
 
     def replaces_parameters(self, *, sharded: bool) -> bool:
-        """Whether parameters of the converted model are new objects, which no earlier optimizer has."""
+        """Whether the conversion replaces parameters by new objects, which an optimizer made before would not update.
+
+        Args:
+            sharded: Whether FSDP2 will shard the model.
+        """
         return bool(self.options.get("quantized_parameters")) or (sharded and self.gather)
 
     def apply(self, model: nn.Module, *, sharded: bool, checkpointed: bool) -> nn.Module:
         """Convert a model in place.
 
         Args:
-            model: Neither compiled nor sharded yet.
-            sharded: Whether FSDP2 will shard it.
-            checkpointed: Whether the backward will repeat forwards.
+            model: A model that is neither compiled nor sharded yet.
+            sharded: Whether FSDP2 will shard the model.
+            checkpointed: Whether the backward will repeat forwards (activation checkpointing).
         """
         convert(model, self.recipe, **self.options)
         if sharded and self.gather:

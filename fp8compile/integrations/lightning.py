@@ -1,4 +1,4 @@
-"""Lightning in FP8: precision plugins that convert, for one device, DDP, and FSDP2 by ``ModelParallelStrategy``.
+"""Lightning in FP8: precision plugins that convert models, for one device, DDP, FSDP1 and FSDP2.
 
 ```python
 import lightning as L
@@ -8,8 +8,9 @@ from fp8compile.integrations import lightning as f8lightning
 trainer = L.Trainer(plugins=[f8lightning.F8HalfPrecision(f8.recipes.rowwise(), precision="bf16-true")])
 ```
 
-``ModelParallelStrategy`` converts after the module's ``configure_model``, which is where a module shards itself. So a
-module that does calls the plugin there, before `fully_shard`: ``self.trainer.precision_plugin.convert_module(self)``.
+With FSDP2 (``ModelParallelStrategy``), a module shards itself in ``configure_model``, and Lightning calls the plugin
+only afterwards. So such a module has to call the plugin itself, before `fully_shard`:
+``self.trainer.precision_plugin.convert_module(self)``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ AUTOCAST = (
 
 
 class _Converts(Precision):
-    """What all plugins here do in ``convert_module``, after what Lightning's own plugin does there."""
+    """Base of all plugins here: ``convert_module`` converts to FP8 after Lightning's own plugin has run."""
 
     casts_by_autocast = False
 
@@ -60,13 +61,14 @@ class _Converts(Precision):
         self._done: WeakSet[nn.Module] = WeakSet()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert a module in place, once: what it has converted already stays as it is.
+        """Convert a module in place. A module that this plugin has converted already is returned as it is.
 
         Args:
-            module: Neither compiled nor sharded yet; in a Trainer, the LightningModule.
+            module: A module that is neither compiled nor sharded yet; in a Trainer, the LightningModule.
 
         Raises:
-            ValueError: FSDP2 has sharded a part of it; or weights would be gathered as codes and cast by autocast.
+            ValueError: FSDP2 has sharded a part of the module, or weights would be gathered as codes and then cast by
+                autocast.
         """
         if module in self._done:
             return module
@@ -83,7 +85,7 @@ class _Converts(Precision):
 
 
 def _strategy_shards(module: nn.Module) -> bool:
-    """Whether a module is that of a Trainer by whose strategy it shards itself over more than one rank."""
+    """Whether a module's Trainer uses ``ModelParallelStrategy`` with more than one data parallel rank."""
     if not isinstance(module, pl.LightningModule) or module._trainer is None:
         return False
     strategy = module.trainer.strategy
@@ -91,44 +93,47 @@ def _strategy_shards(module: nn.Module) -> bool:
 
 
 class F8Precision(_Converts, Precision):
-    """Lightning's ``Precision`` that converts: parameters stay in float32.
+    """Lightning's ``Precision``, which also converts the model. Parameters stay in float32.
 
-    With `fully_shard`, ``mp_policy`` says in which dtype layers compute.
+    With `fully_shard`, its ``mp_policy`` says in which dtype layers compute.
 
     Args:
-        recipe: As `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2, by ``ModelParallelStrategy``, gathers FP8 weights as codes. Losses are
+        recipe: The recipe, as `fp8compile.convert` takes it.
+        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes under ``ModelParallelStrategy``. Losses have
             the same bits either way.
-        checkpointed: Whether the backward repeats forwards, as ``fp8compile.parallel.fsdp_float8_all_gather`` asks.
+        checkpointed: Whether the backward repeats forwards (activation checkpointing), as
+            ``fp8compile.parallel.fsdp_float8_all_gather`` takes it.
         convert_options: Other arguments of `fp8compile.convert`, by name.
     """
 
 
 class F8HalfPrecision(_Converts, HalfPrecision):
-    """Lightning's ``HalfPrecision`` that converts: parameters in bfloat16, for ``precision="bf16-true"``.
+    """Lightning's ``HalfPrecision``, which also converts the model. Parameters are in bfloat16.
 
     Args:
-        recipe: As `F8Precision` has it, and so the others.
-        precision: As ``HalfPrecision`` has it.
+        recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are taken too.
+        precision: ``"bf16-true"``, as ``HalfPrecision`` takes it.
     """
 
 
 class F8MixedPrecision(_Converts, MixedPrecision):
-    """Lightning's ``MixedPrecision`` that converts: float32 parameters under autocast.
+    """Lightning's ``MixedPrecision``, which also converts the model. Parameters are in float32, under autocast.
 
     Args:
-        recipe: As `F8Precision` has it, and so the others.
+        recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are taken too.
         precision: ``"bf16-mixed"``.
-        device: As ``MixedPrecision`` has it: ``"cuda"`` or ``"cpu"``.
+        device: ``"cuda"`` or ``"cpu"``, as ``MixedPrecision`` takes it.
     """
 
     casts_by_autocast = True
 
 
 class F8FSDPPrecision(_Converts, FSDPPrecision):
-    """Lightning's ``FSDPPrecision`` that converts, for ``FSDPStrategy``: FSDP1, which gathers weights in one dtype.
+    """Lightning's ``FSDPPrecision``, which also converts the model, for ``FSDPStrategy``.
+
+    That strategy uses FSDP1, which gathers weights in their own dtype and not as codes.
 
     Args:
-        recipe: As `F8Precision` has it, and so ``convert_options``.
-        precision: As ``FSDPPrecision`` has it.
+        recipe: The recipe, as `F8Precision` takes it; ``convert_options`` are taken too.
+        precision: The precision, as ``FSDPPrecision`` takes it.
     """

@@ -32,7 +32,7 @@ __all__ = ["F8Callback", "master_weights"]
 
 OPTIMIZER_IS_MADE = (
     "F8Callback: the Trainer was given an optimizer, and the parameters that it updates are replaced: FSDP2 is told "
-    "to gather codes, or weights become codes. Leave out optimizers=, and pass optimizer_cls_and_kwargs=, of which "
+    "to gather codes, or weights become codes. Leave out optimizers=, and pass optimizer_cls_and_kwargs=, from which "
     "the Trainer makes an optimizer later; or take fsdp_float8_all_gather=False."
 )
 NOT_CONVERTED = (
@@ -45,19 +45,20 @@ NOT_CONVERTED = (
 class F8Callback(TrainerCallback):
     """Converts the Trainer's model when the Trainer is made, and prints the conversion report when training begins.
 
-    If accelerate shards by FSDP2 (``fsdp=True``, ``fsdp_version`` 2), weights are gathered as codes; activation
-    checkpointing, by the training arguments or by ``fsdp_config``, is taken into account. All of
-    `fp8compile.convert` holds.
+    The model is converted by `fp8compile.convert`. If accelerate shards by FSDP2 (``fsdp=True``, ``fsdp_version`` 2),
+    FP8 weights are gathered as codes. Activation checkpointing by the training arguments or by ``fsdp_config`` is
+    taken into account.
 
     Args:
-        recipe: As `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses are the same bits either way.
+        recipe: The recipe, as `fp8compile.convert` takes it.
+        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses have the same bits either way.
         print_report: Whether the first process prints the report.
         options: Other arguments of `fp8compile.convert`.
 
     Raises:
-        ValueError: The Trainer has an optimizer already whose parameters would be replaced, it shards by FSDP1, the
-            model is not the one that was converted, or what `fp8compile.convert` refuses.
+        ValueError: The Trainer has an optimizer already and its parameters would be replaced; the run uses FSDP1 and
+            weights are to be gathered as codes; training begins with a model that has nothing in FP8; or
+            `fp8compile.convert` refuses the model.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class F8Callback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that this is the model that was converted, and print the report."""
+        """Check that the model to be trained is converted, and print the report."""
         model: nn.Module = kwargs["model"]
         report = conversion_report(model)
         if not any(row.converted for row in report.rows):
@@ -94,12 +95,12 @@ class F8Callback(TrainerCallback):
 
 
 class TrainersMasterWeights(MasterWeights):
-    """`fp8compile.integrations.accelerate.MasterWeights`, called as a Trainer calls its optimizers.
+    """`fp8compile.integrations.accelerate.MasterWeights` with the arguments that a Trainer passes: parameters first.
 
     Args:
         params: Groups of parameters.
         optimizer: A class of ``torch.optim``.
-        options: Options of both.
+        options: Options of `fp8compile.MasterWeights` and of the optimizer.
     """
 
     def __init__(self, params: Iterable[Any], *, optimizer: type[Optimizer], **options: Any) -> None:
@@ -107,17 +108,20 @@ class TrainersMasterWeights(MasterWeights):
 
 
 def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The optimizer of ``args``, with masters of weights that are codes, as ``optimizer_cls_and_kwargs`` of a Trainer.
+    """The optimizer that ``args`` ask for, with master weights for parameters that are codes.
+
+    Pass the result to a Trainer as ``optimizer_cls_and_kwargs``.
 
     Args:
-        args: Those of the Trainer: the optimizer that ``args.optim`` names, its learning rate and its options.
+        args: Arguments of the Trainer. They name the optimizer (``args.optim``), its learning rate and its options.
         options: Options of `fp8compile.MasterWeights`, such as ``rounding``.
 
     Returns:
-        The class, and its keyword arguments.
+        The optimizer's class, and its keyword arguments.
 
     Raises:
-        TypeError: ``args.optim`` names something that is no class of optimizers of parameters.
+        TypeError: ``args.optim`` names an optimizer that is no class, or that is made from the model and not from
+            parameters.
     """
     optimizer, arguments = Trainer.get_optimizer_cls_and_kwargs(args)
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)) or "params" in arguments:

@@ -1,1 +1,4 @@
-"""Triton kernels for what Inductor's own code takes more passes for; each behind an op, with a twin in PyTorch."""
+"""Triton kernels for steps that Inductor's own code needs more passes for.
+
+Each kernel is called by an op, which has a reference in PyTorch with the same bits.
+"""

@@ -1,14 +1,16 @@
-"""Reads a matrix, or each matrix of a stack, once, for codes along rows and along columns; a program has 128 x 128.
+"""Kernel that reads a matrix, or each matrix of a stack, once, and makes codes along rows and along columns.
+
+Each program has a tile of 128 x 128:
 
     x (M, K) --load once--> tile --amax of each row's blocks-----> multipliers --> codes (M, K), scales
                               |
                               +---amax of each column's blocks--> multipliers --> codes written as (K, M), scales
 
-Each step is that of `CurrentScaling`, in the same float32 and float64 arithmetic, so the codes and scales are the same
-bits. `tl.max` drops a NaN, so an amax is taken of the int32 bits of magnitudes, which order like the numbers with NaN
-on top.
+The steps are those of `CurrentScaling`, in the same float32 and float64 arithmetic, so codes and scales have the same
+bits. `tl.max` drops a NaN, so the amax is computed on the int32 bits of magnitudes: they have the same order as the
+magnitudes, and NaN is the largest.
 
-This module needs Triton; `fp8compile.ops.quantize_both` imports it when a GPU asks.
+This module needs Triton; `fp8compile.ops.quantize_both` imports it for a tensor on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fp8compile.quantizers import CurrentScaling
 __all__ = ["WARPS", "both_directions", "both_kernel", "constants"]
 
 TILE = 128
-WARPS = 16  # 120 registers a thread on sm_90; with 8, 209
+WARPS = 16  # a thread then has 120 registers on sm_90; with 8 warps it has 209
 RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 
 MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
@@ -51,7 +53,7 @@ def _power(byte):
 
 @triton.jit
 def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr, EPS: tl.constexpr):
-    """Multiplier and stored scale of blocks, by the rules of `quantizers/scale_rules.py`."""
+    """The multiplier and the stored scale of each block, by the rules of `quantizers/scale_rules.py`."""
     amax = _float(amax_bits)
     is_finite = amax_bits < EXPONENT_MASK
     floored = amax.to(tl.float64)
@@ -81,15 +83,16 @@ def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.c
 
 @triton.jit
 def _to_nearest(values, MAX: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, PER_UNIT: tl.constexpr):
-    """As `fp8compile.formats` has it, for compute capability 8.9: values of the nearest codes.
+    """Round values to those of the nearest codes, like `fp8compile.formats`; for compute capability 8.9.
 
-    STEP is the last bit of a code's mantissa in float32, LEAST the smallest normal value, 1 / PER_UNIT the smallest.
+    STEP is the last bit of a code's mantissa in float32, LEAST the smallest normal value of a code, and 1 / PER_UNIT
+    the smallest value.
     """
     bits = values.to(tl.int32, bitcast=True)
     odd = tl.where((bits & STEP) != 0, 1, 0)
     normal = _float((bits + (STEP // 2 - 1) + odd) & -STEP)
     magnitude = tl.abs(values)
-    in_units = magnitude * PER_UNIT  # a power of two: exact
+    in_units = magnitude * PER_UNIT  # exact, because PER_UNIT is a power of two
     lower = tl.floor(in_units)
     above, is_odd = in_units - lower, (lower.to(tl.int32) & 1) == 1
     subnormal = (lower + tl.where((above > 0.5) | ((above == 0.5) & is_odd), 1.0, 0.0)) * (1.0 / PER_UNIT)
@@ -100,7 +103,7 @@ def _to_nearest(values, MAX: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constex
 
 @triton.jit
 def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
-    """Codes of products: saturated, rounded to nearest even, one code for NaN."""
+    """Encode values: saturated, rounded to nearest even, with one code for NaN."""
     saturated = tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if not cuda_capability_geq(9):
         if IS_E4M3:
@@ -121,9 +124,9 @@ def both_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix; rows beyond M and columns beyond K are zeros, which are never the largest."""
+    """Quantize one tile of one matrix; rows beyond M and columns beyond K count as zeros, which change no amax."""
     BLOCKS: tl.constexpr = TILE // BLOCK
-    before = tl.program_id(2).to(tl.int64) * M  # rows of the matrices before
+    before = tl.program_id(2).to(tl.int64) * M  # number of rows in the matrices before this one
     first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
     m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
     is_inside = (m[:, None] < M) & (k[None, :] < K)
@@ -152,7 +155,7 @@ def both_kernel(
 
 
 def constants(rows: CurrentScaling, columns: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of the kernel."""
+    """Compile-time constants of `both_kernel`."""
     return {"TILE": TILE, "BLOCK": rows.block[1], **_of_direction("R", rows), **_of_direction("C", columns)}
 
 
@@ -176,10 +179,10 @@ def both_directions(
     """Launch the kernel.
 
     Args:
-        x: (M, K), or a stack of such, (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
-        rows: Block (1, n), n a divisor of 128.
-        columns: Block (n, 1).
-        outputs: Codes and scales of rows, then of columns, in the layouts of `fp8compile.ops.quantize_both`.
+        x: (M, K), or a stack of matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
+        rows: Quantizer along rows, block (1, n), n a divisor of 128.
+        columns: Quantizer along columns, block (n, 1).
+        outputs: Codes and scales along rows, then along columns, in the layouts of `fp8compile.ops.quantize_both`.
     """
     *matrices, m, k = x.shape
     grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE), *matrices)

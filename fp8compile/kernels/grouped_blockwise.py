@@ -1,15 +1,17 @@
-"""Grouped products of codes with a scale for 128 values of the sum, for Hopper; PyTorch has no such product.
+"""Kernels for grouped products on Hopper with a scale for every 128 values of the sum; PyTorch has no such product.
 
-    rows     y_RN  = a_RK @ b_e,NK^T    a tile of 128 rows of one group, or of rows behind the last, by 128 columns
-    tokens   d_eNK = a_NC @ b_KC^T      a tile of 128 x 128 of one group's matrix
+    product                             tile of a program
+    rows     y_RN  = a_RK @ b_e,NK^T    128 columns by 128 rows of one group, or of rows after the last group
+    tokens   d_eNK = a_NC @ b_KC^T      128 x 128 of one group's matrix
 
-A tensor core sums 128 products, and keeps 14 bits of the largest. Each such sum is multiplied by its scales and added
-in float32, so no error grows with the length of the sum. (DeepSeek-V3 technical report, arXiv:2412.19437, 3.3.2.)
+A tensor core sums 128 products with about 14 bits of precision. Each of these sums is multiplied by its scales and
+added in float32, so the error does not grow with the length of the sum (DeepSeek-V3 technical report,
+arXiv:2412.19437, 3.3.2).
 
-The tile of a program depends on the sizes of groups, which only the device knows. So the grid of `rows` has enough
-programs for every split of the rows.
+The tile of a program depends on the sizes of groups, which only the device knows. The grid of `rows` therefore has
+enough programs for every split of the rows into groups.
 
-This module needs Triton; `fp8compile.ops.gemms.grouped` imports it when a GPU asks.
+This module needs Triton; `fp8compile.ops.groups.grouped_blockwise_mm` imports it for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from fp8compile.kernels.groups import SEARCHED, _sizes, _units
 
 __all__ = ["STAGES", "WARPS", "multiply_rows", "multiply_tokens", "rows_kernel", "tokens_kernel"]
 
-TILE = 128  # of the product, and a block of the sum
+TILE = 128  # rows and columns of a program's part of the product, and length of a block of the sum
 WARPS = 8
-STAGES = 4  # 32 KiB of shared memory each
+STAGES = 4  # each takes 32 KiB of shared memory
 
 
 @triton.jit
@@ -32,11 +34,11 @@ def _summed(
     a_at, b_at, a_scale_at, b_scale_at, length, a_scale_step, b_scale_step,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The sum over blocks of a tile of products.
+    """Compute a tile of the product, block by block of the summed dim.
 
-    Pointers are those of the first block: codes (TILE, TILE), the sum along dim 1 of ``a`` and dim 0 of ``b``, which
-    lies side by side in both, and scales (TILE,), or with HAS_TILES one for all columns of ``b``. Without IS_EVEN the
-    last block may be a part.
+    Pointers are those of the first block. Codes are (TILE, TILE); the summed dim is dim 1 of ``a`` and dim 0 of ``b``,
+    and is contiguous in both. Scales are (TILE,); with HAS_TILES, ``b`` has one scale for all columns. Without IS_EVEN
+    the last block may be shorter.
     """
     total = tl.zeros((TILE, TILE), tl.float32)
     k = tl.arange(0, TILE)
@@ -66,7 +68,7 @@ def rows_kernel(
     a_scale_stride_m, a_scale_stride_k, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows and columns; spare programs have rows behind the last group, and write zeros."""
+    """Compute one tile of the product; programs without a group take rows after the last group, and write zeros."""
     columns = tl.cdiv(N, TILE)
     tile = tl.program_id(0) // columns
     first_n = tl.program_id(0) % columns * TILE
@@ -75,7 +77,7 @@ def rows_kernel(
     m, n = first + tl.arange(0, TILE), first_n + tl.arange(0, TILE)
     is_group = group < E
     end = tl.where(is_group, tl.minimum(tl.sum(stop, 0), R), R)
-    # rows and columns of the last tile that are no more there are the last one again, and never stored
+    # rows and columns beyond the end of the last tile read the last row or column again, and are never stored
     from_m, from_n = tl.minimum(m, tl.maximum(end - 1, 0)).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
     of_group, k = tl.where(is_group, group, 0).to(tl.int64), tl.arange(0, TILE)
     total = _summed(
@@ -92,7 +94,7 @@ def rows_kernel(
 
 @triton.jit
 def _blocks_before(offsets_ptr, group, TILE: tl.constexpr):
-    """Number of blocks of tokens in all groups before one."""
+    """Number of blocks of tokens in all groups before ``group``."""
     blocks = 0
     for first in range(0, group, SEARCHED):
         blocks += tl.sum(tl.cdiv(_sizes(offsets_ptr, first + tl.arange(0, SEARCHED), group), TILE), 0)
@@ -104,7 +106,7 @@ def tokens_kernel(
     a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, offsets_ptr, d_ptr, N, K, C,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one group's matrix; the padding behind a group's tokens has codes 0."""
+    """Compute one tile of one group's matrix; the padding after a group's tokens has codes 0."""
     columns = tl.cdiv(K, TILE)
     n = tl.program_id(0) // columns * TILE + tl.arange(0, TILE)
     k = tl.program_id(0) % columns * TILE + tl.arange(0, TILE)
@@ -126,18 +128,19 @@ def tokens_kernel(
 
 
 def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, y: Tensor) -> None:
-    """Multiply each row by the matrix of its group; rows behind the last group become zeros.
+    """Multiply each row by the matrix of its group; rows after the last group become zeros.
 
     Args:
         a: (R, K), contiguous, float8.
         b: (E, N, K), contiguous, float8.
         a_scale: (R, ceil(K / 128)), any strides, float32.
-        b_scale: (E, ceil(N / 128), ceil(K / 128)), of tiles, or (E, N, ceil(K / 128)), any strides, float32.
-        offsets: (E,), contiguous, int32.
-        y: (R, N), contiguous; neither is 0.
+        b_scale: One scale for each 128 x 128 tile, (E, ceil(N / 128), ceil(K / 128)), or for each row,
+            (E, N, ceil(K / 128)); any strides, float32.
+        offsets: Ends of the groups, (E,), contiguous, int32.
+        y: The result, (R, N), contiguous; R and N are not 0.
     """
     (rows, k), (groups, n, _) = a.shape, b.shape
-    # any split into groups and rows behind them has at most so many tiles
+    # the largest number of tiles that a split into groups and remaining rows can have
     tiles = (rows + (groups + 1) * (TILE - 1)) // TILE
     kinds = {"IS_EVEN": k % TILE == 0, "HAS_TILES": b_scale.shape[1] != n}
     rows_kernel[(tiles * triton.cdiv(n, TILE),)](
@@ -147,15 +150,15 @@ def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offset
 
 
 def multiply_tokens(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, d: Tensor) -> None:
-    """Multiply over the tokens of each group; a group without tokens gets zeros.
+    """Multiply and sum over the tokens of each group; a group without tokens gets zeros.
 
     Args:
-        a: (N, C), contiguous, float8: transposed codes, the groups from multiples of 128 columns.
-        b: (K, C), likewise.
+        a: Transposed codes (N, C), contiguous, float8; groups begin at multiples of 128 columns.
+        b: Transposed codes (K, C), contiguous, float8; groups begin at multiples of 128 columns.
         a_scale: (C / 128, N), contiguous, float32.
-        b_scale: (C / 128, K), likewise.
-        offsets: (E,), contiguous, int32: ends of the groups among the rows that the codes were made of.
-        d: (E, N, K), contiguous; N and K are not 0.
+        b_scale: (C / 128, K), contiguous, float32.
+        offsets: Ends of the groups among the rows before transposing, (E,), contiguous, int32.
+        d: The result, (E, N, K), contiguous; N and K are not 0.
     """
     groups, n, k = d.shape
     grid = (triton.cdiv(n, TILE) * triton.cdiv(k, TILE), groups)

@@ -1,17 +1,19 @@
-"""Tokens in groups: the amax of each group, and transposed codes at padded columns (`fp8compile.ops.groups.layout`).
+"""Kernels over groups of tokens: the amax of each group, and transposed codes in padded columns.
 
-    amax       tile of 128 tokens x 128 --for each group in it, the largest of each column--> atomic maximum
-    cast       128 columns of codes --rows that they hold--> tokens, x multipliers of their groups --> codes (K, C)
-    quantize   likewise, and blocks of tokens begin with each group: amax --> multiplier --> codes, scales
+`fp8compile.ops.groups.layout` describes the layout of the codes. What each kernel does:
 
-Columns come in units of `ALIGN`, and all columns of a unit belong to one group, so groups are looked up for units
-alone. Rows behind the last group are never loaded, and every byte of the codes is written: padding is 0. Offsets that
-are no ends of groups give wrong results, and no access outside of the tensors.
+    amax       tile of 128 tokens x 128 features --largest of each column, for each group in the tile--> atomic maximum
+    cast       finds the rows for 128 columns of codes, loads them, multiplies by their groups' multipliers --> codes
+    quantize   finds rows like cast; blocks of tokens begin with each group: amax --> multiplier --> codes, scales
 
-Each step is that of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits is
-the same number in whatever order programs come, so the result has the same bits each time.
+Columns come in units of `ALIGN`, and all columns of a unit belong to one group, so a group is looked up only once for
+each unit. Rows after the last group are never loaded. Every byte of the codes is written: padding is 0. Offsets that
+are not ends of groups give wrong results, but never an access outside the tensors.
 
-This module needs Triton; ops of `fp8compile.ops.groups` import it when a GPU asks.
+The steps are those of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits
+does not depend on the order of programs, so the result has the same bits each time.
+
+This module needs Triton; ops of `fp8compile.ops.groups` import it for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -39,21 +41,21 @@ __all__ = [
     "quantize_kernel",
 ]
 
-SEARCHED = tl.constexpr(32)  # groups at a time; in a loop, so that no compiler spreads the search over all registers
+SEARCHED = tl.constexpr(32)  # groups that a loop step searches; one step for all groups would need too many registers
 AMAX_WARPS = 8
 CAST_WARPS = 16
 
 
 @triton.jit
 def _sizes(offsets_ptr, e, E):
-    """Number of tokens of each group; 0 behind the last group."""
+    """Number of tokens of each group ``e``; 0 if ``e`` is no group."""
     start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
     return tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
 
 
 @triton.jit
 def _groups_ended(offsets_ptr, row, E):
-    """Number of groups that end at a row or before it."""
+    """Number of groups that end at or before a row."""
     count = 0
     for first in range(0, E, SEARCHED):
         e = first + tl.arange(0, SEARCHED)
@@ -67,7 +69,7 @@ def amax_kernel(
     x_ptr, offsets_ptr, amax_ptr, R, K, E, stride_m, stride_k,
     TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tile, group by group; a group has one amax with IS_WHOLE, otherwise an amax for each column."""
+    """Amaxes of one tile, group by group: one for each group with IS_WHOLE, otherwise one for each of its columns."""
     first = tl.program_id(0) * TILE
     m, k = first + tl.arange(0, TILE), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_token = m < tl.minimum(tl.load(offsets_ptr + E - 1), R)
@@ -87,7 +89,10 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """For each unit of columns from `first` on: its group (E if behind the last), first row, and the group's end."""
+    """Find the groups of units of columns from ``first`` on; E after the last group.
+
+    Returns the group, the first row and the end of the group for each unit.
+    """
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
     for first_e in range(0, E, SEARCHED):
@@ -111,7 +116,10 @@ def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
-    """Offsets of codes in (K, C), and the codes; padding is set to 0, also where the multiplier is NaN."""
+    """Transpose codes, and set padding to 0, even if a multiplier is NaN.
+
+    Returns rows and columns of the codes in (K, C), the transposed codes, and the mask with which they are stored.
+    """
     at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
     return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
 
@@ -123,7 +131,7 @@ def cast_kernel(
     TILE: tl.constexpr, ALIGN: tl.constexpr,
     Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """One tile of codes, by multipliers of groups."""
+    """Cast one tile of codes by the multipliers of groups."""
     UNITS: tl.constexpr = TILE // ALIGN
     first = tl.program_id(0) * TILE
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
@@ -145,7 +153,7 @@ def quantize_kernel(
     TILE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
     Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of codes, and the scales of its blocks."""
+    """Make one tile of codes, and the scales of its blocks."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     first = tl.program_id(0) * TILE
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
@@ -165,29 +173,29 @@ def quantize_kernel(
 
 
 def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of the kernel of amaxes."""
+    """Compile-time constants of `amax_kernel`."""
     return {"TILE": TILE, "IS_WHOLE": quantizer.block[1] == -1}
 
 
 def cast_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of the kernel that casts."""
+    """Compile-time constants of `cast_kernel`."""
     fmt = _of_direction("Q", quantizer)
     return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3")}
 
 
 def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of the kernel that quantizes."""
+    """Compile-time constants of `quantize_kernel`."""
     return {"TILE": TILE, "ALIGN": align, "BLOCK": quantizer.block[0], **_of_direction("Q", quantizer)}
 
 
 def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: Tensor) -> None:
-    """The amax of each group.
+    """Launch the kernel that computes the amax of each group.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
-        offsets: (E,), contiguous, int32.
-        quantizer: Block (-1, 1) or (-1, -1).
-        amax: (E, K) or (E, 1), contiguous, float32, zeros.
+        offsets: Ends of the groups, (E,), contiguous, int32.
+        quantizer: Quantizer with block (-1, 1) or (-1, -1).
+        amax: The result, (E, K) or (E, 1), contiguous, float32; zeros before the launch.
     """
     (rows, k), groups = x.shape, offsets.shape[0]
     constants = amax_constants(quantizer)
@@ -199,15 +207,15 @@ def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: 
 def cast_groups(
     x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor
 ) -> None:
-    """Transposed codes at padded columns.
+    """Launch the kernel that casts groups to transposed codes in padded columns.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16.
-        offsets: (E,), contiguous, int32.
+        offsets: Ends of the groups, (E,), contiguous, int32.
         multiplier: (E, K) or (E, 1), any strides, float32.
-        quantizer: Its format is that of the codes.
-        align: What a group's first column is a multiple of, a divisor of 128.
-        codes: (K, C), contiguous, uint8; neither is 0.
+        quantizer: Quantizer that gives the format of the codes.
+        align: Groups begin at multiples of this number of columns; a divisor of 128.
+        codes: The result, (K, C), contiguous, uint8; K and C are not 0.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
@@ -220,15 +228,15 @@ def cast_groups(
 def quantize_groups(
     x: Tensor, offsets: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor, scale: Tensor
 ) -> None:
-    """Transposed codes at padded columns, and scales of blocks of tokens.
+    """Launch the kernel that makes transposed codes in padded columns, and scales of blocks of tokens.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16.
-        offsets: (E,), contiguous, int32.
-        quantizer: Block (n, 1), n a divisor of 128.
-        align: What a group's first column is a multiple of, a divisor of 128 and a multiple of n.
-        codes: (K, C), contiguous, uint8; neither is 0.
-        scale: (C / n, K), contiguous.
+        offsets: Ends of the groups, (E,), contiguous, int32.
+        quantizer: Quantizer with block (n, 1), n a divisor of 128.
+        align: Groups begin at multiples of this number of columns; a divisor of 128 and a multiple of n.
+        codes: The codes, (K, C), contiguous, uint8; K and C are not 0.
+        scale: The scales, (C / n, K), contiguous.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))

@@ -1,13 +1,15 @@
-"""Reads tokens in groups once, for codes along rows and along tokens; a program has a tile of 128 x 128.
+"""Kernel that reads groups of tokens once, and makes codes along rows and along tokens.
 
-    128 columns of codes --rows that they hold--> tile --amax of each row's blocks--> codes (R, K), scales
-                                                   |
-                                                   +----amax of blocks of tokens----> codes written as (K, C), scales
+A program has 128 columns of codes along tokens. It finds the rows for these columns, and loads a tile of 128 x 128:
 
-Columns behind the last group hold the rows behind it, which have codes along rows and none along tokens. The rest is
-that of `fp8compile.kernels.groups` and `fp8compile.kernels.both_directions`.
+    128 columns of codes --find rows, load--> tile --amax of each row's blocks--> codes (R, K), scales
+                                               |
+                                               +----amax of blocks of tokens----> codes written as (K, C), scales
 
-This module needs Triton; `fp8compile.ops.groups.group_quantize_both` imports it when a GPU asks.
+Columns after the last group stand for rows after the last group, which get codes along rows and none along tokens.
+Everything else is the same as in `fp8compile.kernels.groups` and `fp8compile.kernels.both_directions`.
+
+This module needs Triton; `fp8compile.ops.groups.group_quantize_both` imports it for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def groups_both_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of columns of codes; columns without a row are zeros, which never are the largest."""
+    """Quantize one tile of columns of codes; columns without a row count as zeros, which change no amax."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     UNITS: tl.constexpr = TILE // ALIGN
     first, first_k = tl.program_id(0) * TILE, tl.program_id(1).to(tl.int64) * TILE
@@ -72,28 +74,28 @@ GROUPS_BOTH = TileKernel(
 
 
 def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of the kernel."""
+    """Compile-time constants of `groups_both_kernel`."""
     return {**constants(rows, columns), "ALIGN": align}
 
 
 def groups_both_directions(
     x: Tensor, offsets: Tensor, length: int, rows: CurrentScaling, columns: CurrentScaling, align: int
 ) -> TileLaunch:
-    """The launch of the kernel, on x, the offsets and the outputs.
+    """The launch of the kernel. Call it with x, the offsets and the four outputs, all of these contiguous.
 
-    These are contiguous: codes (R, K) and scales (ceil(K / n), R) of rows, codes (K, C) and scales (C / n, K) of
+    Outputs are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K, C) and scales (C / n, K) along
     tokens.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
-        offsets: (E,), contiguous, int32.
-        length: C, the columns of codes along tokens.
-        rows: Block (1, n), n a divisor of 128.
-        columns: Block (n, 1).
-        align: What a group's first column is a multiple of, a divisor of 128 and a multiple of n.
+        offsets: Ends of the groups, (E,), contiguous, int32.
+        length: C, the number of columns of codes along tokens.
+        rows: Quantizer along rows, block (1, n), n a divisor of 128.
+        columns: Quantizer along tokens, block (n, 1).
+        align: Groups begin at multiples of this number of columns; a divisor of 128 and a multiple of n.
     """
     (size, k), groups = x.shape, offsets.shape[0]
-    # groups, padded, and the rows behind them have at most so many columns, which may be more than there are
+    # padded groups and the rows after them need at most this many columns, possibly more than the codes have
     grid = (triton.cdiv(size + groups * (align - 1), TILE), triton.cdiv(k, TILE), 1)
     sizes = {"R": size, "K": k, "E": groups, "C": length}
     return TileLaunch(GROUPS_BOTH, grid, sizes, group_constants(rows, columns, align), WARPS)

@@ -1,9 +1,10 @@
-"""Reads tokens in groups once, and writes codes along rows and the amax of each column of each group.
+"""Kernel that reads groups of tokens once, and writes codes along rows and the amax of each column of each group.
 
-A program has some rows, takes them in batches, and keeps the largest magnitude of each column; at the end of a group
-it writes them. The rest is the same as in `fp8compile.kernels.weights` and `fp8compile.kernels.groups`.
+A program has some rows, which it quantizes in batches. It keeps the largest magnitude of each column in registers, and
+writes these magnitudes at the end of a group. Everything else is the same as in `fp8compile.kernels.weights` and
+`fp8compile.kernels.groups`.
 
-This module needs Triton; `fp8compile.ops.groups.group_quantize_rows` imports it when a GPU asks.
+This module needs Triton; `fp8compile.ops.groups.group_quantize_rows` imports it for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["GROUP_ROWS", "group_row_constants", "group_rows_kernel", "rows_of_groups"]
 
-BATCH = 8192  # values at once: 16 a thread
+BATCH = 8192  # number of values in a batch of rows: 16 for each thread
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def group_rows_kernel(
     WIDTH: tl.constexpr, BATCH: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, group by group; rows behind the last group come last, and are in no amax."""
+    """Quantize ROWS whole rows, group by group; rows after the last group come last, and are in no amax."""
     k = tl.arange(0, WIDTH)[None, :]
     first = tl.program_id(0) * ROWS
     last = tl.minimum(first + ROWS, R)
@@ -46,12 +47,12 @@ def group_rows_kernel(
             codes, of_rows = _quantized_rows(x, scales_ptr, m, m < end, R_MAX, R_EXPONENT, R_E4M3, R_RULE, R_EPS)
             write(codes_ptr, m, k, codes, is_inside, K)
             largest = tl.maximum(largest, of_rows)
-        bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # float32, whose bits order as integers
+        bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # nonnegative floats order like their bits
         tl.atomic_max(bits_ptr + group * K + k, largest, (k < K) & (group < E) & (start < end), sem="relaxed")
 
 
 def group_row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
-    """Compile-time constants of the kernel."""
+    """Compile-time constants of `group_rows_kernel`."""
     constants: dict[str, Any] = row_constants(quantizer, k)
     return {**constants, "BATCH": max(1, BATCH // constants["WIDTH"])}
 
@@ -67,15 +68,15 @@ GROUP_ROWS = TileKernel(
 
 
 def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling) -> TileLaunch:
-    """The launch of the kernel, on x, the offsets and the outputs, which are contiguous.
+    """The launch of the kernel. Call it with x, the offsets and the three outputs, which are contiguous.
 
-    These are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
-    zeros.
+    Outputs are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
+    which must be zeros before the launch.
 
     Args:
-        x: (R, K), any strides, float32, bfloat16 or float16; neither is 0.
-        offsets: (E,), contiguous, int32.
-        quantizer: Block (1, -1).
+        x: (R, K), any strides, float32, bfloat16 or float16; R and K are not 0.
+        offsets: Ends of the groups, (E,), contiguous, int32.
+        quantizer: Quantizer with block (1, -1).
     """
     (size, k), groups = x.shape, offsets.shape[0]
     rows = triton.cdiv(size, PROGRAMS)

@@ -1,17 +1,18 @@
-"""Four-bit codes of tokens in groups, along rows and along tokens; a program takes four times sixteen rows.
+"""Kernels that make four-bit codes of groups of tokens along rows and along tokens; a program has 64 rows.
 
-    amaxes    tile of 64 tokens x 128 --largest, and largest sum of sixteen--> atomic maximum, a number a group each
+    amaxes    tile of 64 tokens x 128 --largest value, and largest Hadamard sum--> atomic maxima, two for each group
     codes     the same tile, with the outer amaxes of its group --> codes and scales of both directions
 
-Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.tiles`), so a program has one group, and
-its two outer scales are two numbers. Scales are stored as the grouped GEMM reads them. Every byte is written: padding
-behind a group is zeros, and so are codes of rows behind the last group, whatever these hold. Offsets that are no ends
-of groups give wrong results, but no access outside of the tensors.
+Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.tiles`). A program therefore has one
+group, and one outer scale for each direction. Scales are stored in the layout of the grouped GEMM. Every byte is
+written: padding after a group is zeros, and so are codes of rows after the last group, whatever these rows hold.
+Offsets that are not ends of groups give wrong results, but never an access outside the tensors.
 
-Each step is that of `TwoLevelScaling` on the group alone, as in `fp8compile.kernels.two_levels`, the roundings too.
+The steps, roundings included, are those of `TwoLevelScaling` on each group alone, as in
+`fp8compile.kernels.two_levels`.
 
-This module needs Triton; `fp8compile.ops.groups.group_outer_amaxes` and `group_quantize_two_levels` import it when a
-GPU asks.
+This module needs Triton; `fp8compile.ops.groups.group_outer_amaxes` and `group_quantize_two_levels` import it for
+tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ __all__ = [
     "codes_of_groups",
 ]
 
-AMAX_WARPS = 4  # 8 bytes of bfloat16 a load; with 8 warps ptxas spills where each row has a factor
+AMAX_WARPS = 4  # loads are then 8 bytes of bfloat16; with 8 warps and a transform ptxas spills registers
 
 SIXTEEN, TILE = tl.constexpr(GROUP), tl.constexpr(TILE_ROWS)
 BLOCKS_OF_TILE = tl.constexpr(TILE_BLOCKS)
@@ -62,13 +63,16 @@ TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
 
 @triton.jit
 def _tiles(size, e, E):
-    """Tiles of columns of groups: one at least."""
+    """Number of tiles of columns of each group, at least one; 0 if ``e`` is no group."""
     return tl.where(e < E, tl.maximum(tl.cdiv(size, TILE), 1), 0)
 
 
 @triton.jit
 def _group_of(offsets_ptr, tile, E):
-    """The group of a tile of columns, E behind the last; its first tile and row; groups without tokens before it."""
+    """Find the group of a tile of columns; E after the last group.
+
+    Returns the group, the group's first tile and first row, and the number of groups without tokens before it.
+    """
     group, first, start, empty, tiles = 0, 0, 0, 0, 0
     for first_e in range(0, E, SEARCHED):
         e = first_e + tl.arange(0, SEARCHED)
@@ -85,13 +89,13 @@ def _group_of(offsets_ptr, tile, E):
 
 @triton.jit
 def _end(offsets_ptr, group, R, E):
-    """The row behind the last one of a group, or of what is behind the last group."""
+    """The end of a group's rows; R for rows after the last group."""
     return tl.minimum(tl.load(offsets_ptr + group, group < E, other=R), R)
 
 
 @triton.jit
 def _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group):
-    """Sixteen rows of each unit, zeros behind the group."""
+    """Load sixteen rows for each unit; zeros beyond the end of the group."""
     xs = ()
     for i in tl.static_range(SIXTEEN):
         m = row + i
@@ -107,7 +111,7 @@ def amaxes_kernel(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes of one tile, to those of its group; rows behind the last group are read, and in none."""
+    """Add the largest magnitudes of one tile to the amaxes of its group; rows after the last group are in no amax."""
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
     end = _end(offsets_ptr, group, R, E)
@@ -119,7 +123,7 @@ def amaxes_kernel(
         is_inside = (row + i < end)[:, None] & (k < K)
         x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
         xs += (x,)
-    bits_ptr = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # float32, whose bits order as integers
+    bits_ptr = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # nonnegative floats order like their bits
     if HAS_ROWS:
         largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
         for i in tl.static_range(SIXTEEN):
@@ -146,7 +150,7 @@ def _along_tokens(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize sixteen rows of each unit along columns."""
+    """Quantize sixteen rows of each unit along tokens."""
     BLOCKS: tl.constexpr = TILE // SIXTEEN
     packed, scale = _packed_columns(
         xs, inside, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
@@ -156,7 +160,7 @@ def _along_tokens(
     unit = column // SIXTEEN + tl.arange(0, GROUPS)
     is_column = column < C
     tl.store(codes_ptr + k[:, None] * (C // SIXTEEN) + unit[None, :], tl.trans(packed), (k < K)[:, None] & is_column)
-    # a group's tiles lie together, those of all its features; behind the last group a tile is as a group of its own
+    # all tiles of a group are contiguous, over all features; each tile after the last group counts as its own group
     is_own = size >= 0
     first, tiles = tl.where(is_own, first, tile), tl.where(is_own, tl.maximum(tl.cdiv(size, TILE), 1), 1)
     before = first.to(tl.int64) * BLOCKS * tl.cdiv(K, TILE) * TILE
@@ -169,12 +173,12 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows along themselves; rows behind the last group have zeros."""
+    """Quantize some rows in blocks along the rows; rows after the last group get zeros."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(inside.to(tl.int64)[:, None] * K + k[None, :], split)
     packed, scale = _packed_rows(x, position, outer, IS_TE, ROUNDING, SEED)
-    words = tl.cdiv(K, 2 * SIXTEEN) * 2  # of 64 bits, so that rows are multiples of 16 bytes
+    words = tl.cdiv(K, 2 * SIXTEEN) * 2  # number of 64-bit words of a row, even so that rows are multiples of 16 bytes
     block, is_row = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), m < end
     at = codes_ptr + m.to(tl.int64)[:, None] * words + block[None, :]
     tl.store(at, tl.where(is_group, packed, 0), is_row[:, None] & (block < words)[None, :])
@@ -194,14 +198,14 @@ def codes_kernel(
     HAS_COLUMNS: tl.constexpr, C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both directions; sixteen codes are 64 bits."""
+    """Make the codes of one tile in both directions; sixteen codes are one number of 64 bits."""
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     tile = column // TILE
     group, first, start, empty = _group_of(offsets_ptr, tile, E)
     end = _end(offsets_ptr, group, R, E)
     is_group, amax_at = group < E, tl.minimum(group, E - 1)
     k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # of the group
+    inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # positions in the group
     row = start + inside
     if HAS_COLUMNS:
         outer = _outer(tl.load(column_amax_ptr + amax_at), IS_TE)
@@ -213,12 +217,12 @@ def codes_kernel(
         )  # fmt: skip
     if HAS_ROWS:
         row_outer = _outer(tl.load(row_amax_ptr + amax_at), IS_TE)
-        # rows have no tile for a group without tokens: its program fills one of those that are left over
+        # scales along rows have no tile for a group without tokens; its program fills one of the tiles left at the end
         is_empty = is_group & (end <= start)
         scale_tile = tl.where(is_empty, C // TILE - 1 - empty, tile - empty)
         scale_row = scale_tile * TILE + column % TILE + tl.arange(0, GROUPS) * SIXTEEN
         is_tile = (column < C) & (scale_tile >= 0)
-        for i in range(SIXTEEN):  # not unrolled: these loads find the tile in the cache, and the code is a sixteenth
+        for i in range(SIXTEEN):  # not unrolled: loads hit the cache, and the code is sixteen times shorter
             m = row + i
             at = x_ptr + m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
             x = tl.load(at, (m < end)[:, None] & (k < K)[None, :] & is_group, other=0.0).to(tl.float32)
@@ -234,13 +238,13 @@ def codes_kernel(
 
 
 def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """Compile-time constants of the kernel of amaxes."""
+    """Compile-time constants of `amaxes_kernel`."""
     chosen = code_constants(rows, columns, target)
     return {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
 
 
 def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """What the kernel of codes is compiled for."""
+    """Compile-time constants of `codes_kernel`."""
     first, second = rows or columns, columns or rows
     assert first is not None, "rows, columns or both have a quantizer"
     assert second is not None, "rows, columns or both have a quantizer"
@@ -248,7 +252,7 @@ def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 
 
 def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
-    """Programs: rows behind the last group need one tile more than there are columns of codes."""
+    """Numbers of programs along both axes; rows after the last group need one tile more than the codes have."""
     tiles = rows // TILE_ROWS + groups + 1
     return tiles * (TILE_ROWS // (GROUPS * GROUP)), triton.cdiv(columns, COLUMNS)
 
@@ -267,13 +271,15 @@ AMAXES = TileKernel(
 def amaxes_of_groups(
     x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 ) -> TileLaunch:
-    """How the largest magnitudes of each group are found: on x, the offsets and the amaxes, (2, E) float32, zeros.
+    """The launch of `amaxes_kernel`, which finds the largest magnitudes of each group.
+
+    Call it with x, the offsets and the amaxes, (2, E) float32, which must be zeros before the launch.
 
     Args:
-        x: (R, K), any strides, float32, bfloat16 or float16; neither is 0.
-        offsets: (E,), contiguous, int32; E is not 0.
-        rows: Block (1, 16), or None for none along rows.
-        columns: Block (16, 1), or None; not both are None.
+        x: (R, K), any strides, float32, bfloat16 or float16; R and K are not 0.
+        offsets: Ends of the groups, (E,), contiguous, int32; E is not 0.
+        rows: Quantizer along rows, block (1, 16), or None for no amaxes along rows.
+        columns: Quantizer along tokens, block (16, 1), or None for no amaxes along tokens. Not both are None.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     chosen = amax_constants(rows, columns, target_of(x.device))
@@ -288,14 +294,14 @@ def codes_of_groups(
     columns: TwoLevelScaling | None,
     outputs: tuple[Tensor, ...],
 ) -> None:
-    """Codes, scales in tiles and outer scales.
+    """Launch `codes_kernel`, which writes codes, scales in tiles and outer scales.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
-        offsets: (E,), contiguous, int32; E is not 0.
-        amaxes: (2, E), contiguous, float32.
-        rows: Block (1, 16), or None for no codes along rows.
-        columns: Block (16, 1), or None; not both are None.
+        offsets: Ends of the groups, (E,), contiguous, int32; E is not 0.
+        amaxes: Outer amaxes along rows and along tokens, (2, E), contiguous, float32.
+        rows: Quantizer along rows, block (1, 16), or None for no codes along rows.
+        columns: Quantizer along tokens, block (16, 1), or None for no codes along tokens. Not both are None.
         outputs: Results of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
     """
     (r, k), groups = x.shape, offsets.shape[0]

@@ -1,9 +1,10 @@
-"""Stochastic rounding to e2m1 by the instruction of compute capability 10.x: four values and one word of noise.
+"""Stochastic rounding to e2m1 with an instruction of compute capability 10.x, for four values and one word of noise.
 
-    values a, b, c, d --cvt.rs--> codes d c b a of four bits each; one goes up where its 8 bits of the word carry
+    values a, b, c, d --cvt.rs--> codes d c b a of four bits each; a value is rounded up if its 8 bits of noise carry
 
-The word is a hash, as everywhere, so a run draws the same again; but it is one for four values, and each value has 8
-bits of it in place of 24, so codes are others than those of `fp8compile.quantizers.stochastic_rounding`.
+The word of noise is a hash, as in all stochastic rounding of this package, so a repeated run draws the same noise. But
+four values share a word, and each has 8 bits of it instead of 24. The codes therefore differ from those of
+`fp8compile.quantizers.stochastic_rounding`.
 
 Source: NVIDIA, PTX ISA 8.7, ``cvt`` with ``.rs``.
 """
@@ -18,14 +19,14 @@ from fp8compile.target import Target
 
 __all__ = ["BY_HASH", "BY_INSTRUCTION", "NEAREST", "rounding_of"]
 
-# how values become codes, as kernels are told
+# the ways in which kernels round values to codes
 NEAREST, BY_HASH, BY_INSTRUCTION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
-    """How a kernel for this GPU rounds.
+    """How a kernel for a target rounds: NEAREST, BY_HASH or BY_INSTRUCTION.
 
-    Compute capability 12.x has no such instruction: ptxas refuses it for ``sm_120a``.
+    Compute capability 12.x does not have the instruction: ptxas refuses it for ``sm_120a``.
     """
     if quantizer.rounding == "nearest":
         return NEAREST.value
@@ -35,7 +36,7 @@ def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
 
 @triton.jit
 def _four_codes(a, b, c, d, word):
-    """Codes of four values of float32, the first in the lowest bits, int32; a NaN has the largest code."""
+    """Round four float32 values to codes in one int32, the first in the lowest bits; NaN gets the largest code."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 codes; cvt.rs.satfinite.e2m1x4.f32 codes, {$4, $3, $2, $1}, $5; cvt.u32.u16 $0, codes; }",
         "=r,r,r,r,r,r",
@@ -48,7 +49,7 @@ def _four_codes(a, b, c, d, word):
 
 @triton.jit
 def _in_fours(values):
-    """(R, B, 16) as four tensors of (R, B, 4): the first, second, third and last of each four neighbours."""
+    """Split (R, B, 16) into four tensors (R, B, 4): the first, second, third and last of each four neighbours."""
     even, odd = tl.split(tl.reshape(values, (values.shape[0], values.shape[1], 4, 2, 2)))
     first, third = tl.split(even)
     second, last = tl.split(odd)

@@ -1,18 +1,20 @@
-"""One read of a matrix, its four-bit codes along rows and along columns: sixteen rows at a time, for groups of rows.
+"""Kernel that reads a matrix once, and makes four-bit codes along rows and along columns.
+
+A program has four groups of sixteen rows, and loads them as sixteen tiles:
 
     x_0 .. x_15  rows 0 to 15 of each group, a tile each
      |   |
-     |   +-- sums of all sixteen, with signs --> amax --> scale, multiplier --> codes (K, M / 2), scales in tiles
-     +------ amax of sixteen in a row ---------> scale, multiplier ----------> codes (M, K / 2), scales in tiles
+     |   +-- Hadamard sums of all sixteen rows --> amax --> scale, multiplier --> codes (K, M / 2), scales in tiles
+     +------ amax of sixteen values in a row ----> scale, multiplier -----------> codes (M, K / 2), scales in tiles
 
-Outer amaxes come before, from another read. Sixteen codes are one number of 64 bits, and a thread has the sixteen rows
-of a column, so neither sums nor codes go through shared memory. Scales go to where the GEMM reads them
+The outer amaxes come from an earlier read. Sixteen codes are one number of 64 bits, and one thread has the sixteen
+rows of a column, so neither sums nor codes go through shared memory. Scales are written in the layout of the GEMM
 (`fp8compile.scale_layouts`).
 
-Each step is that of `TwoLevelScaling`, in the same order and arithmetic, so codes and scales are the same bits; codes
-that a GPU's own instruction rounds stochastically are others (`fp8compile.kernels.stochastic_cvt`).
+The steps are those of `TwoLevelScaling`, in the same order and arithmetic, so codes and scales have the same bits.
+Only codes that a GPU's own instruction rounds stochastically differ (`fp8compile.kernels.stochastic_cvt`).
 
-This module needs Triton; `fp8compile.ops.quantize_two_levels` imports it when a GPU asks.
+This module needs Triton; `fp8compile.ops.quantize_two_levels` imports it for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from fp8compile.target import Target, target_of
 
 __all__ = ["WARPS", "both_packed", "both_packed_kernel", "constants"]
 
-GROUPS, COLUMNS = 4, 128  # 64 rows by 128 columns a program
+GROUPS, COLUMNS = 4, 128  # a program has 4 groups of 16 rows, and 128 columns
 WARPS = 8
 
 SIXTEEN = tl.constexpr(GROUP)
@@ -81,7 +83,7 @@ def _inverse(x):
 
 @triton.jit
 def _at_most(values, most):
-    """The smaller one; NaN stays."""
+    """The smaller of each value and ``most``; NaN stays."""
     return tl.where(values > most, most, values)
 
 
@@ -92,7 +94,7 @@ def _decoded(scale):
 
 @triton.jit
 def _outer_multiplier(outer_amax):
-    """The multiplier of the whole tensor by TransformerEngine's rule: the largest number of codes, over its amax."""
+    """The multiplier of the whole tensor by TransformerEngine's rule: largest code times largest scale, over amax."""
     largest = tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32)
     found = _at_most(_quotient(largest, outer_amax), LARGEST)
     return tl.where(_bits(outer_amax) < EXPONENT_MASK, found, _float(tl.full(outer_amax.shape, NAN_BITS, tl.int32)))
@@ -109,9 +111,9 @@ def _outer_scale(outer_amax, IS_TE: tl.constexpr):
 
 @triton.jit
 def _scales(amax, outer, IS_TE: tl.constexpr):
-    """Multipliers of values and e4m3 scales of blocks, as `quantizers/two_level_rules.py` has them.
+    """Multipliers of values and e4m3 scales of blocks, by the rules of `quantizers/two_level_rules.py`.
 
-    ``outer`` are the two numbers of the whole tensor that both take: see `_outer`.
+    ``outer`` has the two numbers of the whole tensor that `_outer` returns.
     """
     first, second = outer
     if IS_TE:
@@ -126,7 +128,7 @@ def _scales(amax, outer, IS_TE: tl.constexpr):
 
 @triton.jit
 def _outer(outer_amax, IS_TE: tl.constexpr):
-    """What scales of blocks take of the outer amax."""
+    """The two numbers of the whole tensor that `_scales` needs, from the outer amax."""
     outer_scale = _outer_scale(outer_amax, IS_TE)
     if IS_TE:
         return _outer_multiplier(outer_amax) * SIXTH, outer_scale
@@ -142,14 +144,14 @@ def _mixed(h):
 
 @triton.jit
 def _noise(values, position, SEED: tl.constexpr):
-    """As `quantizers/stochastic_rounding.py` has it, in 32 bits, which drop what that masks."""
+    """Noise in [0, 1), as in `quantizers/stochastic_rounding.py`, whose masks 32-bit arithmetic makes unnecessary."""
     h = _word(values.to(tl.uint32, bitcast=True), position, SEED)
     return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
 
 
 @triton.jit
 def _word(bits, position, SEED: tl.constexpr):
-    """A hash of 32 bits."""
+    """A 32-bit hash of a value's bits, its position and the seed."""
     start: tl.constexpr = (SEED * STEP) & MASK
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     return _mixed(_mixed(low + start) ^ high ^ bits)
@@ -157,8 +159,8 @@ def _word(bits, position, SEED: tl.constexpr):
 
 @triton.jit
 def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
-    """Sixteen bits of codes of four neighbours, the first of them at `position`, by the instruction for it."""
-    bits = a.to(tl.uint32, bitcast=True)  # those of all four, each in its place
+    """Codes of four neighbours in 16 bits, rounded by the GPU's instruction; the first value is at `position`."""
+    bits = a.to(tl.uint32, bitcast=True)  # combines the bits of all four values, so that their order matters
     bits = bits * 3 + b.to(tl.uint32, bitcast=True)
     bits = bits * 3 + c.to(tl.uint32, bitcast=True)
     bits = bits * 3 + d.to(tl.uint32, bitcast=True)
@@ -167,7 +169,7 @@ def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
 
 @triton.jit
 def _to_a_neighbour(values, noise):
-    """Values of one of the two codes around each value, as `formats.py` has it."""
+    """Round each value down or up to a neighbouring code's value, depending on the noise; as in `formats.py`."""
     saturated = tl.clamp(values, -LARGEST_CODE, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
     field = (_bits(saturated) & EXPONENT_MASK) >> MANTISSA_BITS
     exponent = tl.maximum(field, BIAS) - 1 - BIAS
@@ -180,7 +182,7 @@ def _to_a_neighbour(values, noise):
 
 @triton.jit
 def _products(x, multiplier, IS_TE: tl.constexpr):
-    """What is rounded to codes."""
+    """Multiply values by their multiplier; the products are what is rounded to codes."""
     values = x * multiplier
     if IS_TE:
         values = tl.where(x == 0, 0.0, values)
@@ -189,7 +191,7 @@ def _products(x, multiplier, IS_TE: tl.constexpr):
 
 @triton.jit
 def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """e2m1 codes, int32 of 0 to 15."""
+    """e2m1 codes of scaled values, as int32 from 0 to 15."""
     rounded = _to_a_neighbour(values, _noise(values, position, SEED)) if ROUNDING == BY_HASH else values
     magnitude = _at_most(_float(_magnitude(rounded)), LARGEST_CODE)
     bits = _bits(magnitude)
@@ -201,7 +203,7 @@ def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
 
 @triton.jit
 def _place_in_tiles(row, block, blocks):
-    """Where the scale of a block lies, of ``blocks`` in each row."""
+    """The position of a block's scale in tiles; each row has ``blocks`` blocks."""
     tile = (row // ROWS_OF_TILE) * tl.cdiv(blocks, BLOCKS_OF_TILE) + block // BLOCKS_OF_TILE
     inside = (row % 32) * 16 + (row % ROWS_OF_TILE // 32) * 4 + block % BLOCKS_OF_TILE
     return tile * (ROWS_OF_TILE * BLOCKS_OF_TILE) + inside
@@ -209,7 +211,7 @@ def _place_in_tiles(row, block, blocks):
 
 @triton.jit
 def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Whether term i of sum j is taken off."""
+    """Whether term i of sum j of the transform is subtracted."""
     both = i & j
     both = both ^ (both >> 2)
     return ((both ^ (both >> 1)) & 1) ^ ((NEGATIVE >> i) & 1)
@@ -217,7 +219,7 @@ def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """One of the sixteen that rows become: sum j of the transform, term after term, or row j."""
+    """Sum j of the transform of sixteen rows, added term after term; without a transform, row j itself."""
     if TRANSFORM:
         total = xs[0] * (-0.25 if _is_negative(0, j, NEGATIVE) else 0.25)
         for i in tl.static_range(1, SIXTEEN):
@@ -228,7 +230,7 @@ def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """Codes of sixteen neighbours in a row, the last of three dims, in 64 bits; and their scales."""
+    """Quantize blocks of sixteen neighbours, the last of three dims; returns codes in 64 bits, and scales."""
     multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
     values = _products(x, multiplier[:, :, None], IS_TE)
     if ROUNDING == BY_INSTRUCTION:
@@ -245,7 +247,7 @@ def _quantized_rows(
     x, m, k, M, K, codes_ptr, scales_ptr, outer,
     COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows along themselves; blocks behind M and K have zeros for scales."""
+    """Quantize some rows in blocks along the rows; blocks beyond M and K get zeros as scales."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(m[:, None] * K + k[None, :], split)
@@ -258,7 +260,7 @@ def _quantized_rows(
 
 @triton.jit
 def _store_scales(scales_ptr, scale, row, block, rows, blocks):
-    """Scales of blocks to where tiles have them; what fills the last tiles is 0."""
+    """Store scales of blocks in tiles; the last tiles are filled with 0."""
     is_tile = (row < tl.cdiv(rows, ROWS_OF_TILE) * ROWS_OF_TILE) & (
         block < tl.cdiv(blocks, BLOCKS_OF_TILE) * BLOCKS_OF_TILE
     )
@@ -272,7 +274,10 @@ def _packed_columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of sixteen rows of each group along columns, the first of them at `row`, in 64 bits; and their scales."""
+    """Quantize sixteen rows of each group along columns; returns their codes in 64 bits and their scales.
+
+    The first row of each group is ``row``.
+    """
     amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
     for j in tl.static_range(SIXTEEN):
         amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
@@ -300,7 +305,7 @@ def _columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize sixteen rows of some groups along columns."""
+    """Quantize sixteen rows of each group along columns, and store codes and scales."""
     packed, scale = _packed_columns(
         xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
     )
@@ -318,7 +323,7 @@ def both_packed_kernel(
     R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
     C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr, C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile; M and K are multiples of 16, and what lies behind them is zeros."""
+    """Quantize one tile in both directions; M and K are multiples of 16, and elements beyond them count as zeros."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     is_inside = (group[:, None] * SIXTEEN < M) & (k[None, :] < K)
@@ -334,7 +339,7 @@ def both_packed_kernel(
 
     row_amax = tl.load(row_amax_ptr)
     outer = _outer(row_amax, IS_TE)
-    for i in range(SIXTEEN):  # not unrolled: these loads find the tile in the cache, and the code is a sixteenth
+    for i in range(SIXTEEN):  # not unrolled: loads hit the cache, and the code is sixteen times shorter
         x = tl.load(at + i * K, is_inside, other=0.0).to(tl.float32)
         _quantized_rows(
             x, group * SIXTEEN + i, k, M, K, rows_ptr, row_scales_ptr, outer,
@@ -346,7 +351,7 @@ def both_packed_kernel(
 
 
 def constants(rows: TwoLevelScaling, columns: TwoLevelScaling, target: Target) -> dict[str, object]:
-    """Compile-time constants of the kernel."""
+    """Compile-time constants of `both_packed_kernel`."""
     return {
         "GROUPS": GROUPS,
         "COLUMNS": COLUMNS,
@@ -370,14 +375,15 @@ def both_packed(
     """Launch the kernel.
 
     Args:
-        x: (M, K), contiguous, float32, bfloat16 or float16; both multiples of 16 and neither 0.
-        outer_amaxes: Amax of the matrix along rows, and of what is quantized along columns; (1,) float32 each.
-        rows: Block (1, 16).
-        columns: Block (16, 1).
-        outputs: Codes, scales in tiles and outer scale of rows, then of columns, contiguous, codes as int64.
+        x: (M, K), contiguous, float32, bfloat16 or float16; M and K are multiples of 16 and not 0.
+        outer_amaxes: Outer amaxes for codes along rows and for codes along columns, (1,) float32 each. They differ if
+            columns are transformed.
+        rows: Quantizer along rows, block (1, 16).
+        columns: Quantizer along columns, block (16, 1).
+        outputs: Codes, scales in tiles and outer scale along rows, then along columns; contiguous, codes as int64.
     """
     m, k = x.shape
-    # whole tiles of scales are written, of 128 rows and 4 blocks
+    # programs must cover whole tiles of scales, 128 rows by 4 blocks each
     rows_of_programs = TILE_ROWS // (GROUPS * GROUP)
     grid = (triton.cdiv(m, TILE_ROWS) * rows_of_programs, triton.cdiv(k, COLUMNS))
     chosen = constants(rows, columns, target_of(x.device))

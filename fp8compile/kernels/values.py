@@ -1,7 +1,8 @@
-"""How kernels read their matrix and write what lies like it: two lines that generated code replaces.
+"""The two functions with which kernels read their matrix and write their first output; generated code replaces them.
 
-Where Inductor makes the matrix, it makes a template of the kernel's source: `values` becomes the code that computes
-these elements, `write` the store of the template's output (`fp8compile.inductor.TileKernel`).
+If Inductor computes the matrix, `fp8compile.inductor.tile_templates` turns the kernel's source into a template. In it,
+the call of `values` becomes the code that computes these elements, and the call of `write` becomes the store of the
+template's output.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ __all__ = ["values", "write"]
 
 @triton.jit
 def values(x_ptr, m, k, is_inside, stride_m, stride_k):
-    """Elements of a matrix in float32, 0 where there is none; rows (T, 1), int64, and columns (1, T)."""
+    """Load elements of a matrix as float32, 0 outside; rows are (T, 1) int64, columns (1, T)."""
     return tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def write(codes_ptr, m, k, codes, is_inside, stride):
-    """Store codes in rows of ``stride``."""
+    """Store codes; consecutive rows are ``stride`` elements apart."""
     tl.store(codes_ptr + m * stride + k, codes, is_inside)

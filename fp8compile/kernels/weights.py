@@ -1,12 +1,12 @@
-"""One read of a weight: its codes for the forward, and the amax of each block that the backward casts it by.
+"""Kernels that read a weight once, and make codes for the forward and the amaxes for the backward's cast.
 
-    rows     a row a turn    --amax--> multiplier --> codes, scale;  the largest of each column is kept on the way
-    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  both directions have it
+    rows     row by row      --amax--> multiplier --> codes, scale;  keeps the largest magnitude of each column
+    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  also for the backward
 
-Each step is that of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits is
-the same number in whatever order programs come, so the result has the same bits each time.
+The steps are those of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits
+does not depend on the order of programs, so the result has the same bits each time.
 
-This module needs Triton; `fp8compile.ops.quantize_weight` imports it when a GPU asks.
+This module needs Triton; `fp8compile.ops.quantize_weight` imports it for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["row_constants", "rows_and_columns", "rows_kernel", "square_blocks", "tile_constants", "tiles_kernel"]
 
-PROGRAMS = 528  # four for each multiprocessor of an H200, of a GPU with fewer more
+PROGRAMS = 528  # four for each multiprocessor of an H200
 ROW_WARPS = 16
 TILE_WARPS = 16
 
@@ -32,7 +32,7 @@ def _quantized_rows(
     x, scales_ptr, m, is_row,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize whole rows, and store the scale of each; columns beyond K are zeros, which never are the largest.
+    """Quantize whole rows, and store the scale of each; columns beyond K count as zeros, which change no amax.
 
     Returns codes, and the bits of the largest magnitude of each column among these rows.
     """
@@ -48,7 +48,7 @@ def rows_kernel(
     WIDTH: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, one after the other."""
+    """Quantize ROWS whole rows, one after the other."""
     k = tl.arange(0, WIDTH)[None, :]
     largest = tl.zeros((1, WIDTH), tl.int32)
     first = tl.program_id(0) * ROWS
@@ -68,7 +68,7 @@ def tiles_kernel(
     TILE: tl.constexpr, BLOCK: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of square blocks; rows beyond M and columns beyond K are zeros."""
+    """Quantize one tile of square blocks; rows beyond M and columns beyond K count as zeros."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
     m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
@@ -88,24 +88,24 @@ def tiles_kernel(
 
 
 def row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
-    """What the kernel of rows is compiled for."""
+    """Compile-time constants of `rows_kernel`."""
     return {"WIDTH": triton.next_power_of_2(k), **_of_direction("R", quantizer)}
 
 
 def tile_constants(quantizer: CurrentScaling) -> dict[str, object]:
-    """What the kernel of tiles is compiled for."""
+    """Compile-time constants of `tiles_kernel`."""
     return {"TILE": TILE, "BLOCK": quantizer.block[0], **_of_direction("R", quantizer)}
 
 
 def rows_and_columns(x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor) -> None:
-    """Codes and scales of rows, and the amax of each column.
+    """Launch the kernel that writes codes and scales of rows, and the amax of each column.
 
     Args:
-        x: (M, K), contiguous, float32, bfloat16 or float16; neither is 0.
-        quantizer: Block (1, -1).
-        codes: (M, K), contiguous, uint8.
-        scale: (M, 1), contiguous.
-        amax: (1, K), float32, zeros.
+        x: (M, K), contiguous, float32, bfloat16 or float16; M and K are not 0.
+        quantizer: Quantizer of the forward, block (1, -1).
+        codes: Codes, (M, K), contiguous, uint8.
+        scale: Scales of rows, (M, 1), contiguous.
+        amax: Amaxes of columns, (1, K), float32; zeros before the launch.
     """
     m, k = x.shape
     rows = triton.cdiv(m, PROGRAMS)
@@ -115,14 +115,14 @@ def rows_and_columns(x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale:
 
 
 def square_blocks(x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor) -> None:
-    """Codes, scales and amaxes of square blocks.
+    """Launch the kernel that writes codes, scales and amaxes of square blocks.
 
     Args:
-        x: (M, K), contiguous, float32, bfloat16 or float16; neither is 0.
-        quantizer: Block (n, n), n a divisor of 128.
-        codes: (M, K), contiguous, uint8.
-        scale: The grid of blocks, contiguous.
-        amax: The grid of blocks, contiguous, float32.
+        x: (M, K), contiguous, float32, bfloat16 or float16; M and K are not 0.
+        quantizer: Quantizer with block (n, n), n a divisor of 128.
+        codes: Codes, (M, K), contiguous, uint8.
+        scale: Scales, one for each block, contiguous.
+        amax: Amaxes, one for each block, contiguous, float32.
     """
     m, k = x.shape
     grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE))

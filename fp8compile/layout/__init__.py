@@ -1,7 +1,7 @@
-"""How numbers and codes lie: in stacks of matrices, in groups of rows, over ranks, in bytes. Values, no operators.
+"""Layouts of values and codes: in stacks of matrices, in groups of rows, over ranks and in bytes. No operators.
 
 quantized.py   Plain, Quantized and their TensorLayout
-cuts.py        what each rank has of a dim, and how its part lies among the blocks that share a scale
-packing.py     codes of four bits, one or two to a byte
+cuts.py        the part of a dim that each rank has, and its place among the blocks that share a scale
+packing.py     codes of four bits, packed one or two to a byte
 shapes.py      shapes of codes and scales of a weight
 """

@@ -1,9 +1,9 @@
-"""How a tensor that is spread over ranks lies among the blocks that share a scale, seen from one rank.
+"""The place of one rank's part of a tensor among the blocks of the whole tensor.
 
-    DimSharding   one dim of a tensor, cut over the ranks of a group, in their order; sizes may differ and be 0
-    AxisBlocks    rows or columns of the local matrix among the blocks of the whole one
+    DimSharding   how one dim of a tensor is cut over the ranks of a group, in their order; sizes may differ and be 0
+    AxisBlocks    the place of a rank's rows or columns among the blocks of the whole matrix
 
-Whether ranks have to talk follows from the block and the cut alone, so all of them come to the same answer:
+The block and the cuts decide whether ranks have to exchange amaxes, so that all ranks decide the same:
 
     block along the cut dim    what the amax needs                            kind
     1                          nothing                                        "aligned"
@@ -11,8 +11,8 @@ Whether ranks have to talk follows from the block and the cut alone, so all of t
     n, cut between blocks      nothing                                        "aligned"
     n, cut through blocks      a maximum over the ranks of the whole grid     "split"
 
-Where blocks are split, a rank lays its elements where they are in blocks of the whole, with zeros around them: a zero
-is never the largest, its code adds nothing to a product, and any quantizer's steps run on such a window.
+If blocks are split, a rank embeds its elements in a window of whole blocks, with zeros around them. Zeros do not
+change an amax, and their codes add nothing to a product. The steps of any quantizer therefore run on such a window.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DimSharding:
-    """One dim of a tensor, cut over the ranks of a group, in their order.
+    """How one dim of a tensor is cut over the ranks of a group, in their order.
 
     Attributes:
         group: The process group, or its name; None on the meta device, if only shapes are asked.
@@ -59,17 +59,17 @@ class DimSharding:
 
     @property
     def start(self) -> int:
-        """Where this rank's part begins."""
+        """Index of this rank's first entry in the whole dim."""
         return sum(self.sizes[: self.rank])
 
     @property
     def length(self) -> int:
-        """Entries that this rank has."""
+        """Number of entries that this rank has."""
         return self.sizes[self.rank]
 
     @property
     def total(self) -> int:
-        """Entries that all ranks have together."""
+        """Number of entries that all ranks have together."""
         return sum(self.sizes)
 
     def is_even(self) -> bool:
@@ -77,7 +77,7 @@ class DimSharding:
         return all(size == self.sizes[0] for size in self.sizes)
 
     def by_name(self) -> DimSharding:
-        """The same cut with the group's name in place of the group, which can be neither copied nor pickled."""
+        """The same cut with the group's name instead of the group, which can be neither copied nor pickled."""
         if isinstance(self.group, str):
             return self
         return replace(self, group=self.group.group_name)  # type: ignore[union-attr]  # cuts that travel have one
@@ -88,7 +88,7 @@ class DimSharding:
 
 
 def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of the parts into which DTensor and FSDP2 cut a dim: full parts first, then the rest, then empty ones."""
+    """Sizes of the parts into which DTensor and FSDP2 cut a dim: full parts, then a smaller one, then empty ones."""
     if total % ranks == 0:
         return (total // ranks,) * ranks
     full = -(-total // ranks)
@@ -96,14 +96,14 @@ def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
 
 
 Sharding = tuple[DimSharding | None, ...]
-ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, and of each in a stack
+ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, or of each matrix of a stack
 
 
 @dataclass(frozen=True)
 class AxisBlocks:
-    """Rows or columns of a rank's matrix, or of each matrix of its stack, among the blocks of the whole one.
+    """The place of a rank's rows or columns among the blocks of the whole matrix, or of each matrix of a stack.
 
-    Methods take the dim of the matrix or the grid that this side is, ``ROWS`` or ``COLUMNS``.
+    The argument ``dim`` of methods is the side of the matrix that this object describes, ``ROWS`` or ``COLUMNS``.
 
     Attributes:
         kind: ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them.
@@ -119,12 +119,12 @@ class AxisBlocks:
 
     @property
     def length(self) -> int:
-        """Elements on this rank."""
+        """Number of elements on this rank."""
         return math.prod([length for _, length, _ in self.sizes])
 
     @property
     def total(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the whole."""
         return math.prod([total for _, _, total in self.sizes])
 
     @property
@@ -140,14 +140,14 @@ class AxisBlocks:
         return first
 
     def _positions(self, device: torch.device) -> Tensor:
-        """Index in the whole of each of this rank's elements."""
+        """For each of this rank's elements, its index in the whole, (elements,) int64."""
         found = torch.zeros((1,), dtype=torch.int64, device=device)
         for start, length, total in self.sizes:
             found = (found.unsqueeze(1) * total + torch.arange(start, start + length, device=device)).flatten()
         return found
 
     def embed(self, matrix: Tensor, dim: int) -> Tensor:
-        """The window: whole blocks that hold this rank's elements in their positions, and zeros around them."""
+        """Embed this rank's elements in the window: whole blocks with the elements in place, and zeros around them."""
         if self.kind == "aligned":
             return matrix
         if self.first is None:
@@ -158,7 +158,7 @@ class AxisBlocks:
         return pad(matrix, (0, 0, before, 0) if dim == ROWS else (before, 0)) if before else matrix
 
     def extract(self, window: Tensor, dim: int) -> Tensor:
-        """This rank's elements of a window."""
+        """Take this rank's elements out of a window."""
         if self.kind == "aligned":
             return window
         if self.first is None:
@@ -170,12 +170,12 @@ class AxisBlocks:
         every = -(-self.total // self.block)
         if self.first is None:
             return 0, every, every
-        # an own part begins with a block, or is empty and lies behind the last one, whole or not
+        # an aligned part begins with a block, or is empty and lies after the last block, which may be partial
         before = 0 if self.kind == "aligned" else self.first % self.block
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def window_positions(self, device: torch.device) -> Tensor:
-        """Index in the whole of each element of this rank's window, (elements,) int64."""
+        """For each element of this rank's window, its index in the whole, (elements,) int64."""
         if self.kind != "split":
             return self._positions(device)
         if self.first is None:
@@ -194,7 +194,7 @@ class AxisBlocks:
         return pad(grid, (0, 0, first, after) if dim == ROWS else (first, after)) if first or after else grid
 
     def window(self, grid: Tensor, dim: int) -> Tensor:
-        """Cut the grid of this rank's window out of the grid of the whole."""
+        """Cut the scales of this rank's window (see `embed`) out of the grid of the whole."""
         if self.kind == "aligned" and self.first is None:
             return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
         first, count, _ = self._blocks()
@@ -216,13 +216,13 @@ def _side(dims: range, shape: Sequence[int], cuts: Sharding, block: int) -> Axis
     if not all(cut.is_even() for cut in own[innermost][:-1]):
         return AxisBlocks(
             "split", groups, block, sizes
-        )  # ranks cut parts of different sizes: none knows where others cut
+        )  # parts of different sizes are cut again, so that no rank knows where others cut
     inner = math.prod([total for _, _, total in sizes[innermost + 1 :]])
     outer = math.prod([total for _, _, total in sizes[:innermost]])
     smallest = own[innermost][-1]
     starts = [sum(smallest.sizes[:rank]) for rank in range(1, len(smallest.sizes))]
-    boundaries = [start * inner for start in starts if start < smallest.total]  # behind the end, ranks have nothing
-    followed = outer > 1 or len(own[innermost]) > 1  # the last part, too, is followed by elements of another one
+    boundaries = [start * inner for start in starts if start < smallest.total]  # ranks after the end are empty
+    followed = outer > 1 or len(own[innermost]) > 1  # whether elements of another part follow the last part
     if followed:
         boundaries.append(smallest.total * inner)
     cut = any(boundary % block for boundary in boundaries)
@@ -232,7 +232,7 @@ def _side(dims: range, shape: Sequence[int], cuts: Sharding, block: int) -> Axis
 def axis_blocks(
     shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0
 ) -> tuple[AxisBlocks, AxisBlocks]:
-    """Rows and columns of a rank's matrix, or of each matrix of its stack.
+    """The places of a rank's rows and of its columns among the blocks of the whole matrix, or of each of a stack.
 
     Args:
         shape: Shape of this rank's part, with one dim or more.
@@ -245,7 +245,7 @@ def axis_blocks(
             return _axis_blocks(shape, cuts, block, batch)
     try:
         return _known(tuple(shape), cuts, block, batch)
-    except TypeError:  # symbols for sizes have no hash
+    except TypeError:  # symbolic sizes have no hash
         return _axis_blocks(shape, cuts, block, batch)
 
 
@@ -256,11 +256,11 @@ def _axis_blocks(
     return _side(range(batch, last), shape, cuts, block[0]), _side(range(last, last + 1), shape, cuts, block[1])
 
 
-_known = lru_cache(maxsize=1024)(_axis_blocks)  # an eager call asks eight times
+_known = lru_cache(maxsize=1024)(_axis_blocks)  # cached, because an eager call comes here eight times
 
 
 def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0) -> tuple[bool, bool]:
-    """Whether ranks cut through blocks along rows, and along columns; arguments as `axis_blocks` has them."""
+    """Whether ranks cut through blocks along rows, and along columns. Arguments are those of `axis_blocks`."""
     if not any(cuts):
         return False, False
     rows, columns = axis_blocks(shape, cuts, block, batch)

@@ -1,4 +1,4 @@
-"""Codes of four bits between two forms: two to a byte, as they travel, and one a byte, which ranks can cut."""
+"""Convert codes of four bits between two forms: two to a byte for messages, and one to a byte, which ranks can cut."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fp8compile.quantizers import GEMMS, Quantizer, Recipe, TwoLevelScaling
 
 __all__ = ["are_same_codes", "one_a_byte", "packed_dim", "packed_in_rows", "two_a_byte", "with_a_code_a_byte"]
 
-DIMS = {"rows": -1, "columns": -2}  # whose neighbours share a byte, of a matrix or of each in a stack
+DIMS = {"rows": -1, "columns": -2}  # the dim whose neighbours share a byte, in a matrix or each matrix of a stack
 
 
 def packed_dim(quantizer: Quantizer) -> int | None:
-    """The dim, -1 or -2, whose neighbouring codes share a byte; None if not ours or not packed."""
+    """The dim, -1 or -2, whose neighbouring codes share a byte; None unless it is a TwoLevelScaling that packs."""
     return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
 
 
 def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
-    """The quantizer of the same codes, packed along rows if the shape allows it.
+    """The quantizer of the same codes, but packed along rows if the shape allows it.
 
-    Square blocks make the same codes whichever side of a matrix they are packed along.
+    With square blocks, packing along rows or along columns gives the same codes.
 
     Args:
         quantizer: Any quantizer.
@@ -40,10 +40,10 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Unpack codes to one a byte; returns them and the quantizer of such codes.
+    """Unpack codes to one to a byte; returns the codes and the quantizer of unpacked codes.
 
     Args:
-        codes: Codes of a matrix, ``quantizer.codes_shape``, uint8, or a stack of such.
+        codes: Codes of a matrix, ``quantizer.codes_shape``, uint8, or a stack of such codes.
         quantizer: The quantizer that made them.
     """
     if (dim := packed_dim(quantizer)) is None:

@@ -1,18 +1,20 @@
-"""The two values that a layer's products are made of, and how each lies in a whole.
+"""The two kinds of operands of a layer's products, and their layout.
 
-    Plain        numbers in their own dtype
-    Quantized    codes and scales of such numbers, and the quantizer that made them
+Plain        numbers in their own dtype
+Quantized    codes and scales of numbers, and the quantizer that made them
 
-    TensorLayout    how a tensor lies: the leading dims over which matrices are stacked, each quantized by itself; the
-                    ends of groups of rows, such as each expert's tokens; the part that this rank has
-
-A matrix has no batch, tokens without ends are one group, a tensor that is whole has no cuts.
+TensorLayout    batch: leading dims over which matrices are stacked, each quantized by itself; 0 for a matrix
+ends: the ends of groups of rows, such as each expert's tokens; None for one group
+cuts: the part of the tensor that this rank has; empty for a whole tensor
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8compile.layout.cuts import Sharding
@@ -25,13 +27,13 @@ __all__ = ["STACK", "WHOLE", "Plain", "Quantized", "TensorLayout"]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor lies among others of its kind, and over ranks.
+    """How an operand is divided into matrices, into groups of rows, and over ranks.
 
     Attributes:
-        cuts: An entry for each group of ranks in play, the same groups in the same order for all tensors of a layer;
-            None for a group whose ranks have the same elements. Empty if nothing is spread over ranks.
-        batch: Number of leading dims over which matrices are stacked. Blocks never cross matrices, and an outer scale
-            is one a matrix. The rows of a tensor without a batch are all its leading dims.
+        cuts: An entry for each group of ranks, with the same groups in the same order for all tensors of a layer. An
+            entry is None if the group's ranks have the same elements. Empty if nothing is spread over ranks.
+        batch: Number of leading dims over which matrices are stacked. Blocks never cross matrices, and each matrix has
+            its own outer scale. If it is 0, all leading dims together are the rows of one matrix.
         ends: Ends of the groups of rows, (E,) int32; None if all rows are one group.
     """
 
@@ -50,7 +52,7 @@ class Plain:
 
     Attributes:
         local: The elements of the part.
-        layout: How the part lies in the whole.
+        layout: How the whole tensor is divided, and which part of it this is.
     """
 
     local: Tensor
@@ -67,7 +69,7 @@ class Plain:
         return self.local.ndim
 
     def whole_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape once the groups from ``index`` on are gathered; for index 0 the shape of the whole."""
+        """The shape of this part after a gather over the groups of ``cuts[index:]``; index 0 gives the whole shape."""
         shape = list(self.local.shape)
         for cut in reversed(self.cuts[index:]):
             if cut is not None:
@@ -75,22 +77,23 @@ class Plain:
         return tuple(shape)
 
     def with_cuts(self, cuts: Sharding) -> Plain:
-        """The same elements, cut otherwise."""
+        """The same elements with other cuts."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """Codes and scales, the quantizer that made them, and how they lie. One side of a product is such a value.
+    """A quantized operand of a product: codes and scales, the quantizer that made them, and their layout.
 
     If ranks share the tensor, the fields are those of this rank's part.
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
-            along the tokens of groups are (features, C), with the columns of `fp8compile.ops.groups.layout`.
+            with blocks along the tokens of groups are (features, C); `fp8compile.ops.groups.layout` defines the C
+            columns.
         scale: Grid of the quantizer's blocks, with one more dim for a stack. It is 1-D if it was written in tiles
-            (`scale_layouts.tiled`) for a GEMM that reads those. Along the tokens of groups it is (C / block,
-            features); (E, features) or (E, 1) if a group is one block.
+            (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups it is (C /
+            block, features), or (E, features) or (E, 1) if each group is one block.
         quantizer: The quantizer that made one matrix, or the rows of one group, in the coordinates of ``codes``.
         outer_scale: Second level of scales, float32: (1,) for a matrix, (E,) for a stack or for groups; None if the
             quantizer has one level.
@@ -108,8 +111,13 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """Scales by level: of blocks first, then the outer scale if there is one."""
+        """The scales by level: first those of blocks, then the outer scale if there is one."""
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
+
+    @property
+    def has_all_scales(self) -> bool:
+        """Whether it has scales of blocks that other ranks have elements of."""
+        return any(self.has_scales_of_whole)
 
     @property
     def cuts(self) -> Sharding:
@@ -123,7 +131,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values; packed codes are fewer."""
+        """Shape of the values, which differs from that of packed codes."""
         codes, batch = self.codes.shape, self.layout.batch
         if is_own(type(self.quantizer)) and not batch:  # type: ignore[arg-type]  # classes are hashable
             return self.quantizer.values_shape(codes)
@@ -139,7 +147,7 @@ class Quantized:
         return untiled(self.scale, columns, rows // self.quantizer.block[0]).t()
 
     def t(self) -> Quantized:
-        """The transposed matrix, or a stack of them; no data moves."""
+        """The transposed matrix, or the stack of transposed matrices, as a view."""
         codes, scale = self.codes, self.scale
         is_matrix = codes.ndim == 2
         return Quantized(
@@ -150,10 +158,27 @@ class Quantized:
             layout=self.layout,
         )
 
+    def parts(self) -> tuple[Tensor, ...]:
+        """The plain tensors: codes, then scales by level."""
+        return self.codes, *self.scales
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
+        """A set with `change` applied to each tensor."""
+        outer = None if self.outer_scale is None else change(self.outer_scale)
+        return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
+
+    def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
+        """The set of codes of a view: the given codes, and views of all scales that are not given."""
+        alias = torch.ops.aten.alias.default
+        scale = alias(self.scale) if scale is None else scale
+        outer = None if self.outer_scale is None else alias(self.outer_scale)
+        changed: dict[str, Any] = {"codes": codes, "scale": scale, "outer_scale": outer, **others}
+        return replace(self, **changed)
+
     def scale_values(self) -> Tensor:
         """The scales of blocks as float32 numbers."""
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """The same codes, cut otherwise."""
+        """The same codes with other cuts."""
         return replace(self, layout=replace(self.layout, cuts=cuts))

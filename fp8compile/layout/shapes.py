@@ -2,7 +2,7 @@
 
 weight       codes                      scale                  outer scale, of two levels
 (N, K)       quantizer.codes_shape      quantizer.scale_shape  (1,)
-(E, N, K)    E times that of a matrix   E times that           (E,)
+(E, N, K)    (E, *codes of a matrix)    (E, *scale of one)     (E,)
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def scale_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
 
 
 def scale_shapes(size: Sequence[int], quantizer: Quantizer) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a weight's scales by level: of blocks first, then the outer scales."""
+    """The shapes of a weight's scales by level: first those of blocks, then the outer scales if there are any."""
     blocks = scale_shape(size, quantizer)
     return (blocks, tuple(size[:-2]) or (1,)) if quantizer.has_outer_scale() else (blocks,)

@@ -1,4 +1,4 @@
-"""Modules: the linear layer, and swapping it into a model."""
+"""The FP8 linear layer, and the functions that convert a model's layers to FP8."""
 
 from fp8compile.nn.convert import convert, revert
 from fp8compile.nn.delayed_states import reset_delayed_scaling

@@ -1,8 +1,8 @@
-"""Which recipe each linear of a model gets: one for all, by name, or by a function.
+"""Decide which recipe each layer of a model gets: one recipe for all, recipes by name, or a function.
 
-A recipe by name is a mapping of patterns in the syntax of fnmatch (``*`` matches dots too); the first that matches a
-layer's fully qualified name decides, and a layer that none matches stays as it is. None in place of a recipe leaves a
-layer in high precision. All of it is decided once, when a model is converted.
+Recipes by name are a mapping from patterns to recipes. Patterns have the syntax of fnmatch (``*`` matches dots too).
+The first pattern that matches a layer's fully qualified name decides. A layer stays in high precision if no pattern
+matches it, or if it gets None instead of a recipe. All recipes are decided once, when a model is converted.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def _by_pattern(recipes: Mapping[str, Recipe | None], fqns: list[str]) -> Assign
 def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigner:
     try:
         inspect.signature(function).bind(None, "")
-    except TypeError as error:  # recipes.rowwise, that was not called
+    except TypeError as error:  # for example recipes.rowwise without parentheses
         raise TypeError(
             f"convert: recipe is {shown(function)}, a function that does not take (module, fqn). It is a recipe, such "
             "as fp8compile.recipes.rowwise(), a mapping from name patterns to recipes, or such a function."
         ) from error
     except ValueError:
-        pass  # a builtin tells no signature
+        pass  # builtins have no signature
 
     def assign(module: nn.Module, names: list[str]) -> Recipe | None:
         recipe = function(module, names[0])
@@ -63,14 +63,14 @@ def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigne
 
 
 def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
-    """Make a function that returns a layer's recipe, or None for high precision, from the layer and its names.
+    """Make a function that takes a layer and its names, and returns its recipe or None for high precision.
 
     Args:
         recipe: A recipe, recipes by name pattern, or a function, as `convert` takes them.
         fqns: Names of the model's linears, to check patterns against.
 
     Raises:
-        TypeError: It is none of these, or holds something else than recipes.
+        TypeError: ``recipe`` is of another type, or the mapping holds something else than recipes.
         ValueError: A pattern matches no linear.
     """
     if isinstance(recipe, Mapping):
@@ -83,28 +83,28 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: the entries of the list that holds the most layers; empty if it has no list."""
+    """The blocks of a model: the entries of the module list with the most layers; empty if it has no such list."""
 
     def count(module: nn.Module) -> int:
         return sum(map(is_layer, module.modules()))
 
     lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     stacks = [[entry for entry in entries if count(entry)] for entries in lists]
-    # among equals the outermost, which comes first
+    # max takes the first of equals, which is the outermost
     return max((stack for stack in stacks if len(stack) > 1), key=lambda stack: sum(map(count, stack)), default=[])
 
 
 def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Recipe | None) -> Recipes:
-    """Replace the recipe of a model's last blocks, and of all layers behind them.
+    """Replace the recipe of a model's last blocks and of all layers after them.
 
     Args:
         model: A model with blocks, as `ends` finds them.
-        recipe: Recipe of the other layers.
-        share: Share of all blocks, rounded up to whole ones; 0 for no tail.
+        recipe: Recipe of the other layers, as `convert` takes it.
+        share: The share of all blocks that get ``tail_recipe``, rounded up to whole blocks; 0 for no tail.
         tail_recipe: Recipe of the last blocks; None for high precision.
 
     Raises:
-        ValueError: The share is no number from 0 to 1, or 0 with a recipe.
+        ValueError: The share is not a number from 0 to 1, or it is 0 and a tail recipe is given.
     """
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"convert: tail is {share!r}; it is the share of the last blocks, a number from 0 to 1.")
@@ -116,7 +116,7 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
         check_recipe("convert", tail_recipe)
     every = [(name, module) for name, module in model.named_modules() if is_layer(module)]
     if not every:
-        return recipe  # convert says what is wrong
+        return recipe  # convert raises because there are no layers
     blocks = _blocks(model) or [module for _, module in every]
     count = max(1, math.ceil(round(share * len(blocks), 9)))  # 0.07 * 100 is 7.000000000000001
     first = {module for block in blocks[: len(blocks) - count] for module in block.modules()}
@@ -129,16 +129,17 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
 
 
 def ends(model: nn.Module, count: int) -> set[nn.Module]:
-    """The layers at a model's two ends: of its first and last blocks, and those before and behind all blocks.
+    """The layers at a model's two ends: those of its first and last blocks, and those before and after all blocks.
 
-    A model is a stack of blocks if it has a ``ModuleList`` or ``Sequential`` of them; if not, each layer is a block.
+    The blocks are the entries of the ``ModuleList`` or ``Sequential`` that holds the most layers. A model without one
+    has each layer as a block.
 
     Args:
         model: Any module.
-        count: How many blocks at each end.
+        count: Number of blocks at each end.
 
     Raises:
-        ValueError: It is no int of at least 0.
+        ValueError: ``count`` is not an int of at least 0.
     """
     if type(count) is not int or count < 0:
         raise ValueError(f"convert: keep_ends is {count!r}; it is how many blocks at each end stay as they are.")
@@ -148,5 +149,5 @@ def ends(model: nn.Module, count: int) -> set[nn.Module]:
     blocks = _blocks(model) or every
     stack, inner = ({m for block in part for m in block.modules()} for part in (blocks, blocks[count:-count]))
     places = [place for place, module in enumerate(every) if module in stack]
-    between = set(every[places[0] : places[-1] + 1]) - stack  # neither before nor behind the blocks
+    between = set(every[places[0] : places[-1] + 1]) - stack  # neither before nor after the blocks
     return set(every) - inner - between

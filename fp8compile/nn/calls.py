@@ -1,4 +1,4 @@
-"""Finds the converted layers that a forward of a model calls."""
+"""Find the converted layers that a forward of a model calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["called_layers"]
 
 @contextmanager
 def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
-    """Record each call of the method that multiplies, even if it bypasses ``__call__`` and its hooks."""
+    """Context that records calls of a layer's method that multiplies, even those that bypass ``__call__``."""
     name = method_of(layer)
     method, own = getattr(layer, name), vars(layer).get(name)
 
@@ -36,15 +36,17 @@ def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
 
 
 def called_layers(model: nn.Module, forward: Callable[[], object]) -> tuple[set[nn.Module], Uses]:
-    """The converted layers of a model that a function calls, and what it does with parameters in high precision.
+    """Run a forward, and find the converted layers that it calls and its uses of parameters in high precision.
 
-    Of experts, those whose product in FP8 it calls.
-
-    Nothing is compiled and nothing compiled runs meanwhile: a graph would not tell, and would be compiled anew.
+    A module of experts counts as called if its FP8 products are called. The forward runs in eager mode, because calls
+    inside a compiled graph can't be recorded.
 
     Args:
         model: Any module.
-        forward: Calls it.
+        forward: A function that calls the model.
+
+    Returns:
+        The layers, and the uses of parameters.
     """
     called: set[nn.Module] = set()
     with ExitStack() as stack:

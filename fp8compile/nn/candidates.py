@@ -1,4 +1,4 @@
-"""The modules that `convert` can put in FP8: ``nn.Linear``, and modules of known hosts, such as experts."""
+"""The layers that `convert` can convert: ``nn.Linear``, and modules that a host takes, such as experts."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ __all__ = [
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether `convert` considers a module: a linear, a linear by another name, or experts."""
+    """Whether a module is a layer for `convert`: a linear, another library's linear layer, or experts."""
     return isinstance(module, nn.Linear) or is_hosted(module)
 
 
 def is_converted(module: nn.Module) -> TypeGuard[Linear | ConvertedModule]:
-    """Whether a module is in FP8."""
+    """Whether a module is converted to FP8."""
     return isinstance(module, (Linear, ConvertedModule))
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """All linears, linears by another name, and experts of a model, each with all its names."""
+    """All layers of a model as `is_layer` defines them, each with all its fully qualified names."""
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if is_layer(module):
@@ -78,7 +78,7 @@ def matrices(layer: nn.Module) -> list[tuple[int, int]]:
 
 
 def method_of(layer: nn.Module) -> str:
-    """Name of the method with a layer's products; the forward of experts may call another method for them."""
+    """Name of the method that has a layer's products. For experts it may be another method than the forward."""
     return "forward" if isinstance(layer, nn.Linear) else method_that_multiplies(layer)
 
 
@@ -88,14 +88,14 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def converted_class(layer: nn.Module) -> type[Any]:
-    """The class of a layer once it is converted. It is made before anything is changed, and may raise."""
+    """The class that a layer gets when it is converted. Making the class may raise, so this changes no layer."""
     if isinstance(layer, nn.Linear):
         return float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
     return hosted_class(type(layer))
 
 
 def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Swap a layer's class, in place: whoever else holds the module, in a list or a closure, has FP8 too."""
+    """Convert a layer in place by replacing its class, so that all references to the module see the FP8 layer."""
     if isinstance(layer, nn.Linear):
         converted: Any = layer
         converted.__class__ = float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
@@ -105,12 +105,12 @@ def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | N
 
 
 def cannot_go_back(layer: nn.Module) -> str | None:
-    """Why a converted layer can't be reverted, or None."""
+    """The reason why a converted layer can't be reverted, or None."""
     return cannot_revert(layer) if isinstance(layer, Linear) else cannot_revert_hosted(layer)
 
 
 def go_back(layer: nn.Module) -> None:
-    """Undo `put_in_float8`."""
+    """Undo `put_in_float8` for a layer, in place."""
     if isinstance(layer, Linear):
         become_plain(layer)
         plain: Any = layer._plain

@@ -1,7 +1,7 @@
-"""Entries of a state dict for quantized weights: codes and scales, of one set or two, in place of values.
+"""Entries of a state dict for quantized weights: codes and scales instead of values.
 
-weight    weight_codes, weight_scale,  and of two sets  weight_codes_for_grad_input, weight_scale_for_grad_input
-          of two levels of scales  weight_outer_scale, weight_outer_scale_for_grad_input
+weight    weight_codes, weight_scale;  for a second set  weight_codes_for_grad_input, weight_scale_for_grad_input
+          for two levels of scales also  weight_outer_scale, weight_outer_scale_for_grad_input
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fp8compile.nn.converted_layers import CONVERTED, USES
 from fp8compile.nn.local import placed_like
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.recipes import describe
-from fp8compile.tensor import Codes, count_write, is_quantized_parameter, shown
+from fp8compile.tensor import count_write, is_quantized_parameter, shown
 
 if TYPE_CHECKING:
-    from torch.nn import Module  # beside which it stands among the bases of a class
+    from torch.nn import Module  # CodesInState is always combined with a Module
 else:
     Module = object
 
@@ -30,13 +30,13 @@ __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
 
 def codes_of(weight: Tensor, own: Quantized) -> Tensor:
-    """The codes of one set of a weight, as a DTensor if the weight is one."""
+    """The codes of one set of a weight; a DTensor if the weight is one."""
     if not is_dtensor(weight):
         return own.codes
     return _placed(weight, own.codes, weight.placements, codes_shape(weight.shape, own.quantizer))
 
 
-def scale_of(weight: Tensor, own: Codes) -> Tensor:
+def scale_of(weight: Tensor, own: Quantized) -> Tensor:
     """The scale of one set of a weight: replicated over ranks, or cut as the weight is."""
     if not is_dtensor(weight):
         return own.scale
@@ -57,7 +57,7 @@ def outer_scale_of(weight: Tensor, own: Quantized) -> Tensor | None:
 
 
 def _placed(weight: Any, local: Tensor | None, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """A DTensor of this shape on the mesh of a weight."""
+    """Make a DTensor of this shape on the weight's mesh."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return type(weight).from_local(
         local, weight.device_mesh, placements, run_check=False, shape=Size(shape), stride=stride
@@ -70,11 +70,11 @@ PARTS: dict[str, Callable[[Tensor, Any], Tensor | None]] = {
     "scale": scale_of,
     "outer_scale": outer_scale_of,
 }
-ENDS = ("", "_for_grad_input")  # of the first set of codes, and of the second
+ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the second set of codes
 
 
 def _part(weight: Tensor, part: str, index: int) -> Tensor | None:
-    """Codes, scale or outer scale of one set of a quantized parameter; None if it has no such part."""
+    """Codes, scale or outer scale of one set of a quantized parameter; None if the parameter has no such part."""
     sets = local_itself(weight).sets()
     if index >= len(sets) or (part == "outer_scale" and sets[index].outer_scale is None):
         return None
@@ -82,7 +82,7 @@ def _part(weight: Tensor, part: str, index: int) -> Tensor | None:
 
 
 def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Codes and scales of a quantized parameter, by their names in a state dict."""
+    """The codes and scales of a quantized parameter, by their names in a state dict."""
     found = {}
     for index, end in enumerate(ENDS):
         for part in PARTS:
@@ -92,10 +92,11 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 class PartOfCodes:
-    """Makes a key of a state dict, which replaces a parameter there, an attribute of the parameter's module.
+    """A descriptor that makes an entry of the state dict, such as ``weight_codes``, an attribute of the module.
 
-    PyTorch's checkpoints reach each key of a state dict by ``getattr``. If the parameter is not quantized, or has no
-    such part, the attribute does not exist. (A ``__getattr__`` would be traced for each parameter of compiled code.)
+    PyTorch's checkpoints read each key of a state dict with ``getattr``. If the parameter is not quantized, or has no
+    such part, the attribute does not exist. A ``__getattr__`` would do too, but compiled code would trace it for each
+    parameter.
 
     Args:
         parameter: Name of the parameter.
@@ -119,7 +120,7 @@ class PartOfCodes:
 
 
 def reach_codes(cls: type[CodesInState], parameter: str) -> None:
-    """Add to a module class the attributes for the keys that replace a parameter in a state dict."""
+    """Add attributes to a module class for the state dict's keys that replace a parameter."""
     for index, end in enumerate(ENDS):
         for part in PARTS:
             if not hasattr(cls, f"{parameter}_{part}{end}"):
@@ -127,15 +128,15 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
 
 
 class CodesInState(Module):
-    """Base of modules in FP8: their state dict has codes and scales of quantized parameters, and takes values too."""
+    """Base of modules whose state dict has codes and scales for quantized parameters. They also load values."""
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
-        """Parameters that are kept as codes and scales, by name."""
+        """The parameters that are kept as codes and scales, by name."""
         own = {name: each for name, each in self._parameters.items() if each is not None}
         return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
 
     def reach_codes(self) -> None:
-        """Make the keys of this module's state dict its attributes."""
+        """Make the state dict's keys for codes and scales attributes of this module's class."""
         for name in self._quantized_parameters():
             reach_codes(type(self), name)
 

@@ -1,4 +1,4 @@
-"""convert and revert: swap the linears and the experts of a model, in place."""
+"""convert and revert: turn the linears and the experts of a model into FP8 layers and back, in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fp8compile.quantizers import Recipe
 
 __all__ = ["convert", "revert"]
 
-REASONS = 5  # in the warning; the report has them all
+REASONS = 5  # the most reasons in the warning; the report has all of them
 EXPORTED_LINEAR = torch.ops.aten.linear.default
 
 
@@ -99,45 +99,49 @@ def convert(
 ) -> Model:
     """Turn the ``nn.Linear`` layers of a model into ``fp8compile.Linear``, and its experts into FP8, in place.
 
-    Modules and parameters stay the same objects, so optimizers, hooks, tied weights and state dicts do not notice.
-    Layers of a subclass that inherits its forward stay of that class too, and so do experts, of transformers and of
-    torchtitan: see ``docs/experts.md``. Routers stay as they are. The first forward is watched: a layer whose weight
-    the model multiplies itself, past the layer's forward, is warned of. Convert before ``torch.compile``. What was
-    left out and why: ``fp8compile.conversion_report(model)``; a convert that leaves out all warns.
+    Modules and parameters stay the same objects, so that optimizers, hooks, tied weights and state dicts keep working.
+    A layer of a subclass that inherits its forward gets a class derived from both. So do experts of transformers and
+    torchtitan, see ``docs/experts.md``. Routers are not converted. Convert before ``torch.compile``.
+
+    ``fp8compile.conversion_report(model)`` tells which layers were left out and why; convert warns if it leaves out
+    all of them. It also watches the first forward, and warns if the model multiplies a layer's weight without calling
+    the layer.
 
     Args:
         model: Any module.
-        recipe: Quantizers for the layers' GEMMs; or a recipe for each name pattern (``{"*.down_proj": a, "layers.*":
-            b}``), and the first pattern that matches decides; or a function ``(module, fqn) -> Recipe``, called once a
-            layer. None in place of a recipe, and a name that no pattern matches, leave a layer in high precision.
-        filter: Which layers: a function ``(module, fqn) -> bool``, or name patterns (``"layers.*"``, ``"!lm_head"``);
-            by default all but those that FP8 can't help. It is asked about a module of experts as about a linear.
-        keep_ends: How many blocks at each end of the model stay in high precision, with what is before the first and
-            behind the last one: 1 for the first and last layers in bfloat16. Blocks are the entries of the model's
-            largest ``ModuleList`` or ``Sequential``; without one, each linear is a block.
-        tail: The share of the last blocks that get ``tail_recipe``, with all layers behind them, 0.15 as NVIDIA trains
-            in four bits; blocks are those of ``keep_ends``. Rounded up to whole blocks.
-        tail_recipe: Recipe of these layers, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
+        recipe: Quantizers for the layers' GEMMs. Or a mapping from name patterns to recipes, such as
+            ``{"*.down_proj": a, "layers.*": b}``, in which the first pattern that matches decides. Or a function
+            ``(module, fqn) -> Recipe``, which is called once for each layer. A layer stays in high precision if it
+            gets None, or if no pattern matches it.
+        filter: Which layers to convert: a function ``(module, fqn) -> bool``, or name patterns (``"layers.*"``,
+            ``"!lm_head"``). By default all layers but those that FP8 can't speed up. It applies to modules of experts
+            as it does to linears.
+        keep_ends: Number of blocks at each end of the model that stay in high precision, together with the layers
+            before the first block and after the last one. Blocks are the entries of the ``ModuleList`` or
+            ``Sequential`` that has the most layers; in a model without one, each layer is a block.
+        tail: The share of the last blocks that get ``tail_recipe``, together with all layers after them; rounded up to
+            whole blocks, as ``keep_ends`` defines them. NVIDIA trains in four bits with 0.15.
+        tail_recipe: Recipe of the tail, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
-        quantized_parameters: Whether the layers' weights themselves become codes and scales, with nothing in high
-            precision beside them, those of experts too; parameters are new objects then. Where forward and backward
-            multiply different codes (rowwise, MX), they have both sets; see ``docs/parameters.md``.
-        keep_initial: Whether the values that quantized weights had are kept on the CPU, until
-            ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards. If a weight is on
-            the meta device, what is written to it later is kept.
-        strict: Whether to raise, instead of warning, where no layer at all is converted; and in the first forward, if
-            a converted layer's weight is multiplied past the layer's forward.
+        quantized_parameters: Whether the layers' weights become codes and scales, without a copy in high precision.
+            This includes the weights of experts. The parameters are new objects then. If forward and backward multiply
+            different codes (rowwise, MX), a weight has both sets; see ``docs/parameters.md``.
+        keep_initial: Whether to keep the values of quantized weights on the CPU, until ``fp8compile.MasterWeights``
+            takes them. Under FSDP2 each rank keeps the values of its shards. For a weight on the meta device, the
+            values that are written to it later are kept.
+        strict: Whether to raise, instead of warning, if no layer is converted, and in the first forward if the model
+            multiplies a converted layer's weight without calling the layer.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: An argument is of another kind.
-        ValueError: There is no linear, or with ``strict`` none that is converted; a pattern matches none, a layer has
-            another recipe already, the model was compiled, scripted or exported, or a group is given for recipes
-            without delayed scaling; a recipe needs the values of a weight to be quantized; parts of a DTensor to be
-            quantized cut blocks, FSDP2 has sharded it, it is of experts, or a module that stays as it is has the
-            weight too, or experts share it. Nothing is changed then.
+        TypeError: An argument has a wrong type.
+        ValueError: The model has no layers, or with ``strict`` none is converted. A pattern matches no layer. A layer
+            is converted already with another recipe. The model was compiled, scripted or exported. An amax group is
+            given without delayed scaling. With ``quantized_parameters``: a recipe needs a weight's values, a weight is
+            shared with a layer that is not converted, experts share a weight, or a weight is a DTensor whose parts cut
+            blocks, which FSDP2 has sharded or which belongs to experts. Nothing is changed then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     _check_module("convert", model)
@@ -153,7 +157,7 @@ def convert(
     if quantized_parameters:
         check_weights(model, chosen)
     for layer in chosen:
-        converted_class(layer)  # before the first is changed: a class that can't be made raises
+        converted_class(layer)  # raises if a class can't be made, before any layer is changed
     if plan and not chosen and not again:
         _say_that_nothing_is_converted([reason for _, reason in plan.values()], strict=strict)
     for layer, (own, reason) in plan.items():
@@ -169,7 +173,7 @@ def convert(
 
 
 def revert(model: Model) -> Model:
-    """Turn every ``fp8compile.Linear`` back into a ``nn.Linear``, and experts into theirs, in place.
+    """Turn each ``fp8compile.Linear`` back into a ``nn.Linear``, and experts back into their own class, in place.
 
     Args:
         model: Any module.
@@ -178,7 +182,7 @@ def revert(model: Model) -> Model:
         The model.
 
     Raises:
-        TypeError: The model is no module, or a layer can't go back without losing something. Nothing is changed then.
+        TypeError: The model is not a module, or a layer can't be reverted without a loss. Nothing is changed then.
     """
     _check_module("revert", model)
     every = [layer for layer, _ in layers(model)]

@@ -1,4 +1,4 @@
-"""What this process knows of modules, beside them: a graph may be guarded by attributes of their own."""
+"""Tables of facts about modules. They are not attributes of the modules, because graphs may have guards on these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["CONVERTED", "USES"]
 
-# All layers in FP8: made, converted, copied or loaded. One that was reverted may be among them.
+# All layers in FP8, whether they were constructed, converted, copied or loaded. Some may have been reverted since.
 CONVERTED: WeakSet[nn.Module] = WeakSet()
-# By name of a parameter, what forwards do with it: a `fp8compile.nn.parameter_uses.uses.Use`.
+# For each module, a `fp8compile.nn.parameter_uses.uses.Use` by the name of a parameter.
 USES: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""What delayed scaling remembers of all layers of a model."""
+"""The states of delayed scaling of all layers of a model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def reset_delayed_scaling(model: nn.Module) -> nn.Module:
-    """Start delayed scaling anew: no amax was seen yet, and the multipliers are 1.
+    """Reset delayed scaling in all layers of a model: histories without amaxes, and multipliers of 1.
 
-    For a state that saw what it should not have: values from before a change of the data or of the weights, or from
-    memory that nothing was written to. One layer's is reset by ``layer.delayed_state().reset()``.
+    Use it if the state comes from values that do not count, such as those before a change of the data or the weights,
+    or those of uninitialized memory. ``layer.delayed_state().reset()`` resets a single layer.
 
     Args:
-        model: With layers of delayed scaling, compiled or not.
+        model: A model with layers of delayed scaling, compiled or not.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: The model is no module.
+        TypeError: The model is not a module.
         ValueError: No layer has delayed scaling.
     """
     if not isinstance(model, nn.Module):

@@ -1,8 +1,8 @@
-"""Filters: which linears and experts `convert` swaps.
+"""Filters: which linears and experts `convert` converts.
 
-A filter is a function ``(module, fqn) -> bool``, or name patterns: one string or several, in the syntax of fnmatch
-(``*`` matches dots too). A layer is converted if a pattern matches its fully qualified name; a pattern that begins
-with ``!`` leaves out what it matches, and alone leaves out only that.
+A filter is a function ``(module, fqn) -> bool``, or one or several name patterns in the syntax of fnmatch (``*``
+matches dots too). A layer is converted if a pattern matches its fully qualified name. A pattern that begins with ``!``
+leaves out the layers that it matches. If all patterns begin with ``!``, all other layers are converted.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ Reason = Callable[[nn.Module, str], str | None]
 # A GEMM takes codes in rows of 16 bytes: below that, FP8 multiplies more padding than values.
 SMALLEST_DIM = 16
 
-# Layers of K inputs and N outputs whose K N / (K + N) is less lose on casts more than the GEMMs gain, even with casts
-# fused into what makes the tensors, by compute capability: the least of its GPUs. Source: published peaks,
-# `python -m benchmarks.roofline`; on the GPUs themselves this was not measured, and what launches cost comes on top.
+# The least K N / (K + N), by compute capability, at which a layer of K inputs and N outputs is faster in FP8. A layer
+# with less loses more by its casts than its GEMMs gain, even if the casts are fused into the kernels that produce the
+# tensors. A capability has the least value of its GPUs. Source: published peaks, `python -m benchmarks.roofline`. This
+# was not measured on the GPUs themselves, and it leaves out the cost of kernel launches.
 LEAST_GAINING = {(8, 9): 109, (9, 0): 137, (10, 0): 187, (10, 3): 187, (12, 0): 77, (12, 1): 305}
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
-    """K N / (K + N): gain of a layer's GEMMs in FP8 over the cost of casts, up to a factor of the GPU."""
+    """K N / (K + N): the gain of a layer's GEMMs in FP8 divided by the cost of casts, up to a factor of the GPU."""
     return in_features * out_features // (in_features + out_features)
 
 
 def default_filter_reason(module: nn.Module, fqn: str) -> str | None:
-    """Why FP8 can't speed up this linear, or these experts, on the device of the weights; None if it can."""
+    """The reason why FP8 can't speed up this layer on the device of its weights; None if it can."""
     sizes = matrices(module)
     smallest = min(min(size) for size in sizes)
     if smallest < SMALLEST_DIM:
@@ -90,7 +91,7 @@ def _did_you_mean(pattern: str, fqns: list[str]) -> str:
 
 
 def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
-    """Raise a ValueError, which shows the argument, if its pattern matches none of the names."""
+    """Raise a ValueError if a pattern matches none of the names. ``given`` is the argument that the error shows."""
     if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
         shown = ", ".join(fqns[:5]) + (", ..." if len(fqns) > 5 else "")
         raise ValueError(
@@ -103,16 +104,16 @@ def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
     """Make a function that returns why a layer is left out, or None if it is converted.
 
     Args:
-        filter: A filter as `convert` takes it; None for the default, which leaves out what FP8 can't help.
+        filter: A filter as `convert` takes it; None for the default, which leaves out layers that FP8 can't speed up.
         fqns: Names of the model's linears, to check patterns against.
 
     Raises:
-        TypeError: It is neither a function nor patterns.
+        TypeError: ``filter`` is neither a function nor patterns.
         ValueError: A pattern matches no linear.
     """
     if filter is None:
         return default_filter_reason
-    if callable(filter) and not isinstance(filter, type):  # filter=nn.Linear would make a layer of each layer
+    if callable(filter) and not isinstance(filter, type):  # filter=nn.Linear would be called to make a layer
         return lambda module, fqn: None if filter(module, fqn) else "left out by the filter"
     patterns = (filter,) if isinstance(filter, str) else tuple(filter) if isinstance(filter, Iterable) else None
     if not patterns or not all(isinstance(p, str) for p in patterns):

@@ -1,4 +1,4 @@
-"""Errors that all ranks raise if one rank finds them: they travel with the first message, so no rank waits for ever.
+"""Raise an error on all ranks if one rank finds it. It is sent with the first message, so that no rank waits forever.
 
 rank 0   rows are right   --its counts-->     the host reads counts that are negative   --> both raise the text
 rank 1   rows are wrong   --FOUND, FOUND-->   the host reads its own                    -->
@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 __all__ = ["FOUND", "noted", "raise_on_all", "tried"]
 
-FOUND = -1  # stands for a number of rows: this rank has none to send, because it found something wrong
+FOUND = -1  # sent instead of a number of rows by a rank that found an error
 
 WAITING = (
     "Raised between the messages of expert parallelism: the other ranks wait for this one, until it ends or the "
@@ -25,7 +25,7 @@ WAITING = (
 
 
 def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """Call a function; returns its result and None, or None and its error. Errors of a compiler are raised."""
+    """Call a function; returns its result and None, or None and its error. While compiling, errors are raised."""
     if torch.compiler.is_compiling():
         return function(*args), None
     try:
@@ -36,7 +36,7 @@ def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | No
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Add a note to an error that is raised inside: other ranks wait for this rank."""
+    """Context that adds a note to errors raised inside, which says that other ranks wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -45,16 +45,16 @@ def noted() -> Iterator[None]:
 
 
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
-    """Raise the errors that ranks of a group found; all of them call it once they know that there is one.
+    """Raise the errors that ranks of a group found. All ranks call this once they know that a rank found one.
 
     Args:
-        function: In whose name.
-        error: What this rank found, or None.
+        function: The function that the error's text names.
+        error: The error that this rank found, or None.
         group: The name of the group.
 
     Raises:
-        Exception: The rank's own error, if all ranks found the same.
-        RuntimeError: Else, one text on all ranks.
+        Exception: This rank's error, if all ranks found the same error.
+        RuntimeError: In all other cases; its text, the same on all ranks, has the errors of all ranks.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

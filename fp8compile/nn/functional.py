@@ -1,4 +1,4 @@
-"""fp8compile.linear: the function around the op, with its checks and the rule of autocast."""
+"""fp8compile.linear: checks its arguments, applies autocast, and calls the op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
 
 def check_recipe(function: str, recipe: object) -> None:
-    """Raise a TypeError in the name of ``function`` if its argument is no recipe."""
+    """Raise a TypeError that names ``function``, unless ``recipe`` is a recipe."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{function}: recipe is {shown(recipe)}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() "
@@ -29,7 +29,7 @@ def check_recipe(function: str, recipe: object) -> None:
 
 
 def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
-    """Raise in the name of ``function`` unless an operand is a dense tensor of the dtype and device of ``x``."""
+    """Raise an error that names ``function``, unless an operand is dense and has the dtype and device of ``x``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it is a tensor.")
     if has_codes(tensor) and (name, function) not in TAKE_CODES:
@@ -86,7 +86,7 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cast the operands of a layer, which include ``"x"`` and ``"weight"``, to autocast's dtype if that is on."""
+    """Cast the operands of a layer, among them ``"x"`` and ``"weight"``, to autocast's dtype if autocast is on."""
     x = operands["x"]
     if not isinstance(x, Tensor) or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return operands
@@ -100,7 +100,7 @@ def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str
 def checked_operands(
     function: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check the operands of a linear layer, and cast them to autocast's dtype if that is on.
+    """Check the operands of a linear layer, and cast them to autocast's dtype if autocast is on.
 
     Args:
         function: Name of the function, for errors.
@@ -109,9 +109,9 @@ def checked_operands(
         bias: Shape (out_features,), or None.
 
     Raises:
-        TypeError: A dtype or layout is not taken, or dtypes differ.
+        TypeError: A dtype or layout is not supported, or dtypes differ.
         ValueError: Shapes or devices do not fit.
-        RuntimeError: torch.jit traces.
+        RuntimeError: ``torch.jit.trace`` is running.
     """
     if torch.jit.is_tracing():
         raise RuntimeError(
@@ -132,30 +132,29 @@ def checked_operands(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, state: DelayedState | None = None
 ) -> Tensor:
-    """A linear layer whose GEMMs run in FP8 as the recipe says: ``x @ weight.T + bias``.
+    """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, as the recipe says.
 
-    Differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first, as
-    ``torch.nn.functional.linear`` does. One node, ``fp8compile::linear``, in a traced graph, or
-    ``fp8compile::delayed_linear`` where the recipe has delayed scaling.
+    It is differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first, as
+    in ``torch.nn.functional.linear``. In a traced graph it is one node: ``fp8compile::linear``, or
+    ``fp8compile::delayed_linear`` if the recipe has delayed scaling.
 
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32.
-        weight: Shape (out_features, in_features), the dtype of ``x``. It may be a ``QuantizedTensor``, whose codes and
-            scales are then the operand of the output and, transposed, of grad_input; its gradient is a plain tensor.
-        bias: Shape (out_features,), the dtype of ``x``, or None. Added in that dtype.
-        recipe: Quantizers for the operands.
-        state: This layer's state, for a recipe with delayed scaling only. The backward updates it in place.
+        weight: Shape (out_features, in_features), the dtype of ``x``. If it is a ``QuantizedTensor``, the GEMMs of the
+            output and of grad_input read its codes and scales; its gradient is a plain tensor.
+        bias: Shape (out_features,), the dtype of ``x``, or None. It is added in that dtype.
+        recipe: Quantizers for the operands of each GEMM.
+        state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: ``recipe`` is no recipe, a dtype or layout is not taken, or dtypes differ; autocast's dtype also has
-            to be that of a quantized weight.
-        ValueError: Shapes or devices do not fit; the recipe has delayed scaling and no state is given, or one that
-            is not the recipe's; a quantized weight has other codes than the recipe asks for, or codes of a shard that
-            cuts blocks.
-        RuntimeError: This device has no GEMM for the recipe, or torch.jit traces.
+        TypeError: ``recipe`` is not a recipe, a dtype or layout is not supported, or dtypes differ, such as autocast's
+            and that of a quantized weight.
+        ValueError: Shapes or devices do not fit. The recipe has delayed scaling, and the state is missing or does not
+            fit it. A quantized weight has other codes than the recipe asks for, or is a shard that cuts blocks.
+        RuntimeError: This device has no GEMM for the recipe, or ``torch.jit.trace`` is running.
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
@@ -164,7 +163,7 @@ def linear(
     x, weight, bias = checked_operands("linear", x, weight, bias)
     check_state(state)
     if has_codes(weight):
-        check_serves("linear", weight, recipe)  # the op does, too, but under torch.compile as an error of PyTorch's
+        check_serves("linear", weight, recipe)  # the op checks too, but torch.compile would wrap its error
     if state is None:
         return linear_op(x, weight, bias, recipe)
     return delayed_linear(x, weight, bias, *state, recipe)[0]

@@ -1,7 +1,7 @@
-"""fp8compile.grouped_linear: the function around the op, with its checks.
+"""fp8compile.grouped_linear and grouped_mm: check their arguments and call the op.
 
-`grouped_linear` has the arguments of ``fp8compile.linear``, `grouped_mm` those of
-``torch.nn.functional.grouped_mm``, in whose place it can be written.
+`grouped_linear` takes the arguments of ``fp8compile.linear``. `grouped_mm` takes those of
+``torch.nn.functional.grouped_mm``, so that it can replace that function.
 """
 
 from __future__ import annotations
@@ -110,34 +110,36 @@ def grouped_linear(
     recipe: Recipe,
     check_in_graph: bool = False,
 ) -> Tensor:
-    """A linear layer for each group of rows, such as the experts of a model, with FP8 GEMMs as the recipe says.
+    """Apply a linear layer to each group of rows, such as the experts of a model, with FP8 GEMMs as the recipe says.
 
-    ``y[start:end] = x[start:end] @ weight[group].T + bias[group]`` for rows ``offsets[group - 1]`` to
-    ``offsets[group]``. Codes and scales are those that ``fp8compile.linear`` has for each group's rows and matrix: a
-    tensorwise recipe has one scale for the rows of a group. Sizes of groups are data, so the host never waits for
-    them and no graph is compiled again when they change. Differentiable once in x, weight and bias; under
-    ``torch.autocast`` the three are cast to its dtype first.
+    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, with ``start =
+    offsets[group - 1]`` and ``end = offsets[group]``. Each group has the codes and scales that ``fp8compile.linear``
+    would have for its rows and matrix. For example, a tensorwise recipe has one scale for the rows of a group. The
+    sizes of groups are data: the host never waits for them, and no graph is compiled again when they change.
+
+    It is differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first.
 
     Args:
         x: (rows, in_features), bfloat16, float16 or float32, rows sorted by group.
         weight: (groups, out_features, in_features), the dtype of ``x``.
-        offsets: (groups,), int32: where each group ends. A group may be empty. Rows behind the last group belong to
-            none: whatever they hold is never read by an amax or a product.
-        bias: (groups, out_features), the dtype of ``x``, or None. Added in that dtype.
+        offsets: (groups,), int32, the end of each group. A group may be empty. Rows after the last group belong to no
+            group, and no amax or product reads them.
+        bias: (groups, out_features), the dtype of ``x``, or None. It is added in that dtype.
         recipe: Quantizers for the operands: ``rowwise_bf16_wgrad``, ``rowwise``, ``tensorwise``, ``blockwise``,
-            ``mxfp8``, on a CPU ``nvfp4``, or another whose blocks lie within a row, or along the tokens of one group.
-        check_in_graph: Whether compiled code looks at ``offsets`` too. Eager mode always does.
+            ``mxfp8``, on a CPU ``nvfp4``, or another recipe whose blocks lie within a row or along the tokens of one
+            group.
+        check_in_graph: Whether compiled code checks ``offsets`` too. Eager mode always does.
 
     Returns:
-        (rows, out_features), the dtype of ``x`` (or of autocast); zeros behind the last group, as in the gradient of
-        ``x``.
+        (rows, out_features), the dtype of ``x`` (or of autocast). Rows after the last group are zeros, and so is their
+        gradient with respect to ``x``.
 
     Raises:
-        TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ.
-        ValueError: Shapes or devices do not fit; offsets fall or end behind the rows (on a GPU an assertion on the
-            device); the recipe has delayed scaling, stochastic rounding by one level of scales, or blocks that hold
+        TypeError: ``recipe`` is not a recipe, a dtype or layout is not supported, or dtypes differ.
+        ValueError: Shapes or devices do not fit. Offsets decrease or exceed the rows (on a GPU an assertion on the
+            device). The recipe has delayed scaling, stochastic rounding with one level of scales, or blocks with
             tokens of two groups.
-        RuntimeError: This device has no grouped GEMM for the recipe, or torch.jit traces.
+        RuntimeError: This device has no grouped GEMM for the recipe, or ``torch.jit.trace`` is running.
     """
     if has_torch_function((x, weight, offsets, bias)):
         return handle_torch_function(
@@ -153,7 +155,7 @@ def grouped_linear(
     check_recipe("grouped_linear", recipe)
     x, weight, bias = checked_groups(x, weight, offsets, bias)
     if check_in_graph or not torch.compiler.is_compiling():
-        # an op, so that tensors without data and those of vmap can be given
+        # the check is an op, so that it also takes tensors without data and tensors of vmap
         offsets = checked_offsets(offsets, x.shape[0])
     if isinstance(weight, UngatheredStack):
         return fsdp_grouped_linear(x, weight.shard, offsets, bias, weight.rows, recipe)
@@ -172,18 +174,19 @@ def grouped_mm(
     """``torch.nn.functional.grouped_mm`` in FP8: `grouped_linear` with the arguments of that function.
 
     Args:
-        mat_a: (rows, in_features), sorted by group.
+        mat_a: (rows, in_features), rows sorted by group.
         mat_b: (groups, in_features, out_features).
-        offs: (groups,), int32: where each group ends.
-        bias: (groups, out_features) or None.
+        offs: (groups,), int32, the end of each group.
+        bias: (groups, out_features), or None.
         out_dtype: The dtype of ``mat_a``, or None.
-        recipe: Quantizers, as `grouped_linear` takes them.
+        recipe: Quantizers for the operands, as `grouped_linear` takes them.
 
     Returns:
-        (rows, out_features), zeros behind the last group.
+        (rows, out_features). Rows after the last group are zeros.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As `grouped_linear`; for another ``out_dtype`` too.
+        TypeError, ValueError, RuntimeError: In the cases of `grouped_linear`. A ValueError also for another
+            ``out_dtype``.
     """
     for name, given in {"mat_a": mat_a, "mat_b": mat_b, "offs": offs}.items():
         if not isinstance(given, (Tensor, UngatheredStack)):

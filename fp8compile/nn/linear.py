@@ -40,34 +40,34 @@ ONE_RANK = (
 class Linear(CodesInState, nn.Linear):
     """A ``torch.nn.Linear`` whose GEMMs run in FP8.
 
-    Parameters are plain ``nn.Parameter``, the state dict is that of ``nn.Linear``, and so is whatever else this module
-    does not override: it is a ``nn.Linear`` to every tool that looks for one. Only ``fp8compile.convert`` with
-    ``quantized_parameters=True`` makes the weight codes and a scale; then these two, as plain tensors, are in the
-    state dict in its place, and a state dict with values is quantized as it is loaded.
+    It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters are plain ``nn.Parameter``, and the
+    state dict is that of ``nn.Linear``. The exception is ``fp8compile.convert`` with ``quantized_parameters=True``:
+    then the weight is codes and a scale, and the state dict has these as two plain tensors instead of the weight. It
+    still loads a state dict with values, and quantizes them.
 
-    With delayed scaling it has two buffers more, the fields of ``fp8compile.DelayedState``, which each backward
-    updates. They are in the state dict; one without them, such as that of a ``nn.Linear``, starts them anew. They stay
-    float32 whatever the layer is cast to.
+    With delayed scaling the layer has two more buffers, the fields of ``fp8compile.DelayedState``, which each backward
+    updates. They are in the state dict. Loading a state dict without them, such as that of a ``nn.Linear``, resets
+    them. They stay float32 when the layer is cast to another dtype.
 
     Args:
         in_features: K.
         out_features: N.
         bias: Whether there is a bias.
         recipe: Quantizers for the operands of the three GEMMs.
-        amax_group: The ranks that reduce their amaxes, in one message a backward, for delayed scaling. All of them
-            run the same backwards.
+        amax_group: The ranks that reduce their amaxes for delayed scaling, with one message in each backward. All of
+            them run the same backwards.
         device: Device of the parameters.
         dtype: Dtype of the parameters: bfloat16, float16 or float32.
 
     Raises:
-        TypeError: The recipe is none, the group none, or the dtype another one.
+        TypeError: ``recipe`` or ``amax_group`` has a wrong type, or ``dtype`` is not one of the three.
         ValueError: A group is given for a recipe without delayed scaling.
     """
 
-    amax_group: str | None = None  # its name: a group can be neither copied nor pickled
-    amax_history: Tensor  # the state of delayed scaling, where the recipe has it
+    amax_group: str | None = None  # the group's name: a group can be neither copied nor pickled
+    amax_history: Tensor  # this and `multiplier` exist only if the recipe has delayed scaling
     multiplier: Tensor
-    _plain: ClassVar[type[nn.Linear]] = nn.Linear  # what `revert` makes of a layer of this very class
+    _plain: ClassVar[type[nn.Linear]] = nn.Linear  # the class that `revert` restores; made subclasses set their own
 
     def __init__(
         self,
@@ -89,15 +89,16 @@ class Linear(CodesInState, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe, *, amax_group: ProcessGroup | None = None) -> Self:
-        """Convert a linear to FP8, with the same parameters (not copies), hooks and mode.
+        """Make an FP8 layer with a linear's parameters (not copies), hooks and mode.
 
         Args:
-            linear: A ``nn.Linear``, no subclass of it.
-            recipe: Quantizers for the operands.
+            linear: A ``nn.Linear``, not a subclass of it.
+            recipe: Quantizers for the operands of the three GEMMs.
             amax_group: The ranks that reduce their amaxes, as the class takes it.
 
         Raises:
-            TypeError: ``linear`` is no plain ``nn.Linear``, the recipe none, or the group none.
+            TypeError: ``linear`` is not a plain ``nn.Linear``, its forward was replaced on the instance, or ``recipe``
+                or ``amax_group`` has a wrong type.
             ValueError: A group is given for a recipe without delayed scaling.
         """
         if type(linear) is not nn.Linear:
@@ -113,16 +114,17 @@ class Linear(CodesInState, nn.Linear):
         check_recipe("Linear", recipe)
         check_amax_group("Linear", [recipe], amax_group)
         module = cls.__new__(cls)
-        module.__dict__.update(linear.__dict__, _buffers=dict(linear._buffers))  # linear gets no buffers of this one
+        module.__dict__.update(linear.__dict__, _buffers=dict(linear._buffers))  # a copy: no new buffers for linear
         rebind_load_hooks(module)
         become_float8(module, recipe, amax_group)
         return module
 
     def to_linear(self) -> nn.Linear:
-        """Turn the layer back into a ``torch.nn.Linear``, or what `convert` took: same parameters, hooks and mode.
+        """Make a ``torch.nn.Linear``, or the subclass that `convert` was given, with the same parameters and hooks.
 
         Raises:
-            TypeError: This is a subclass or parametrized, or its forward was replaced or compiled on the instance.
+            TypeError: The layer's class is a user's subclass, or its weight is parametrized or quantized, or its
+                forward was replaced or compiled on the instance.
         """
         if (reason := cannot_revert(self)) is not None:
             raise TypeError(f"Linear.to_linear: {reason}")
@@ -134,7 +136,7 @@ class Linear(CodesInState, nn.Linear):
 
     @property
     def recipe(self) -> Recipe:
-        """Quantizers for the operands of the three GEMMs; another may be set."""
+        """The recipe: quantizers for the operands of the three GEMMs. It can be set to another recipe."""
         return self._recipe
 
     @recipe.setter
@@ -144,20 +146,20 @@ class Linear(CodesInState, nn.Linear):
         self._recipe_under_fsdp = _keeping_nothing(recipe)
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight.T + bias``; (..., in_features) to (..., out_features), in the dtype of the input."""
+        """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
         recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
         warn_if_not_sharded(self)
         return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state())
 
     def delayed_state(self) -> DelayedState | None:
-        """The state of delayed scaling, which is the layer's buffers; None for a recipe without it."""
+        """The state of delayed scaling, made of the layer's buffers; None if the recipe has no delayed scaling."""
         if "amax_history" not in self._buffers:
             return None
         return DelayedState(self.amax_history, self.multiplier, self.amax_group)
 
     def reset_parameters(self) -> None:
-        """Initialize parameters as ``nn.Linear`` does, and start delayed scaling anew."""
-        self._reset_state()  # first: codes of a weight are made by it
+        """Initialize parameters as ``nn.Linear`` does, and reset the state of delayed scaling."""
+        self._reset_state()  # first, because writing a quantized weight uses the state's multiplier
         super().reset_parameters()
 
     def _reset_state(self) -> None:
@@ -170,10 +172,10 @@ class Linear(CodesInState, nn.Linear):
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             after = buffers[name]
-            if after.dtype != buffer.dtype:  # .half() is about values; the state is about their scale
+            if after.dtype != buffer.dtype:  # .half() casts values, but the state stays float32
                 buffers[name] = buffer.to(after.device)
         if any(buffer.is_meta and not buffers[name].is_meta for name, buffer in before.items()):
-            self.amax_history.zero_()  # to_empty() leaves memory as it was, which no one would notice in a scale
+            self.amax_history.zero_()  # to_empty() leaves memory uninitialized, which would go unnoticed in a scale
             self._reset_state()
         self.own_weight()
         return self
@@ -183,7 +185,7 @@ class Linear(CodesInState, nn.Linear):
         self.own_weight()
 
     def own_weight(self) -> None:
-        """Tell a weight that is quantized by delayed scaling which layer's state has its multiplier."""
+        """Tell a weight that is quantized with delayed scaling to read its multiplier from this layer's state."""
         if self._delays_codes():
             local_itself(self.weight).state = RowOfWeight(self)
 
@@ -193,12 +195,12 @@ class Linear(CodesInState, nn.Linear):
     # ------------------------------------------------------------------ what a checkpoint has of it
 
     def _names_of_codes(self) -> tuple[str, ...]:
-        """Names of the checkpoint's entries that replace the weight."""
+        """Names of the state dict's entries that replace the weight."""
         return tuple(codes_and_scales("weight", self.weight))
 
     def is_quantized(self) -> bool:
         """Whether the weight is kept as codes and a scale."""
-        weight = self._parameters.get("weight")  # a parametrized one is computed when it is asked for
+        weight = self._parameters.get("weight")  # not self.weight, which computes a parametrized weight
         return weight is not None and is_quantized_parameter(local_itself(weight))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -207,7 +209,7 @@ class Linear(CodesInState, nn.Linear):
             warnings.warn(ONE_RANK, stacklevel=2)
 
     def _state_is_of_one_rank(self) -> bool:
-        """Whether other ranks, which have this layer too, have another state for it."""
+        """Whether other ranks have the same layer with a different state of delayed scaling."""
         if (state := self.delayed_state()) is None or state.group is not None:
             return False
         is_sharded = is_fsdp_managed(self) or hasattr(self, "graph_fsdp")
@@ -229,26 +231,28 @@ class Linear(CodesInState, nn.Linear):
         )
         state_keys = [prefix + name for name in STATE]
         if f"{prefix}weight" in state_dict and not any(key in state_dict for key in state_keys):
-            self._reset_state()  # what is remembered is of other weights
+            self._reset_state()  # the state belongs to the weights before
             own_missing = [key for key in own_missing if key not in state_keys]
         values = state_dict.get(f"{prefix}weight")
         if self._delays_codes() and values is not None and values.shape == self.weight.shape:
             with torch.no_grad():
-                self.weight.copy_(values)  # once more, by the multiplier that came with them
+                self.weight.copy_(values)  # again, with the multiplier that was loaded after the weight
         missing_keys += own_missing
+
+        """The text of ``nn.Linear`` and the recipe, by name if it has one."""
 
 
 reach_codes(Linear, "weight")
 
 
-@cache  # one object for all layers: graphs are guarded by which one it is
+@cache  # the same object for all layers, because graphs have guards on its identity
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """The recipe without kept weight codes, for FSDP: it frees a weight after the forward, but codes would stay."""
+    """The recipe without ``keep_weight_codes``, for FSDP: it frees weights after the forward, but codes would stay."""
     return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Give a layer the attributes of a `Linear`: the recipe, and the state that it needs."""
+    """Give a layer the attributes of a `Linear`: the recipe, and the state of delayed scaling if the recipe has it."""
     layer.recipe = recipe
     CONVERTED.add(layer)
     if recipe.history():
@@ -268,12 +272,12 @@ def become_plain(layer: nn.Linear) -> None:
 
 
 def _bypasses_class(layer: nn.Linear) -> bool:
-    """Whether a call of the layer runs something stored on the instance, and not its class's forward."""
+    """Whether a call of the layer runs a function stored on the instance instead of its class's forward."""
     return "forward" in vars(layer) or layer._compiled_call_impl is not None
 
 
 def cannot_revert(layer: Linear) -> str | None:
-    """Why a layer can't be reverted, or None."""
+    """The reason why a layer can't be reverted, or None."""
     if "_plain" not in vars(type(layer)):
         return f"this is a {type(layer).__name__}, and its own forward or parametrization would be lost. Undo that."
     if _bypasses_class(layer):

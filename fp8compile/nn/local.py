@@ -1,4 +1,4 @@
-"""Place a tensor over ranks as another tensor is placed."""
+"""Place a tensor over ranks in the same way as another tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap a local tensor as a DTensor with another tensor's placements; unchanged if that one is no DTensor."""
+    """Wrap a local tensor as a DTensor with the placements of ``tensor``; unchanged if ``tensor`` is no DTensor."""
     if not is_dtensor(tensor):
         return local
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -20,7 +20,7 @@ def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
 
 
 def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Cut a tensor that every rank has as another tensor is cut; nothing is sent."""
+    """Cut a tensor that every rank has in the same way as ``tensor`` is cut. Nothing is sent."""
     if not is_dtensor(tensor) or is_dtensor(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -30,7 +30,7 @@ def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def on_all_ranks_of(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap a tensor as a replicated DTensor on a weight's mesh, as plans do; unchanged if the weight is no DTensor."""
+    """Wrap a tensor as a replicated DTensor on a weight's mesh; unchanged if the weight is no DTensor."""
     if not is_dtensor(weight):
         return tensor
     from torch.distributed.tensor import Replicate

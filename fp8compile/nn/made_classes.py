@@ -1,4 +1,4 @@
-"""Classes made at run time for existing modules, whose instances can be copied and pickled."""
+"""Classes that are made at run time to replace a module's class; their instances can be copied and pickled."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ __all__ = ["MadeClass"]
 
 
 class MadeClass:
-    """Base of a class that a function made from a user's class, to replace that class in an instance.
+    """Base of a class that a function makes from a user's class, to replace the class of an instance.
 
-    Such a class has no name that pickle could find it by. Its instances name the function instead.
+    Pickle can't find such a class by name. Pickles of its instances name the function instead.
 
     Attributes:
-        made_by: The function and its arguments, of the class itself: ``made_by[0](*made_by[1:])`` is the class.
+        made_by: The function that made the class, and its arguments: ``made_by[0](*made_by[1:])`` is the class. Each
+            made class sets it.
     """
 
     made_by: ClassVar[tuple[Callable[..., type[Any]], Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Skip the user's own hook, because a class that registers its subclasses would find one that nobody wrote."""
+        """Skip the user's own ``__init_subclass__``, because a registry of subclasses must not find a made class."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         reduced: Any = super().__reduce_ex__(max(operator.index(protocol), 2))
         function, arguments, *rest = reduced
-        # somebody's class says itself how it is copied, or stands above this one
+        # the user's class defines how it is copied, or a user has subclassed the made class
         if function is not vars(copyreg)["__newobj__"] or "made_by" not in vars(type(self)):
             return (function, arguments, *rest)
         return (_new, (self.made_by, *arguments[1:]), *rest)

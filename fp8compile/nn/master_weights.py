@@ -1,9 +1,10 @@
-"""MasterWeights: an optimizer of torch.optim that computes in float32 and rounds quantized weights once a step.
+"""MasterWeights: run an optimizer of torch.optim on float32 masters, and round quantized weights once in each step.
 
 p.grad --to float32--> master.grad --torch.optim--> master float32 --(one amax message for all)--> codes, scale
 
-Both optimizers have the same groups, the dicts themselves: what a scheduler writes there the inner one reads, and what
-an algorithm counts there is seen and saved. While the inner one runs they hold masters in place of weights.
+MasterWeights and the inner optimizer share the dicts of their parameter groups. The inner optimizer therefore reads
+what a scheduler writes there, and what an algorithm counts there is saved. While the inner optimizer runs, the groups
+hold masters instead of weights.
 """
 
 from __future__ import annotations
@@ -34,35 +35,37 @@ from fp8compile.tensor import (
 
 __all__ = ["MasterWeights"]
 
-MASTER = "master"  # its name in an optimizer's state
-STOCHASTIC = CurrentScaling, TwoLevelScaling  # quantizers that may round so
+MASTER = "master"  # key of a master in an optimizer's state
+STOCHASTIC = CurrentScaling, TwoLevelScaling  # quantizers that support stochastic rounding
 
 
 class MasterWeights(Optimizer):
-    """An optimizer that keeps float32 masters of quantized weights, updates those, and rounds them once a step.
+    """An optimizer that updates float32 masters of quantized weights, and rounds them to codes once in each step.
 
-    After each step, codes and scales are the masters' values, quantized by the weights' own quantizers. Ranks that
-    share scales exchange one amax message for all weights. If something else wrote to a weight (``load_state_dict`` of
-    a model without its optimizer), its master starts anew from the values of the codes. Other parameters are updated
-    by the optimizer directly. Learning rate schedulers work on it, ``add_param_group`` does not. Its state dict is
-    that of the optimizer, with the master beside each weight's moments. It has ``train`` and ``eval`` if the optimizer
-    has them, such as a schedule-free one. A deep copy or a pickle of it has weights of its own; a copy of ``(model,
-    optimizer)`` has the weights of the copied model.
+    After each step, codes and scales are those of the masters, quantized by the weights' own quantizers. Ranks that
+    share scales exchange one amax message for all weights. If something else wrote to a weight, such as
+    ``load_state_dict`` of the model alone, its master is reset to the values of the codes. The optimizer updates other
+    parameters directly.
+
+    Learning rate schedulers work with it; ``add_param_group`` does not. The state dict is that of the optimizer, with
+    the master next to each weight's moments. It has ``train`` and ``eval`` if the optimizer has them, as schedule-free
+    ones do. A deep copy or a pickle has copies of the weights; a copy of ``(model, optimizer)`` has the weights of the
+    copied model.
 
     Args:
         optimizer: A class of ``torch.optim``, or one like it, whose step needs no closure.
         params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them.
-        keep: Whether masters stay from step to step. If not, a step starts from the values of the codes, and without
-            stochastic rounding it loses updates that are smaller than half the distance between codes.
-        rounding: Rounding of masters to codes, ``"nearest"`` or ``"stochastic"``. The noise differs from step to step,
-            and a shard has the noise of the whole weight.
+        keep: Whether masters are kept from step to step. If not, each step starts from the values of the codes, and
+            without stochastic rounding it loses updates that are smaller than half the distance between codes.
+        rounding: Rounding of masters to codes, ``"nearest"`` or ``"stochastic"``. The noise differs from step to step.
+            A shard has the noise that the whole weight has there.
         seed: Seed of stochastic rounding.
         options: Options of the optimizer.
 
     Raises:
-        TypeError: ``optimizer`` is no class of optimizers, or its step needs a closure, as that of LBFGS.
-        ValueError: ``rounding`` is none of the two, or stochastic for a quantizer that can't round so, for a part of a
-            tensor parallel weight that begins or ends within a block, or for experts that ranks share.
+        TypeError: ``optimizer`` is not a class of optimizers, or its step needs a closure, as that of LBFGS does.
+        ValueError: ``rounding`` is neither of the two. Or it is stochastic, and a quantizer does not support that,
+            FSDP2 cuts blocks of a tensor parallel weight, or experts are spread over ranks.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class MasterWeights(Optimizer):
                 "rank's own experts, and not that of one process. Take rounding='nearest'."
             )
         if local.has_all_scales or is_dtensor(p):
-            share_scale_of_part(p)  # says which part it is; a resumed run steps before its first forward
+            share_scale_of_part(p)  # tells the part its place; a resumed run steps before its first forward
         if local.has_all_scales and self._rounding == "stochastic" and len(sharding_of(p)) > 1:
             raise ValueError(
                 "MasterWeights: stochastic rounding of a weight that tensor parallel ranks have parts of, whose "
@@ -121,7 +124,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step of the optimizer, then round every quantized weight that had a gradient once."""
+        """Run one step of the optimizer, then round each quantized weight that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,15 +135,16 @@ class MasterWeights(Optimizer):
         return loss
 
     def _stands_still(self) -> bool:
-        """Whether no group has a learning rate, as in the step by which `torch.distributed.checkpoint` makes states.
+        """Whether all learning rates are 0, as in the step by which `torch.distributed.checkpoint` initializes states.
 
-        Codes that were just loaded are not rounded anew by it: of two sets, the second would be made of the first.
+        Such a step must not round codes that were just loaded: with two sets, the second one would be computed from
+        the values of the first.
         """
         rates = [group.get("lr") for group in self.param_groups]
         return all(not (isinstance(rate, Tensor) and not rate.is_cpu) and rate == 0 for rate in rates)
 
     def __getattr__(self, name: str) -> Any:
-        """Find ``train`` and ``eval`` of the optimizer; they change weights, so they run on the masters."""
+        """Find ``train`` and ``eval`` of the optimizer. Because they change weights, they run on the masters."""
         inner = vars(self).get("inner")
         if name in ("train", "eval") and hasattr(inner, name):
             return partial(self._switch, name)
@@ -153,7 +157,7 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _computing(self, params: list[Tensor], *, rounds: bool = True) -> Iterator[None]:
-        """Let the inner optimizer run on up-to-date masters of ``params``; if told so, round each once afterwards."""
+        """Context in which the inner optimizer runs on the masters of ``params``; ``rounds`` rounds them after it."""
         for p in params:
             local_itself(p).check_writable("a step")
         self._check_exchanged()
@@ -176,7 +180,7 @@ class MasterWeights(Optimizer):
         self._show_state()
 
     def _check_exchanged(self) -> None:
-        """Raise where something put other quantized parameters into the groups, which have no masters."""
+        """Raise a RuntimeError if something has put quantized parameters without masters into the groups."""
         if any(_is_quantized(p) and p not in self._masters for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "MasterWeights: quantized parameters of its groups are not those it was made of. Make it after "
@@ -187,7 +191,7 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _lent(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Let the groups hold masters in place of weights, while the inner optimizer runs."""
+        """Context in which the groups hold masters instead of weights, for the inner optimizer."""
         weights = [group["params"] for group in groups]
         for group in groups:
             group["params"] = [self._masters.get(p, p) for p in group["params"]]
@@ -198,23 +202,24 @@ class MasterWeights(Optimizer):
                 group["params"] = params
 
     def _share_groups(self, weights: list[list[Tensor]]) -> None:
-        """Use the inner optimizer's groups, which it just made from masters, as the groups of weights."""
+        """Use the inner optimizer's group dicts as this optimizer's, and put the weights into them."""
         for group, params in zip(self.inner.param_groups, weights, strict=True):
             group["params"] = params
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
 
     def _as_written(self, params: list[Tensor]) -> tuple[Any, ...]:
-        """What `assign` takes: local weights, their masters, and how these are rounded."""
+        """The arguments of `assign`: local weights, their masters, dtypes, rounding and cuts."""
         weights = [local_itself(p) for p in params]
-        # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
+        # nearest: first round to the weight's dtype, as `copy_` of the master does. Stochastic: keep all its digits.
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
         values = [local_itself(self._masters[p]).detach() for p in params]
         return weights, values, dtypes, self._rounding_of, [sharding_of(p) for p in params]
 
     def _take_over(self, params: list[Tensor]) -> None:
-        """Restart the masters of weights that something else wrote to, from the weights' values.
+        """Reset the masters of weights that something else wrote to, to the values of the weights' codes.
 
-        After a checkpoint is loaded, masters stay, whichever of model and optimizer was loaded first.
+        A master stays if it rounds to the weight's codes. So masters from a checkpoint stay, whether the model or the
+        optimizer was loaded first.
         """
         written = [p for p in params if self._keep and local_itself(p).written]
         for p, is_same in zip(written, stand_for(*self._as_written(written)), strict=True):
@@ -234,7 +239,7 @@ class MasterWeights(Optimizer):
             set_local_itself(self._masters[p], local_itself(p).dequantize(torch.float32))
 
     def _free(self) -> None:
-        """Empty masters that are not kept; they are tensors without elements, because files take no freed memory."""
+        """Free masters that are not kept: replace them by empty tensors, which can be saved, unlike freed memory."""
         for master in self._masters.values() if not self._keep else ():
             set_local_itself(master, torch.empty(0, device=master.device))
 
@@ -249,9 +254,9 @@ class MasterWeights(Optimizer):
                     self.state[p] = {**self.inner.state[master], **kept}
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, each quantized weight's master beside its moments, and the number of steps."""
+        """The optimizer's state, with the masters of quantized weights next to their moments, and the step count."""
         self._show_state()
-        if self._keep:  # before the first step too: a run that is resumed then starts from the same masters
+        if self._keep:  # before the first step too, so that a resumed run starts from the same masters
             for p, master in self._masters.items():
                 self.state[p] = {**self.state.get(p, {}), MASTER: master.detach()}
         found = super().state_dict()
@@ -261,7 +266,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned. Weights are not changed: they are in the model's own state."""
+        """Load a state that ``state_dict`` returned. Weights are not changed, because the model's state has them."""
         state = {index: dict(each) for index, each in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -281,7 +286,7 @@ class MasterWeights(Optimizer):
             self.inner.load_state_dict(
                 {"state": {i: each for i, each in state.items() if each}, "param_groups": groups}
             )
-        self._share_groups(weights)  # loading makes new ones
+        self._share_groups(weights)  # loading has made new group dicts
         self._steps = max(steps, default=0)
         self.state.clear()
         self._show_state()
@@ -291,7 +296,7 @@ class MasterWeights(Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise, except during construction, because masters belong to the first groups."""
+        """Raise a NotImplementedError, except during construction, because only the constructor makes masters."""
         if hasattr(self, "_ready"):
             raise NotImplementedError("MasterWeights: give all groups at once.")
         super().add_param_group(param_group)

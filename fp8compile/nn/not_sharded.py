@@ -1,4 +1,4 @@
-"""A warning at the first forward of a model whose weights FSDP2 was to gather as codes, and never got."""
+"""Warn in the first forward if `fsdp_float8_all_gather` was called for a model and `fully_shard` was not."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fp8compile._compat import constant_when_traced, is_fsdp_managed
 
 __all__ = ["MARK", "warn_if_not_sharded"]
 
-MARK = "_float8_gather"  # on a layer: which call of fsdp_float8_all_gather, by number, it belongs to
+MARK = "_float8_gather"  # attribute of a layer: the number of the call of fsdp_float8_all_gather that prepared it
 NOT_SHARDED = (
     "fsdp_float8_all_gather was called for this model, and fully_shard was not: its weights are not sharded, and no "
     "codes travel. Call fully_shard before the first forward, or leave out fsdp_float8_all_gather. (Hugging Face's "
     "Trainer falls back to DDP without a GPU, and if `fsdp` is not set.)"
 )
-warned: set[int] = set()  # numbers of calls
+warned: set[int] = set()  # numbers of the calls that were warned about
 
 
-@constant_when_traced  # what it looks at and changes is no part of a graph
+@constant_when_traced  # keeps what it reads and changes out of a graph
 def _warn(number: int) -> None:
     distributed = torch.distributed
     if number in warned or torch.compiler.is_exporting() or not distributed.is_available():
@@ -33,9 +33,10 @@ def _warn(number: int) -> None:
 
 
 def warn_if_not_sharded(module: nn.Module) -> None:
-    """Warn, once for each call of `fsdp_float8_all_gather`, in a forward of a layer that FSDP doesn't manage.
+    """Warn if `fsdp_float8_all_gather` has prepared a layer that FSDP does not manage in its forward.
 
-    Several processes are needed to warn: one has nothing to gather. Export and passes of shapes alone are silent.
+    It warns once for each call of `fsdp_float8_all_gather`. It does not warn if there is only one process, which has
+    nothing to gather, nor in export and on the meta device.
     """
     marks = module.__dict__
     parameters: dict[str, Any] = module._parameters

@@ -1,7 +1,7 @@
-"""Quantized weights that tensor parallel ranks have parts of: codes of a part, and the scale of the whole.
+"""Quantized weights under tensor parallelism: each rank has the codes of its part, and the scale of the whole weight.
 
 a DTensor of values --convert--> part --amax over its ranks--> codes, scale --+--> a DTensor of a QuantizedParameter
-whole codes --ColwiseParallel, RowwiseParallel--> their part, the same scale--+
+whole codes --ColwiseParallel, RowwiseParallel--> codes of a part, same scale +
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, chunk_sizes, split_axes
 from fp8compile.layout.packing import two_a_byte
+from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
-    Codes,
     QuantizedParameter,
     in_place_of,
     is_quantized_parameter,
@@ -57,25 +57,25 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
 
 
 def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
-    """Why a DTensor can't be quantized, such as parts that cut blocks; None if it can."""
+    """The reason why a DTensor can't be quantized, for example because its parts cut blocks; None if it can."""
     reasons = (_why_not(weight.shape, weight.device_mesh, weight.placements, each) for each in quantizers)
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def placements_of_scale(weight: DTensor, own: Codes) -> list[Any]:
+def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
     """Placements of one set's scale on a DTensor's mesh: replicated if blocks span ranks, else cut like the codes."""
     from torch.distributed.tensor import Replicate
 
     found, cut = list(weight.placements), sharded_dims(weight.placements, weight.ndim)
     for index, dim in cut:
-        # FSDP2, which may cut blocks, has the first dims of a mesh, and tensor parallelism, which may not, the last
+        # FSDP2 has the first mesh dims and may cut blocks; tensor parallelism has the last dims and may not
         if _compat.local_itself(weight).block_along(own, dim) == -1 or (own.has_all_scales and index == cut[0][0]):
             found[index] = Replicate()
     return found
 
 
 def placements_of_outer_scale(weight: DTensor) -> list[Any]:
-    """Placements of outer scales on a DTensor's mesh: cut if ranks have whole matrices of a stack, else replicated."""
+    """Placements of outer scales on a DTensor's mesh: cut if a stack is cut between matrices, else replicated."""
     from torch.distributed.tensor import Replicate
 
     found = list(weight.placements)
@@ -85,7 +85,7 @@ def placements_of_outer_scale(weight: DTensor) -> list[Any]:
 
 
 def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
-    """Quantize a DTensor of values whose parts cut no block, to one set of codes or two.
+    """Quantize a DTensor of values, whose parts cut no block, to one or two sets of codes.
 
     All ranks that share a scale call this.
     """
@@ -99,15 +99,15 @@ def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
     return wrapped_like(QuantizedParameter.of_sets(sets, local.dtype, **options), weight)
 
 
-def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Codes:
-    """Codes of a rank's part of a weight, of four bits with two to a byte where they can be."""
+def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Quantized:
+    """Quantize a rank's part of a weight; codes of four bits are packed two to a byte if the shape allows it."""
     q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
     codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
-    return Codes(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
+    return Quantized(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
-    """A quantized weight, or a rank's part of one, without values yet; the first write makes its codes."""
+    """Make a quantized weight, or a rank's part of one, that has no values yet. The first write makes its codes."""
     local, ones = _compat.local_itself(weight), torch.ones(quantizer.scale_shape(weight.shape), device=weight.device)
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
     found = QuantizedParameter(codes, quantizer.scale_of(ones), quantizer, local.dtype)
@@ -118,13 +118,13 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
 
 
 def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
-    """Cut a layer's quantized weight over the ranks of a mesh with one dim; another weight stays as it is.
+    """Cut a layer's quantized weight over the ranks of a mesh with one dim. A weight that is not quantized is not cut.
 
     Args:
-        layer: A layer of any kind; stacks of matrices are cut along their first dim.
+        layer: A layer of any kind. A stack of matrices is cut along its first dim.
         mesh: The mesh; all its ranks call this.
         placement: Placement of the weight.
-        source: The rank whose weight is sent to the others; None if all ranks have the same.
+        source: The rank whose weight is sent to the others; None if all ranks have the same weight.
         name: Name of the weight in the layer.
 
     Raises:
@@ -152,7 +152,7 @@ def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None,
         sets.append(replace(own, codes=part(own.codes, placement), scale=scale, outer_scale=outer))
     local = QuantizedParameter.of_sets(sets, weight.dtype, batch=weight.batch)
     local.gathers, local.state = weight.gathers, weight.state
-    if weight.ndim == 2:  # nobody shares the scale of an expert
+    if weight.ndim == 2:  # ranks share no scale of an expert
         local.share_scale(mesh.get_group(), dim, weight.shape[dim])
     if weight.initial is not None:
         local.initial = part(weight.initial.to(weight.device), placement)

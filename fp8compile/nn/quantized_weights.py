@@ -1,4 +1,4 @@
-"""Weights of converted layers as codes and scales, in place of their values."""
+"""Replace the weights of converted layers by codes and scales."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
 
 
 def not_codes(recipe: Recipe) -> str | None:
-    """Why weights can't be kept as codes with this recipe, or None."""
+    """The reason why weights can't be kept as codes with this recipe, or None."""
     if recipe.shares_weight_codes():
         return None
     if recipe.delayed()[1] is not None:
@@ -54,12 +54,12 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets(recipe: Recipe) -> tuple[Any, ...]:
-    """The quantizers of a weight's codes, one for each set."""
+    """The quantizers of a weight, one for each set of codes."""
     return _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """The quantizers that make the codes of a layer's weight, in the order that memory has."""
+    """The quantizers of a layer's weight, one for each set, transposed if memory holds the weight transposed."""
     return tuple(as_it_lies(layer, each) for each in _sets(recipe))
 
 
@@ -81,7 +81,7 @@ def _check_shared(
     weight: Tensor,
     users: Sequence[nn.Module],
 ) -> None:
-    """Raise unless all modules that share this weight use the same codes."""
+    """Raise a ValueError unless all modules that share this weight use the same codes."""
     name, recipe = names[module] or "the model", recipes[module]
     others = [names[each] for each in users if each not in recipes]
     if others:
@@ -111,7 +111,7 @@ def _check_shared(
 
 
 def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None:
-    """Raise unless the weight of each of these layers can become codes of its recipe."""
+    """Raise a ValueError unless each of these layers' weights can be kept as codes of the layer's recipe."""
     names = {module: name for name, module in model.named_modules()}
     _check_placed(names, recipes)
     users = users_of_parameters(model)
@@ -137,7 +137,12 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
 
 
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
-    """Replace the layers' weights by codes and scales; shared weights stay shared."""
+    """Replace the layers' weights by codes and scales. Shared weights stay shared.
+
+    Args:
+        layers: Converted layers, which `check_weights` has accepted.
+        keep_initial: Whether the weights keep the values that they were quantized from.
+    """
     made: dict[Tensor, nn.Parameter] = {}
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:
         weight = getattr(layer, name)

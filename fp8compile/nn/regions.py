@@ -1,10 +1,12 @@
-"""compile: a model as one graph, in which blocks that repeat are compiled once.
+"""compile: a model as one graph, in which repeated blocks are compiled once.
 
-Inductor compiles what is inlined: a model of 32 equal blocks costs 32 times the block. A block whose forward is a
-region (`torch.compiler.nested_compile_region`) is traced, partitioned and compiled once for all its equals, and the
-graph calls it. It stays one graph: ``fullgraph=True`` means what it meant. Code is fused within a block only.
+Dynamo inlines blocks by default, so that compiling a model of 32 equal blocks takes 32 times as long as one block. If
+a block's forward is a region (`torch.compiler.nested_compile_region`), it is traced, partitioned and compiled once for
+all equal blocks, and the graph calls it. The model is still one graph, and ``fullgraph=True`` keeps its meaning. Code
+is fused only within a block.
 
-A region returns no tensor that it was given, which blocks do: those of T5 hand a bias on. Such outputs stay outside.
+A region can't return a tensor that it was given, but some blocks do, such as T5's, which pass a bias on. Such outputs
+bypass the region.
 """
 
 from __future__ import annotations
@@ -35,30 +37,30 @@ PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 def compile(
     model: Model, *, blocks: Iterable[nn.Module] | None = None, fullgraph: bool = True, **options: Any
 ) -> Model:
-    """Compile a model as one graph, each kind of repeated block once.
+    """Compile a model as one graph, and each kind of repeated block once.
 
-    The blocks' forwards become regions, in place: their class is replaced by a subclass of the same name. Parameters,
-    state dict, hooks, copies, pickles and results in eager mode are as before.
+    The blocks' forwards become regions, in place: each block's class is replaced by a subclass of the same name.
+    Parameters, state dict, hooks, copies, pickles and results in eager mode stay the same.
 
     Args:
-        model: Any module, of Hugging Face or of one's own, converted before (`convert`) or not.
-        blocks: Modules of the model that are alike, none inside of another one, such as ``model.model.layers``; ``()``
-            for none, which is ``torch.compile``. Default: `repeated_blocks`.
+        model: Any module, whether `convert` has converted it or not.
+        blocks: Modules of the model that are alike, such as ``model.model.layers``; no block contains another one.
+            ``()`` for no blocks, which is plain ``torch.compile``. By default the blocks of `repeated_blocks`.
         fullgraph: Passed to ``torch.compile``, whose own default is False.
-        **options: The other options of ``torch.compile``. With ``dynamic=True`` sizes vary, and floats, such as a
-            module's attributes, are constants: another one compiles another graph, for PyTorch's regions take no
-            float that varies.
+        **options: Other options of ``torch.compile``. With ``dynamic=True``, sizes vary, but floats such as a module's
+            attributes are constants, because PyTorch's regions take no float that varies. A new value of such a float
+            compiles another graph.
 
     Returns:
-        What ``torch.compile`` returns: a module with the model's attributes, which type checkers take for the model.
+        The module that ``torch.compile`` returns. It has the model's attributes, and its type is the model's.
 
     Raises:
-        TypeError: The model is no module, or a block isn't one.
-        ValueError: A block is no part of the model, is inside of another one, or can't be a region: its forward is
-            its instance's and not its class's, or PyTorch takes its parameters for no argument of a region.
+        TypeError: The model or a block is not a module.
+        ValueError: A block is not a part of the model, or is inside another block, or can't be a region. It can't if
+            its forward is set on the instance, or if PyTorch does not accept its parameters as arguments of a region.
 
     Warns:
-        UserWarning: Blocks that repeat can't be regions, and are inlined.
+        UserWarning: Some repeated blocks can't be regions, and are inlined.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile: model is a {type(model).__name__}; it is a torch.nn.Module.")
@@ -74,10 +76,10 @@ def compile(
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model that repeat, by their names.
+    """The repeated blocks of a model, by name.
 
-    They are modules with parts of their own that stand at least twice, by class, in one ``nn.ModuleList``,
-    ``nn.Sequential`` or ``nn.ModuleDict``; the outermost where one is inside of another.
+    A repeated block is a module with children, in a ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has
+    another module of the same class. If such blocks are nested, only the outermost ones count.
 
     Args:
         model: Any module.
@@ -99,7 +101,7 @@ def _outermost_repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, n
 
 
 def _found(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks that can be regions; others are warned about."""
+    """The repeated blocks that can be regions; warns about the others."""
     blocks = repeated_blocks(model)
     reasons = {name: reason for name, block in blocks.items() if (reason := _why_no_region(block)) is not None}
     if reasons:
@@ -113,7 +115,7 @@ def _found(model: nn.Module) -> list[nn.Module]:
 
 
 def _why_no_region(block: nn.Module) -> str | None:
-    """Why a block can't be a region, as the rest of a sentence that begins "block 'name' ..."; None if it can."""
+    """The reason why a block can't be a region, as the end of a sentence that begins "block 'name'"; else None."""
     if "forward" in vars(block):
         return "has a forward of its own instance, which stands before that of its class"
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())
@@ -145,7 +147,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 class _Region(MadeClass, nn.Module):
-    """Base of classes that `_region_class` makes: their forward is the plain class's, as a region."""
+    """Base of the classes that `_region_class` makes, whose forward is the plain class's forward as a region."""
 
 
 @cache

@@ -25,26 +25,27 @@ __all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRow:
-    """One layer: a linear, a module of experts, or a weight that is multiplied outside of both.
+    """The report on one layer: a linear, a module of experts, or a weight that other code multiplies.
 
     Attributes:
-        fqn: Its name in the model.
-        module: Its class.
-        converted: Whether it is in FP8.
-        reason: Why it isn't; empty where it is.
-        recipe: Its recipe, or None.
-        in_features: K. For experts, K of their first matrix; for a stack that is in no known experts, the last dim.
-        out_features: N, of the same matrix; for such a stack, the dim before the last.
+        fqn: Fully qualified name of the layer in the model.
+        module: Name of the layer's class.
+        converted: Whether the layer is in FP8.
+        reason: The reason why the layer is not in FP8; empty if it is.
+        recipe: The layer's recipe; None if it is not in FP8.
+        in_features: K. For experts, K of their first matrix. For a stack outside of known experts, the last dim.
+        out_features: N of the same matrix. For a stack outside of known experts, the dim before the last.
         experts: Number of experts; 0 for a linear.
         matrices: (out_features, in_features) of each matrix that a row is multiplied by; for experts, of one expert.
-        gathered: What of its weight FSDP2 gathers, after ``fp8compile.parallel.fsdp_float8_all_gather``: ``"codes"``,
-            or ``"param_dtype: "`` and why; empty before.
-        sharded: Whether ``fully_shard`` was called for it; before, ``gathered`` says what it will gather.
-        quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
-        past_forward: The method that reads a converted layer's weight itself, which is not in FP8; empty if
-            neither the first forward nor the one that the report was given showed any.
-        called: Whether the given forward called a converted layer, or the products of converted experts; None if no
-            forward was given.
+        gathered: What FSDP2 gathers for the weight: ``"codes"``, or ``"param_dtype: "`` and the reason. Empty before
+            ``fp8compile.parallel.fsdp_float8_all_gather`` was called.
+        sharded: Whether ``fully_shard`` was called for the layer. If not, ``gathered`` tells what it will gather.
+        quantized_weight: Whether the weight is kept as codes, by ``quantized_parameters=True`` of
+            ``fp8compile.convert``.
+        past_forward: The method that multiplies a converted layer's weight without calling the layer, so that the
+            product is not in FP8. Empty if neither the first forward nor the report's forward had such a product.
+        called: Whether the report's forward called a converted layer, or the products of converted experts. None if
+            the report was given no forward.
     """
 
     fqn: str
@@ -67,13 +68,13 @@ class ConversionRow:
         return tuple(g.name for g in GEMMS if self.recipe is not None and self.recipe.quantizers(g))
 
     def _size(self) -> str:
-        """Sizes of the matrices: "64 x 32", or for experts "8 x (64 x 32, 32 x 32)"."""
+        """The sizes of the matrices: "64 x 32", or for experts "8 x (64 x 32, 32 x 32)"."""
         if not self.experts:
             return f"{self.out_features} x {self.in_features}"
         return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
 
     def _gathered_cell(self) -> Cell:
-        """What FSDP2 gathers; before sharding, why it will gather no codes."""
+        """The cell for what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
         if self.sharded or not self.gathered:
             kind, colon, why = self.gathered.partition(": ")
             return Note(why, kind) if colon else self.gathered
@@ -81,7 +82,7 @@ class ConversionRow:
         return Note(f"then {'; then '.join(plain)}", NOT_SHARDED) if plain else NOT_SHARDED
 
     def _gemms_cell(self) -> Cell:
-        """The row's GEMMs in FP8, or why it has none."""
+        """The cell for the GEMMs in FP8, or for the reason why there are none."""
         if not self.converted:
             return Note(self.reason)
         if self.called is False:
@@ -103,7 +104,11 @@ class ConversionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """Rows in the order of the model; printed, a table, in which equal layers are one line."""
+    """Rows in the order of the model. ``print`` shows them as a table, in which equal layers are one line.
+
+    Attributes:
+        rows: One row for each layer.
+    """
 
     rows: tuple[ConversionRow, ...]
 
@@ -121,7 +126,7 @@ class ConversionReport:
 
 def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] | None) -> ConversionRow:
     converted, sizes = is_converted(module), matrices(module)
-    layer: Any = module  # if it is converted
+    layer: Any = module  # a Linear or ConvertedModule, if it is converted
     is_linear = isinstance(module, nn.Linear)
     not_seen = "convert() has not seen it"
     return ConversionRow(
@@ -146,16 +151,15 @@ ALL_GEMMS = "all three"
 NOT_SHARDED = "not sharded yet"
 EXPERTS = "a 3-D parameter (experts?), no nn.Linear"
 NO_LINEAR = "no nn.Linear"
-# looked up, or moved over an input
+# modules whose weights are looked up, or are the kernels of convolutions
 NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
-    """Why a matrix that is multiplied without an nn.Linear can't be converted; None if it is no such matrix.
+    """The reason why a matrix that is multiplied without an nn.Linear can't be converted; None for other parameters.
 
-    What a weight is computed from is the weight's.
-
-    What no forward has shown (``kind`` is None, or `Kind.HANDED`) is guessed by names and dims.
+    If no forward has shown how the parameter is used (``kind`` is None or `Kind.HANDED`), its name and dims decide.
+    The originals of a parametrized weight do not count.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):
@@ -170,21 +174,21 @@ def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.P
 def _weight_rows(
     fqn: str, module: nn.Module, uses: Uses, own: set[tuple[nn.Module, str]], *, is_router: bool
 ) -> list[ConversionRow]:
-    """Rows for matrices that are multiplied outside of layers: unknown experts, routers, attention's.
+    """Rows for a module's matrices that are multiplied outside of layers, such as attention's or those of routers.
 
     Args:
         fqn: The module's name.
         module: Any module.
-        uses: What forwards do with parameters.
-        own: The weights of layers: the module that has it and its name there.
-        is_router: Whether it scores experts.
+        uses: The uses of parameters that forwards have shown.
+        own: The weights of layers, each as its module and its name there; they get no row here.
+        is_router: Whether the module is a router or a part of one.
     """
     rows = []
     for name, parameter in module.named_parameters(recurse=False):
         if (module, name) in own or (reason := _not_linear(uses.kind(module, name), module, name, parameter)) is None:
             continue
         *_, out_features, in_features = parameter.shape
-        if type(module).__name__ == "Conv1D":  # somebody's copy of GPT-2's layer keeps its weight as (in, out)
+        if type(module).__name__ == "Conv1D":  # a copy of GPT-2's layer, which keeps its weight as (in, out)
             in_features, out_features = out_features, in_features
         rows.append(
             ConversionRow(
@@ -202,28 +206,29 @@ def _weight_rows(
 
 
 def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None = None) -> ConversionReport:
-    """Which layers of a model run in FP8, which GEMMs of each, and why the others don't.
+    """Report which layers of a model run in FP8, which GEMMs of each, and why the others do not.
 
-    Lists every ``nn.Linear`` and subclass, every module of experts that ``convert`` knows, and what is multiplied
-    without one, as the first forward after ``convert`` has shown or ``forward`` does: parameters of other experts, of
-    routers, ``Conv1D`` and ``nn.MultiheadAttention``, an embedding that is the head too. Before any forward, 3-D
-    parameters, and 2-D ones called weights, of other modules than embeddings.
+    The report lists each ``nn.Linear`` and subclass, and each module of experts that ``convert`` knows. It also lists
+    parameters that are multiplied outside of these modules, if the first forward after ``convert`` or the given
+    ``forward`` has shown it: those of other experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, or those of an
+    embedding that is the head too. If no forward has run, it lists 3-D parameters, and 2-D parameters with "weight" in
+    their name, unless they belong to an embedding or a convolution.
 
-    A converted layer is in FP8 when the model calls it. Whether it does, only a forward can tell::
+    A converted layer runs in FP8 only if the model calls it, which a forward shows::
 
         print(f8.conversion_report(model, forward=lambda: model(batch)))
 
     Args:
         model: Any module, converted or not.
-        forward: Calls the model; it is called once, and the report says which converted layers it never called. No
-            compiled code runs in it, and none is compiled. Like any forward, it changes what forwards change: buffers
-            such as running means, the state of random numbers.
+        forward: A function that calls the model. It is called once, in eager mode, and the report tells which
+            converted layers it never called. Like any forward, it changes buffers such as running means, and the state
+            of random number generators.
 
     Returns:
-        A report; ``print`` it for a table, or go through its ``rows``.
+        The report. ``print`` it for a table, or go through its ``rows``.
 
     Raises:
-        TypeError: ``model`` is no module, or ``forward`` no function.
+        TypeError: ``model`` is not a module, or ``forward`` is not a function.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"conversion_report: model is a {type(model).__name__}; it is a torch.nn.Module.")

@@ -26,17 +26,17 @@ OUTPUT = GEMMS[0]
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """How this rank's rows reach the ranks of their experts, and come back; `expert_routes` makes it.
+    """How this rank's rows reach the ranks of their experts and come back. `expert_routes` makes it.
 
     Attributes:
-        offsets: (E,), int32: where the rows of each of this rank's E experts end, as `fp8compile.grouped_linear` takes
-            it.
-        overflow: (), int64: how many rows of this rank did not fit; 0 without a capacity.
-        sent: (R, E), int64: rows that this rank has for each expert of each of the R ranks.
-        received: (R, E), int64: rows that each rank has for each expert of this one.
-        sizes: (2, R), int64, on the host: rows sent to each rank, received from each; None with a capacity.
-        capacity: How many rows any rank sends to any other; None: as many as there are.
-        group: The name of the group.
+        offsets: (E,), int32, the end of the rows of each of this rank's E experts, for `fp8compile.grouped_linear`.
+        overflow: (), int64, the number of this rank's rows that did not fit; 0 if there is no capacity.
+        sent: (R, E), int64, the number of rows that this rank has for each expert of each of the R ranks.
+        received: (R, E), int64, the number of rows that each rank has for each expert of this rank.
+        sizes: (2, R), int64, on the host: the number of rows sent to each rank, and received from each rank. None if
+            there is a capacity.
+        capacity: The number of rows that each rank sends to each other rank; None if it sends as many as it has.
+        group: The name of the process group.
     """
 
     offsets: Tensor
@@ -48,39 +48,41 @@ class Routes:
     group: str
 
     def dispatch(self, rows: Tensor, *, recipe: Recipe | None = None) -> Tensor:
-        """Send rows to the ranks of their experts, and get those of this rank's.
+        """Send rows to the ranks of their experts, and receive the rows for this rank's experts.
 
         Args:
-            rows: (N, K), sorted by expert; what counts say. Rows behind the last expert stay.
-            recipe: That of the layer which reads the rows: its codes of an input travel, unless a product reads the
-                input in high precision. None: rows travel as they are.
+            rows: (N, K), sorted by expert as the counts given to `expert_routes` tell. Rows after the last expert are
+                not sent.
+            recipe: Recipe of the layer that reads the rows. Codes of its input quantizer are sent, unless a product
+                reads the input in high precision. None sends the rows unquantized.
 
         Returns:
-            (M, K), the dtype of ``rows``, sorted by this rank's experts; the values of the codes, where codes
-            travelled. With a capacity M is that times the ranks, zeros behind the last expert; else as many as came.
+            (M, K), the dtype of ``rows``, sorted by this rank's experts. If codes were sent, these are their values.
+            With a capacity, M is the capacity times the ranks, and rows after the last expert are zeros. Without one,
+            M is the number of rows received.
         """
         length = None if self.capacity is None else self.capacity * self.sent.shape[0]
         how = Recipe() if recipe is None else recipe
         return dispatch(rows, self.sent, self.received, self.sizes, length, OUTPUT.a, how, self.group)
 
     def combine(self, grouped: Tensor, length: int, *, recipe: Recipe | None = None) -> Tensor:
-        """Send rows back to where they came from, as they are.
+        """Send rows back to the ranks that they came from, unquantized.
 
         Args:
-            grouped: (M, K), as `dispatch` sorts them.
-            length: N, how many rows the rank gave to `dispatch`.
-            recipe: That of the layer which made the rows: in the backward its codes of a gradient travel. None: the
-                gradient travels as it is.
+            grouped: (M, K), in the order of `dispatch`'s result.
+            length: N, the number of rows that this rank gave to `dispatch`.
+            recipe: Recipe of the layer that made the rows. In the backward, codes of its gradient quantizer are sent.
+                None sends the gradient unquantized.
 
         Returns:
-            (N, K), in the order in which `dispatch` was given rows; zeros for rows that were not sent.
+            (N, K), in the order of the rows given to `dispatch`; zeros for rows that were not sent.
         """
         how = Recipe() if recipe is None else recipe
         return combine(grouped, self.sent, self.received, self.sizes, length, how, self.group)
 
 
 def check_capacity(function: str, capacity: object) -> None:
-    """Raise a ValueError, in the function's name, unless a capacity is a positive number of rows or None."""
+    """Raise a ValueError that names ``function``, unless a capacity is a positive number of rows or None."""
     if capacity is not None and (type(capacity) is not int or capacity < 1):
         raise ValueError(
             f"{function}: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an int of at "
@@ -101,12 +103,12 @@ def _check(counts: object, ranks: int, capacity: object) -> None:
 
 
 def _is_read(counts: Tensor) -> bool:
-    """Whether the host can read the numbers: in eager mode, on a device with data."""
+    """Whether the host can read these numbers, which it can in eager mode if the tensor has data."""
     return not torch.compiler.is_compiling() and not _compat.is_fake(counts)
 
 
 def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
-    """Number of rows that do not fit. In eager mode, if there are any, it raises on all ranks, so none waits."""
+    """The number of rows that do not fit. In eager mode, raise on all ranks if a rank has any, so that none waits."""
     found = sent.sum() - fitting(sent, capacity).sum()
     if not _is_read(found):
         return found
@@ -124,7 +126,7 @@ def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | 
 
 
 def _sizes(sent: Tensor, received: Tensor, error: Exception | None, group: str) -> Tensor:
-    """Numbers of rows that go to each rank and come from each rank, on the host, (2, R)."""
+    """The numbers of rows that go to each rank and that come from each rank, on the host, (2, R)."""
     sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
     if _is_read(sizes):
         _raise_found(int(sizes.min()), error, group)
@@ -139,29 +141,31 @@ def _raise_found(least: int, error: Exception | None, group: Any) -> None:
 def expert_routes(
     counts: Tensor, *, group: ProcessGroup, capacity: int | None = None, error: Exception | None = None
 ) -> Routes:
-    """Exchange the numbers of rows that each rank has for each expert. All ranks of the group call it.
+    """Exchange the numbers of rows that each rank has for each expert. All ranks of the group call this.
 
-    Without a capacity, messages are as long as rows are many: the host reads the numbers, once, and waits for the
-    device to know them. With one, no number is read: each rank sends so many rows to each other, zeros among them.
+    Without a capacity, messages have exactly the rows that there are. The host reads their numbers once, and waits for
+    the device to compute them. With a capacity, the host reads nothing: each rank sends that many rows to each other
+    rank, padded with zeros.
 
     Args:
-        counts: (R * E,), int64 or int32: rows that this rank has for each expert; E experts of the first rank, then
-            those of the second.
+        counts: (R * E,), int64 or int32, the number of rows that this rank has for each expert. The E experts of the
+            first rank come first, then those of the second rank.
         group: The R ranks.
-        capacity: How many rows fit in the message of one rank to another. Rows that do not fit raise in eager mode.
-            In compiled code the last ones of a message stay behind, `combine` gives zeros for them, and ``overflow``
-            counts them.
-        error: What this rank found wrong with its rows, in eager mode. It travels in the place of ``counts``, of which
-            the shape alone is read, and all ranks of the group raise it: none waits for rows that do not come.
+        capacity: The number of rows that fit in the message of one rank to another. Rows that do not fit raise an
+            error in eager mode. In compiled code the last rows of a message are not sent, `combine` returns zeros for
+            them, and ``overflow`` counts them.
+        error: An error that this rank found in its rows, in eager mode. It is sent instead of ``counts``, of which
+            only the shape is read. All ranks of the group raise it, so that no rank waits for rows that do not come.
 
     Returns:
         The routes, for one call of `Routes.dispatch`.
 
     Raises:
-        TypeError: ``counts`` is no tensor of integers, or the group none.
-        ValueError: Experts are no multiple of ranks, the capacity is none, or, in eager mode, rows do not fit.
-        RuntimeError: A rank has given an ``error``; with the texts of all that did. Where all have given the same one,
-            it is raised itself.
+        TypeError: ``counts`` is not a tensor of integers, or ``group`` is not a process group.
+        ValueError: The number of experts is not a multiple of the ranks, the capacity is not a positive int, or in
+            eager mode rows do not fit.
+        RuntimeError: A rank has given an ``error``; the text has the errors of all ranks. If all ranks gave the same
+            error, that error is raised instead.
     """
     name = group_name("expert_routes", group)
     if name is None:

@@ -1,7 +1,7 @@
-"""set_recipe: another recipe for the forward of a converted model, while it trains.
+"""set_recipe: change the recipe of a converted model's forward during training.
 
-NVIDIA's recipe for four bits ends in a forward of high precision: for the last part of a training run, outputs are
-products of the weights themselves, and gradients stay in four bits.
+NVIDIA's recipe for four bits ends with a forward in high precision: in the last part of a training run, outputs are
+products of the unquantized weights, and gradients stay in four bits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
 
 
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
-    """Whether gradients multiply the values of the new forward's codes.
+    """Whether gradients multiply the dequantized codes of the new forward.
 
-    They do if they did before. After a forward in high precision, which has no codes, the new recipe decides.
+    The layer's recipe decides. If its forward is in high precision and has no codes, the new recipe decides.
     """
     if recipe.input is not None:
         return recipe.dequantized_gradients
@@ -44,7 +44,7 @@ def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
 
 
 def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | None:
-    """Why a layer's forward can't be changed, or None."""
+    """The reason why a layer's forward can't be changed, or None."""
     if layer.recipe.history() or (forward is not None and forward.history()):
         return "delayed scaling keeps a state for each operand, which another forward would leave behind"
     if layer.is_quantized():
@@ -57,26 +57,26 @@ def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | No
 
 
 def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
-    """Compute the outputs of a model's layers by another recipe from now on, and gradients as before.
+    """Compute the outputs of a model's FP8 layers with another recipe from now on. Gradients keep their recipe.
 
-    What is compiled compiles once more, at the next call. Weights, optimizers and saved states do not notice.
+    Compiled code is compiled again at the next call. Weights, optimizers and saved states are not affected.
 
     Args:
-        model: Converted, linears and experts; compiled or not.
-        forward: Recipe whose ``input`` and ``weight`` quantizers and ``fast_accumulation_output`` the output uses from
-            now on; None for outputs in the dtype of the weights, which have the bits of the reverted model. Gradients
-            by ``dequantized_gradients`` multiply the values of the new codes; with None they multiply the weights
-            themselves, until another forward with ``dequantized_gradients`` has codes again.
+        model: A converted model, compiled or not.
+        forward: The recipe whose ``input`` and ``weight`` quantizers and ``fast_accumulation_output`` the outputs use
+            from now on. None computes outputs in the dtype of the weights, bit for bit as the reverted model does. If
+            the layers' recipe has ``dequantized_gradients``, gradients multiply the dequantized values of the new
+            codes. With None they multiply the weights themselves, until another forward with
+            ``dequantized_gradients`` is set.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: The model is no module, or ``forward`` no recipe.
-        ValueError: It has nothing in FP8, or something whose forward can't change: a layer with delayed scaling, with
-            a quantized weight, or prepared for FSDP by this package, or experts, which do not take every recipe; or
-            ``forward`` emulates and a layer's recipe does not.
-            Nothing is changed then.
+        TypeError: The model is not a module, or ``forward`` is not a recipe.
+        ValueError: The model has no FP8 layer, or one whose forward can't be changed: it has delayed scaling, a
+            quantized weight, or was prepared for FSDP by this package; or experts do not support the recipe; or
+            ``forward`` emulates and the layer's recipe does not. Nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"set_recipe: model is a {type(model).__name__}; it is a torch.nn.Module.")

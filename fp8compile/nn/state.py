@@ -1,4 +1,4 @@
-"""DelayedState: what delayed scaling remembers of a layer from step to step."""
+"""DelayedState: the amax histories and multipliers that delayed scaling keeps for a layer from step to step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["DelayedState", "RowOfWeight", "check_amax_group", "check_state", "gr
 
 
 class DelayedState(NamedTuple):
-    """Histories and multipliers of a layer with delayed scaling: a row each for input, weight and grad_output.
+    """Amax histories and multipliers of a layer with delayed scaling, one row each for input, weight and grad_output.
 
     Attributes:
-        amax_history: Shape (3, history), float32: the amaxes of the last steps, as ``DelayedScaling`` orders them.
-        multiplier: Shape (3,), float32: what values are multiplied by in the next step.
-        group: Name of the process group that amaxes are reduced over, None for this process alone.
+        amax_history: Shape (3, history), float32: the amaxes of the last steps, in the order of ``DelayedScaling``.
+        multiplier: Shape (3,), float32: the factors of the values in the next step.
+        group: Name of the process group over which amaxes are reduced; None for this process alone.
     """
 
     amax_history: Tensor
@@ -35,16 +35,16 @@ class DelayedState(NamedTuple):
     def initial(
         cls, recipe: Recipe, *, device: torch.device | str | None = None, group: ProcessGroup | None = None
     ) -> Self:
-        """The state before the first step: no amax seen, multipliers 1.
+        """The state before the first step: no amaxes, and multipliers of 1.
 
         Args:
-            recipe: One with delayed scaling.
+            recipe: A recipe with delayed scaling.
             device: Device of the layer.
-            group: Ranks whose amaxes become one; each of them runs the same backwards.
+            group: The ranks over which amaxes are reduced. All of them run the same backwards.
 
         Raises:
             ValueError: The recipe has no delayed scaling.
-            TypeError: The group is none.
+            TypeError: ``group`` is not a process group.
         """
         if not recipe.history():
             raise ValueError("DelayedState: no slot of the recipe holds a DelayedScaling; it needs no state.")
@@ -53,20 +53,20 @@ class DelayedState(NamedTuple):
         return cls(history, torch.ones(rows, dtype=torch.float32, device=device), group_name("DelayedState", group))
 
     def reset(self) -> None:
-        """Make it what it was before the first step, in place."""
+        """Reset the state to that before the first step, in place."""
         with torch.no_grad():
-            self.amax_history[:, 1:].zero_()  # at 0 is the amax of a weight that is codes, or 0
+            self.amax_history[:, 1:].zero_()  # entry 0 is kept: a quantized weight's amax, else 0
             self.multiplier.fill_(1.0)
 
 
 class RowOfWeight:
-    """Gives the part of a layer's state that is of its weight, whichever buffers the layer has by then."""
+    """Returns the weight's row of a layer's state, from the buffers that the layer has when it is called."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)
 
     def __call__(self) -> tuple[Tensor, Tensor] | None:
-        """History (L,) and multiplier () of the weight, views of the buffers; None once the layer is gone."""
+        """The weight's history (L,) and multiplier (), as views of the buffers; None if the layer was freed."""
         if (layer := self._layer()) is None:
             return None
         history, multiplier, _ = layer.delayed_state()
@@ -74,7 +74,11 @@ class RowOfWeight:
 
 
 def group_name(function: str, group: object) -> str | None:
-    """The name of a process group: what a graph, a copy and a checkpoint of a module can hold of it."""
+    """The name of a process group, which graphs, copies and checkpoints can hold, unlike the group; None for None.
+
+    Raises:
+        TypeError: ``group`` is neither a process group nor None.
+    """
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(
             f"{function}: the group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as "
@@ -84,7 +88,7 @@ def group_name(function: str, group: object) -> str | None:
 
 
 def check_state(state: object) -> None:
-    """Raise if `fp8compile.linear` was given something else than a state; that it is the recipe's, the op checks."""
+    """Raise unless `fp8compile.linear` was given a state or None. The op checks that the state fits the recipe."""
     if state is None:
         return
     if not isinstance(state, DelayedState):
@@ -96,7 +100,14 @@ def check_state(state: object) -> None:
 def check_amax_group(
     function: str, recipes: Iterable[Recipe], amax_group: object, *, none_has: str = "the recipe has no"
 ) -> None:
-    """Raise in the name of ``function`` if no layer with one of these recipes reduces its amaxes over the group."""
+    """Raise an error that names ``function`` if an amax group is given and none of the recipes has delayed scaling.
+
+    Args:
+        function: Name of the function that was given the group.
+        recipes: The recipes of the layers.
+        amax_group: The group, or None.
+        none_has: The part of the error's text before "delayed scaling".
+    """
     group_name(function, amax_group)
     if amax_group is not None and not any(recipe.history() for recipe in recipes):
         raise ValueError(

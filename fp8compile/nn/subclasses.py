@@ -1,4 +1,4 @@
-"""The class of a converted layer: `Linear`, or for a subclass of ``nn.Linear`` one that is both."""
+"""The class of a converted layer: `Linear`, or for a subclass of ``nn.Linear`` a class derived from both."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fp8compile.nn.made_classes import MadeClass
 
 __all__ = ["float8_class", "names_taken"]
 
-# what a Linear has that a nn.Linear hasn't
+# attributes that a Linear has and a nn.Linear has not
 OWN_NAMES = frozenset(vars(Linear)) - frozenset(dir(nn.Linear)) - {"__annotations__", "__prepare_scriptable__"}
 
 
 class _ConvertedSubclass(MadeClass, Linear):
-    """A class that `float8_class` made: its methods are those of the subclass, its forward is in FP8."""
+    """Base of the classes that `float8_class` makes: they have the subclass's methods, and an FP8 forward."""
 
 
 @cache
 def float8_class(plain: type[nn.Linear]) -> type[Linear]:
-    """The class that layers of a class get when they are converted.
+    """The converted class for a class of layers.
 
     Args:
         plain: ``nn.Linear``, or a subclass that inherits its forward.
@@ -40,7 +40,7 @@ def float8_class(plain: type[nn.Linear]) -> type[Linear]:
 
 
 def names_taken(module: nn.Linear) -> list[str]:
-    """Names that a module or its class use for something else than a `Linear` does."""
+    """Names of a `Linear`'s attributes that the module or its class already uses for something else."""
     classes = type(module).__mro__
     own = set(vars(module)).union(*map(vars, classes[: classes.index(nn.Linear)]))
     return sorted(OWN_NAMES & own)

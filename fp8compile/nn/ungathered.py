@@ -1,8 +1,8 @@
-"""The weights of experts in a forward of `fp8compile.parallel.graph_fsdp`: each product gathers them, as codes.
+"""The weights of experts under `fp8compile.parallel.graph_fsdp`: each product gathers them, as codes.
 
-What a product multiplies by is not known before it: the output and grad_input may need other codes, and a module of
-experts may hand its matrices over transposed. So the module sees an object that knows their shape, and that a grouped
-product takes.
+The weights can't be gathered before the product, because output and grad_input may need different codes, and a module
+of experts may pass its matrices transposed. The module therefore gets an object that has the weights' shape, and that
+a grouped product accepts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["UngatheredStack"]
 
 
 class UngatheredStack:
-    """A stack of matrices that ranks share out; it is no tensor, and only grouped products take it.
+    """A stack of matrices of which each rank has a part. It is not a tensor; only grouped products accept it.
 
     Args:
         shard: This rank's matrices, (experts of this rank, N, K).
-        rows: The matrices that each rank has.
+        rows: The matrices of each rank.
         dtype: Dtype of the products.
-        groups: Number of matrices. PyTorch 2.11 traces no attribute of ``rows``.
-        spread: Under expert parallelism, the mesh over which the experts are spread, their placements on it, and how
-            many of them these ranks have, whose parts ``rows`` counts.
+        groups: Number of matrices in the whole stack. PyTorch 2.11 can't trace an attribute of ``rows``.
+        spread: Only under expert parallelism: the mesh over which the experts are spread, their placements on it, and
+            the number of experts that the ranks of ``rows`` have together.
     """
 
     def __init__(
@@ -54,24 +54,24 @@ class UngatheredStack:
 
     @property
     def ndim(self) -> int:
-        """How many dims it has."""
+        """Number of dims."""
         return self.shard.ndim
 
     @property
     def device(self) -> torch.device:
-        """Where it is multiplied."""
+        """Device of the matrices."""
         return self.shard.device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained."""
+        """Whether the stack requires a gradient."""
         return self.shard.requires_grad
 
     def transpose(self, first: int, second: int) -> UngatheredStack:
         """The stack of transposed matrices.
 
         Raises:
-            ValueError: These are not the dims of the matrices.
+            ValueError: The dims are not those of the matrices, 1 and 2.
         """
         if {first % self.ndim, second % self.ndim} != {1, 2}:
             raise ValueError(
@@ -81,16 +81,16 @@ class UngatheredStack:
         return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups, self.spread)
 
     def to_local(self) -> UngatheredStack:
-        """The stack of the experts that this rank multiplies by; under expert parallelism these are some of all."""
+        """The stack of this rank's experts; under expert parallelism these are only a part of all experts."""
         if self.spread is None:
             return self
         return UngatheredStack(self.shard, self.rows, self.dtype, self.spread[2])
 
     def to(self, dtype: torch.dtype) -> UngatheredStack:
-        """Itself, if that is its dtype.
+        """The stack itself, if ``dtype`` is its dtype.
 
         Raises:
-            TypeError: It is another one.
+            TypeError: ``dtype`` is another dtype.
         """
         if dtype != self.dtype:
             raise TypeError(
@@ -100,5 +100,5 @@ class UngatheredStack:
         return self
 
     def bfloat16(self) -> UngatheredStack:
-        """`to` bfloat16."""
+        """The same as ``to(torch.bfloat16)``."""
         return self.to(torch.bfloat16)

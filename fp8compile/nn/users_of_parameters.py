@@ -1,4 +1,4 @@
-"""Which modules have a parameter: several have a tied one."""
+"""Find the modules that have each parameter; several modules have a tied one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["users_of_parameters"]
 
 
 def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """The modules of a model that have each of its parameters, in the order of ``model.modules()``."""
+    """For each parameter of a model, the modules that have it, in the order of ``model.modules()``."""
     users: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

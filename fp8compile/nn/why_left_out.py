@@ -1,4 +1,4 @@
-"""Why a layer stays in high precision: its kind, what the caller asked for, what the model does with its weight."""
+"""Why a layer stays in high precision: because of its kind, the caller's arguments, or other uses of its weight."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fp8compile.tensor import SOURCE_DTYPES, has_codes
 
 __all__ = ["LEFT_OUT", "ROUTER", "cannot_take", "recipes_and_reasons"]
 
-LEFT_OUT = "_fp8compile_left_out"  # on a layer that convert saw and left: why
+LEFT_OUT = "_fp8compile_left_out"  # attribute of a layer that convert left out: the reason
 ROUTER = "a router: the scores that choose experts stay in high precision"
 
 
 def _cannot_keep_class(module: nn.Linear) -> str | None:
-    """Why a layer of a subclass of ``nn.Linear`` can't be converted and keep its class, or None."""
+    """The reason why a layer of a subclass of ``nn.Linear`` can't be converted and keep its class, or None."""
     cls = type(module)
     subclass = f"a subclass of nn.Linear ({cls.__qualname__})"
     if is_parametrized(module):
@@ -57,23 +57,26 @@ def _cannot_convert_linear(module: nn.Linear) -> str | None:
 
 
 def _cannot_convert(layer: nn.Module) -> str | None:
-    """Why a layer can't be converted by any recipe, or None."""
+    """The reason why a layer can't be converted with any recipe, or None."""
     return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_hosted(layer)
 
 
 def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
-    """Why a layer can't be converted by this recipe, or None."""
+    """The reason why a layer can't be converted with this recipe, or None."""
     return None if isinstance(layer, nn.Linear) else cannot_take_hosted(layer, recipe)
 
 
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function that returns what the caller asked for a layer: its recipe, or None and the reason."""
+    """Make a function that takes a layer and its names, and returns what the caller's arguments say about it.
+
+    The function returns the layer's recipe and an empty text, or None and the reason why it has no recipe.
+    """
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
 
     def asked(layer: nn.Module, names: list[str]) -> tuple[Recipe | None, str]:
-        # a layer with several names is one layer: whoever leaves out one of them leaves it out
+        # leaving out one of a layer's names leaves out the layer
         left_out = next((reason for fqn in names if (reason := filter_reason(layer, fqn)) is not None), None)
         if left_out is None and layer in kept:
             left_out = f"at an end of the model (keep_ends={keep_ends})"
@@ -88,9 +91,14 @@ def _asker(
 def recipes_and_reasons(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
-    """The recipe of each unconverted layer, or None and the reason why it is left out.
+    """Decide the recipe of each layer that is not converted yet.
 
-    The second result is whether a layer is converted already and would be converted again.
+    Returns:
+        For each layer, its recipe and an empty text, or None and the reason why it is left out. The second result is
+        whether a layer that gets a recipe is converted already.
+
+    Raises:
+        ValueError: The model has no layers, or a converted layer would get another recipe.
     """
     found = dict(layers(model))
     if not found:

@@ -1,11 +1,12 @@
-"""What PyTorch's async tensor parallelism needs to find our products beside a gather or a scattered sum.
+"""Graph rewrites that let PyTorch's async tensor parallelism find our products next to a gather or a reduce-scatter.
 
     gather of float8 -> ... -> reshape -> _scaled_mm -> reshape -> reduce-scatter
 
-Inductor's pass for it (`torch._inductor.config._micro_pipeline_tp`) takes what is gathered for the operand itself, so
-that has to be float8, which `torch._scaled_mm` multiplies; and it knows reshapes beside a product, but no views of
-other dtypes. Our codes are bytes between our ops. Only while that pass is on, codes are gathered as float8 (the same
-bytes). Inductor's graph then has views to float8 before the reshapes, or none if two views undo each other.
+Inductor's pass for async tensor parallelism (`torch._inductor.config._micro_pipeline_tp`) expects that the gathered
+tensor is the operand itself. The gathered tensor must therefore be float8, the dtype that `torch._scaled_mm`
+multiplies. The pass accepts reshapes between a product and a collective, but no views as another dtype. Our ops pass
+codes as bytes. While the pass is on, codes are gathered as float8, which are the same bytes, and the rewrites here
+move views to float8 before the reshapes, or remove two views that undo each other.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ __all__ = ["on_the_wire"]
 
 
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Codes as they are gathered: bytes, or float8 if async tensor parallelism is on and can multiply them.
+    """Codes in the dtype in which they are gathered: float8 if async tensor parallelism is on and can multiply them.
 
-    PyTorch's fused operator takes one scale, or one for each row of a matrix. It raises for rows of a tensor with more
-    dims, and would tear scales of blocks apart. Such codes stay bytes, which the pass doesn't find.
+    Other codes stay uint8, which the pass does not find. PyTorch's fused operator takes one scale, or one scale for
+    each row of a matrix. It raises for one scale a row of a tensor with more dims, and it would separate the scales of
+    blocks from their codes.
 
     Args:
         codes: Codes, uint8.
@@ -41,7 +43,7 @@ def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _source(node: Any) -> tuple[fx.Node, list[Any]]:
-    """The node before a chain of reshapes, and the reshapes in order."""
+    """Follow a chain of reshapes back; returns the node before the chain, and the reshapes in order."""
     reshapes: list[Any] = []
     while node.target is torch.ops.aten.reshape.default:
         reshapes.insert(0, node)
@@ -50,7 +52,7 @@ def _source(node: Any) -> tuple[fx.Node, list[Any]]:
 
 
 def _has_plain_scales(product: fx.Node) -> bool:
-    """Whether a node is a product with a scale for each operand, or for each row and column; not for blocks."""
+    """Whether a node is a `_scaled_mm` with one scale for each operand, or one for each row and column."""
     if product.target is not torch.ops.aten._scaled_mm.default:
         return False
     rows, columns = product.meta["val"].shape
@@ -60,7 +62,10 @@ def _has_plain_scales(product: fx.Node) -> bool:
 
 
 def _is_of_reshaped_bytes(match: Any) -> bool:
-    """Whether a node views a left operand's bytes as float8, and they came from that float8 or were reshaped."""
+    """Whether a node views bytes as float8 for the left operand of a product, and `_straighten` can simplify it.
+
+    It can if the bytes were viewed from the same float8 dtype before, or were reshaped.
+    """
     node = match.nodes[-1]
     if not _compat.async_tp() or not all(_has_plain_scales(user) and user.args[0] is node for user in node.users):
         return False
@@ -73,7 +78,7 @@ def _is_of_reshaped_bytes(match: Any) -> bool:
 
 
 def _straighten(match: Any, *_: Any) -> None:
-    """The reshapes after the view: of the float8 that was there, or of one view of the bytes."""
+    """Put the view to float8 before the reshapes, or use the float8 tensor from which the bytes were viewed."""
     node = match.nodes[-1]
     found: Any
     source, reshapes = _source(node.args[0])
@@ -103,7 +108,11 @@ def _is_no_reshape(match: Any) -> bool:
 
 
 def _drop(match: Any, *_: Any) -> None:
-    """The pass would find no product behind two reshapes, and take one of a matrix for one from more dims."""
+    """Remove a reshape that changes nothing.
+
+    With it, PyTorch's pass would miss a product that two reshapes follow, and would take the reshape of a matrix for a
+    reshape to more dims.
+    """
     node = match.nodes[-1]
     node.replace_all_uses_with(node.args[0])
     match.graph.erase_node(node)

@@ -3,8 +3,8 @@
 If codes depend on a value's position in the whole tensor, `rows` and `columns` are the positions of a part: see
 `Quantizer.cast_at`.
 
-fp8compile::cast_again is the same op for the backward. Compilers merge equal calls, and would keep codes that the
-backward reads as well, a byte an element, from the forward on; they compute the codes of cast_again anew.
+fp8compile::cast_again is the same op for the backward. Compilers merge equal calls: if the backward called `cast` too,
+they would keep the forward's codes, one byte an element, until the backward. They compute codes of cast_again anew.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _kernel(
 
 
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
-    """Codes of a tensor, without values; or transposed ones of rows of groups, each from a column of its own on.
+    """An empty tensor for the codes of a tensor, uint8; for groups, an empty tensor for the transposed codes.
 
     Args:
-        x: The tensor, of any rank; rows of groups are a matrix.
+        x: The tensor, with any number of dims; a matrix if there are groups.
         quantizer: The quantizer that makes the codes.
-        columns: Number of columns of transposed codes; None for a tensor without groups.
+        columns: Number of columns of the transposed codes of groups; None for a tensor without groups.
     """
     shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
     return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Collectives that quantization needs, as nodes of the graph; they send bytes, integers, or the source's dtype."""
+"""Collectives that quantization needs, as nodes of the graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IN_BACKWARD: ContextVar[bool] = ContextVar("sent_in_backward", default=False)
 
 @contextmanager
 def sent_in_backward() -> Iterator[None]:
-    """Keep messages that are sent inside in a compiled graph's backward; PyTorch might move them into the forward."""
+    """Keep the messages of this context in a compiled graph's backward; PyTorch might move them into the forward."""
     token = _IN_BACKWARD.set(True)
     try:
         yield
@@ -45,7 +45,7 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
     """Call a functional collective and wait for its result, in eager mode and in a graph."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    # Dynamo can't trace a ContextVar, nor has it to: it traces forwards alone.
+    # Dynamo can't trace a ContextVar, and need not: it traces forwards only.
     in_backward = not torch.compiler.is_dynamo_compiling() and _IN_BACKWARD.get()
     with inductor.left_in_backward() if in_backward else nullcontext():
         result = collective(*args)
@@ -57,10 +57,10 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """The largest amax over the ranks of a group; NaN if any rank has a NaN.
 
     gloo's float maximum loses the NaN of another rank. The bits of nonnegative floats, read as integers, have the same
-    order as the floats, with NaN on top. So the maximum is taken of the bits.
+    order as the floats, and NaN is larger than all numbers. The maximum is therefore computed on the bits.
 
     Args:
-        amax: Any shape, float32, not negative or NaN.
+        amax: Any shape, float32; nonnegative, NaN allowed.
         group: The ranks, or the name of their group.
 
     Returns:
@@ -68,20 +68,21 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """
     from torch.distributed import _functional_collectives as funcol
 
-    # NaN may come with a sign, from Inductor's reductions on x86. The `and` also makes this no view: Inductor (2.13)
-    # reduces in place, and fails on a view of another dtype of a buffer that it made itself
+    # NaN may have a sign bit, from Inductor's reductions on x86, which the `and` clears. Its result is also no view:
+    # Inductor (2.13) reduces in place, and fails if the operand is a view of its own buffer as another dtype.
     return _sent(funcol.all_reduce, amax.view(torch.int32) & 0x7FFFFFFF, "max", group).view(torch.float32)
 
 
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
-    """Reduce many amaxes; those over the same ranks travel in one message.
+    """Reduce many amaxes over ranks; amaxes with the same groups are sent in one message.
 
     Args:
         amaxes: The amaxes, each as `all_reduce_amax` takes it.
-        groups: For each amax the groups over which it is reduced, one after the other; if empty, it stays as it is.
+        groups: For each amax, the groups over which it is reduced, one after the other. An amax without groups stays
+            as it is.
 
     Returns:
-        The amaxes in their order, each with its shape, float32.
+        The reduced amaxes, float32, in the same order and shapes.
     """
     found = list(amaxes)
     messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}
@@ -108,14 +109,14 @@ def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> 
         group: The ranks, or the name of their group.
 
     Returns:
-        The shape and dtype of ``x``.
+        A tensor in the shape and dtype of ``x``.
     """
     from torch.distributed import _functional_collectives as funcol
 
     if not x.is_floating_point():
         return _sent(funcol.all_reduce, x, reduction, group)
     bits = x.float().view(torch.int32)
-    # integers in the order of the numbers, with NaN beyond the last; the map undoes itself
+    # map floats to integers in the same order, and NaN beyond the last of them; the map is its own inverse
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     beyond = torch.iinfo(torch.int32).max if reduction == "max" else torch.iinfo(torch.int32).min
     ordered = torch.where(x.isnan(), beyond, ordered)
@@ -125,7 +126,7 @@ def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> 
 
 
 def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
-    """The sum or mean over the ranks of a group (``"sum"``, ``"avg"``), in the shape and dtype of ``x``."""
+    """The sum (``"sum"``) or mean (``"avg"``) over the ranks of a group, in the shape and dtype of ``x``."""
     from torch.distributed import _functional_collectives as funcol
 
     return _sent(funcol.all_reduce, x, reduction, group)
@@ -143,7 +144,7 @@ def all_to_all(
         group: The ranks, or the name of their group.
 
     Returns:
-        ``sum(received)`` entries along dim 0, or as many as ``x`` has.
+        ``sum(received)`` entries along dim 0; if ``received`` is None, as many entries as ``x`` has.
     """
     from torch.distributed import _functional_collectives as funcol
 
@@ -151,27 +152,27 @@ def all_to_all(
 
 
 def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
-    """The padding argument of `pad` that adds entries to one dim only."""
+    """The argument of `pad` that adds entries before and after one dim only."""
     return (0, 0) * (ndim - 1 - dim) + (before, after)
 
 
 @inductor.once_a_graph
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | str) -> Tensor:
-    """The parts of all ranks side by side.
+    """Concatenate the parts of all ranks.
 
     Args:
         x: This rank's part.
         dim: The dim along which parts are concatenated.
-        sizes: Size of each rank's part along it; sizes may differ and be 0.
+        sizes: Size of each rank's part along ``dim``; sizes may differ and be 0.
         group: The ranks, or the name of their group.
 
     Returns:
-        Contiguous, ``sum(sizes)`` along ``dim``.
+        A contiguous tensor whose size along ``dim`` is ``sum(sizes)``.
     """
     dim, largest = dim % x.ndim, max(sizes)
     if all(size == largest for size in sizes):
         return _sent(_compat.all_gather_single, x.contiguous(), dim, group)
-    # messages have one size on all ranks
+    # messages must have the same size on all ranks
     padded = pad(x, _along(dim, 0, largest - x.shape[dim], x.ndim)).contiguous()
     gathered = _sent(_compat.all_gather_single, padded, dim, group)
     parts = [gathered.narrow(dim, rank * largest, size) for rank, size in enumerate(sizes)]
@@ -181,18 +182,18 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
 def reduce_scatter(
     x: Tensor, reduction: str, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str
 ) -> Tensor:
-    """This rank's part of the sum, or the mean, over the ranks of a group.
+    """This rank's part of the sum or mean over the ranks of a group.
 
     Args:
-        x: This rank's summand of the whole.
+        x: This rank's summand, in the shape of the whole result.
         reduction: ``"sum"`` or ``"avg"``.
         dim: The dim along which the result is cut.
-        sizes: Size of each rank's part along it; sizes may differ and be 0.
-        rank: This rank in the group.
+        sizes: Size of each rank's part along ``dim``; sizes may differ and be 0.
+        rank: This rank's number in the group.
         group: The ranks, or the name of their group.
 
     Returns:
-        ``sizes[rank]`` along ``dim``, in the dtype of ``x``.
+        A tensor in the dtype of ``x``, whose size along ``dim`` is ``sizes[rank]``.
     """
     dim, largest = dim % x.ndim, max(sizes)
     if any(size != largest for size in sizes):

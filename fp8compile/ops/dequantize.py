@@ -1,6 +1,6 @@
-"""fp8compile::dequantize: codes times scales in float32, rounded once to the dtype asked for.
+"""fp8compile::dequantize: codes times scales in float32, rounded once to ``dtype``.
 
-With two levels of scales, the outer scale is one more factor.
+With two levels of scales, the outer scale is a further factor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _sharding(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, *outer_scale: Tensor | None
 ) -> list[Split]:
     if shape_said(quantizer, "values_shape", codes.shape) != tuple(codes.shape):
-        return []  # where bytes of several codes may be cut is not known
+        return []  # unknown where bytes with several codes may be cut
     whole = (None,) * (2 + len(outer_scale))
     return [Split((cut, grid, *whole), (cut.dim,)) for cut, grid in grid_cuts(codes.shape, quantizer.block)]
 

@@ -1,7 +1,7 @@
-"""The product of two quantized matrices: it selects a GEMM and calls it.
+"""The product of two quantized matrices: selects a GEMM and calls it.
 
-The GEMMs are values in the table of `fp8compile.ops.gemms`. Nothing here falls back on its own: a pair without a GEMM
-on a GPU raises and says which GPU has one.
+`fp8compile.ops.gemms` has the table of GEMMs. There is no silent fallback: if a GPU has no GEMM for two operands, the
+product raises and says which GPU has one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PADDED_TO = 32  # no GEMM pads sides that are multiples of this
 NO_EMULATION = GemmConfig()
 
 
-@lru_cache(maxsize=256)  # each eager call asks
+@lru_cache(maxsize=256)  # every eager call selects its GEMM
 def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype, config: GemmConfig) -> GemmKernel:
     if gemm_kind(a.block, b.block) is None:
         raise ValueError(
@@ -49,11 +49,11 @@ def selected_gemm(
         b: Quantizer of the right operand, over (k, n).
         device: Device of the codes.
         out_dtype: Dtype of the product.
-        config: What the GEMM is allowed; None for no emulation on a GPU.
+        config: Options of the GEMM; None for no emulation on a GPU.
 
     Raises:
-        ValueError: No GEMM multiplies such blocks anywhere.
-        RuntimeError: This device has none.
+        ValueError: No GEMM on any device multiplies operands with these blocks.
+        RuntimeError: This device has no GEMM for these operands.
     """
     return _selected(a, b, target_of(device), out_dtype, config or NO_EMULATION)
 
@@ -65,22 +65,22 @@ def select_gemm(
 
     Returns:
         ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"blockwise"``, ``"mx"``, ``"nvfp4"``, ``"emulated"``,
-        or the name of one that was registered.
+        or the name of a registered GEMM.
     """
     return selected_gemm(a, b, device, out_dtype, config).name
 
 
 def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """The product of two quantized matrices.
+    """Multiply two quantized matrices.
 
     Args:
-        a: (m, k).
-        b: (k, n).
+        a: The left operand, (m, k).
+        b: The right operand, (k, n).
         out_dtype: float32, bfloat16 or float16.
-        config: What the GEMM is allowed.
+        config: Options of the GEMM.
 
     Returns:
-        (m, n), ``out_dtype``, contiguous. An empty sum gives zeros.
+        The product (m, n) in ``out_dtype``, contiguous; zeros if k is 0.
     """
     (m, k), (_, n) = a.shape, b.shape
     gemm = selected_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
@@ -98,31 +98,34 @@ def register_gemm(
     detail: str = "",
     calls: tuple[str, ...] = (),
 ) -> GemmKernel:
-    """Add a GEMM for operands that no other GEMM takes, such as those of a quantizer with codes of its own.
+    """Add a GEMM for operands that no other GEMM takes, such as operands of your own quantizer with its own codes.
 
-    It is asked after ours and before emulation, so it changes no product that has a GEMM. Register it in the module
-    that defines it, when that is imported: a graph that was compiled before keeps the GEMM which it has.
+    The new GEMM is tried after the GEMMs of fp8compile and before emulation, so it changes no product that has a GEMM
+    already. Call this function in the module that defines the GEMM, when that module is imported. A graph that was
+    compiled before the call keeps the GEMM that it has.
 
     Args:
-        name: ``package::name``; `select_gemm`, ``fp8compile doctor`` and ``fp8compile explain`` call it so.
-        takes: ``(a, b) -> bool``, of the two quantizers: whether the GEMM reads their codes and scales, whatever the
-            device. ``type(a) is type(b) is YourQuantizer`` says that the codes are your own; blocks are looked at
-            here, too. Its answer is remembered.
-        lacks: ``(problem) -> str | None``, asked where it takes the operands: None where it runs; otherwise the
-            reason and what to do, as the rest of a sentence about the operands. Its answer is remembered.
-        multiply: ``(a, b, out_dtype, config) -> Tensor``: the product of operands (m, k) and (k, n) without an empty
-            side, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it. It agrees
-            with the product of what ``dequantize`` gives, up to float32 roundings.
-        detail: How it runs, in a few words.
-        calls: Names of the PyTorch operators that multiply, such as ``("_int_mm",)``, by which reports count them;
-            only those that multiply nothing but codes.
+        name: ``package::name``; `select_gemm`, ``fp8compile doctor`` and ``fp8compile explain`` show this name.
+        takes: ``(a, b) -> bool``. Takes the two quantizers and returns whether the GEMM reads their codes and scales,
+            whatever the device. ``type(a) is type(b) is YourQuantizer`` tests that the codes are your own. Check the
+            quantizers' blocks here too. The answer is cached.
+        lacks: ``(problem) -> str | None``. Called only if the GEMM takes the operands. Returns None if the device can
+            run the GEMM; otherwise the reason and what to do, as the rest of a sentence about the operands. The
+            answer is cached.
+        multiply: ``(a, b, out_dtype, config) -> Tensor``. Returns the product of two operands (m, k) and (k, n), none
+            of them empty, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it. It
+            must agree with the product of the dequantized operands, up to float32 roundings.
+        detail: How the GEMM runs, in a few words.
+        calls: Names of the PyTorch operators that multiply, such as ``("_int_mm",)``; reports count them. Name only
+            operators that multiply nothing but codes.
 
     Returns:
-        The GEMM.
+        The registered GEMM.
 
     Raises:
         ValueError: The name has no package or is taken.
-        TypeError: A function is left out, is none or takes other arguments; ``detail`` or ``calls`` is no text.
+        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is
+            not text.
     """
     given: dict[str, Any] = {"takes": takes, "lacks": lacks, "multiply": multiply}
     gemm = new_gemm(name, **given, detail=detail, calls=calls)

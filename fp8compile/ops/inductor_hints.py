@@ -1,7 +1,7 @@
-"""Hints to Inductor. In eager mode each op copies its input; in a graph it says how Inductor is to store it.
+"""Hints to Inductor. In eager mode each op copies its input; in a graph the op tells Inductor how to store the tensor.
 
-    after      identity with an artificial dependency on another tensor; the partitioner then keeps that in the forward
-    realize    a value that is computed once and stored, instead of once for each use
+    after      identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
+    realize    a value that is computed once and stored, instead of computed for each use
     snapshot   a copy that keeps its values when its source is overwritten
     store      codes that are written to memory once, in one layout, for all GEMMs that read them
 
@@ -39,13 +39,13 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 
 def _register(name: str, lower: Callable[..., Any]) -> torch._ops.OpOverload:
-    """Register an op that copies its tensor; ``lower`` is its lowering, from IR to IR."""
+    """Register an op that copies its tensor; ``lower`` is its Inductor lowering, a function of IR nodes."""
     op = register_op(
         name,
         _copy,
         fake=torch.empty_like,
         backward=None,
-        decompose=None,  # a lowering instead
+        decompose=None,  # it has a lowering instead
         sharding=_sharding,
         samples=_samples,
     )
@@ -79,15 +79,16 @@ after: OpOverload = register_op(
     _after,
     fake=_after_fake,
     backward=None,
-    decompose=None,  # a lowering instead
+    decompose=None,  # it has a lowering instead
     sharding=_after_sharding,
     samples=_after_samples,
 )
-"""A tensor as it is, that counts as made after another one.
+"""Returns the first tensor unchanged, with an artificial dependency on the second one.
 
-Compilers leave to the backward what only the backward reads, and make it there from what the forward has kept; what is
-marked as to be saved they save only where the forward needs it (PyTorch 2.11 to 2.15). Where the forward has the
-values at hand and the backward would read a tensor for them once more, an operand of the forward is made to wait.
+The partitioner places a tensor that only the backward reads in the backward, and computes it there from saved tensors.
+A mark that the tensor must be saved works only if the forward needs the tensor (PyTorch 2.11 to 2.15). Sometimes the
+forward could compute the tensor for free, while the backward would have to read a large source again. `after` then
+makes an operand of the forward depend on the tensor.
 """
 
 
@@ -106,10 +107,10 @@ def _lower_realize(x: Any) -> Any:
 
 
 realize: OpOverload = _register("fp8compile::realize", _lower_realize)
-"""A value that Inductor computes once and stores, instead of once for each use.
+"""Marks a value that Inductor computes once and stores, instead of computing it for each use.
 
-Inductor inlines pointwise code into whatever reads it. For the multiplier of a block that means an exact (float64)
-division for every element.
+Inductor inlines pointwise code into every reader. For the multiplier of a block that would mean an exact (float64)
+division for every element of the block.
 """
 
 
@@ -122,10 +123,11 @@ def _lower_snapshot(x: Any) -> Any:
 
 
 snapshot: OpOverload = _register("fp8compile::snapshot", _lower_snapshot)
-"""A copy that keeps its values when the tensor that it was made of is overwritten.
+"""A copy that keeps its values when its source is overwritten.
 
-`clone` would say the same, but compilers take a clone of an unchanged input for the input itself, also where another
-graph changes that: the backward, which updates what the forward read. This op nothing removes before Inductor.
+`clone` is not enough: if a graph does not change its input, compilers replace a clone of that input by the input
+itself. But another graph may change it: the backward updates the state that the forward read. Nothing removes this op
+before Inductor lowers it.
 """
 
 
@@ -133,16 +135,16 @@ def _lower_store(x: Any) -> Any:
     from torch._inductor import ir, lowering
 
     if isinstance(x.data, ir.BaseView) and not isinstance(x.data, ir.ReinterpretView):
-        x = lowering.clone(x)  # codes that end in a view of their bits have no layout of their own to freeze
+        x = lowering.clone(x)  # a view has no own layout to freeze, such as codes that end in a view of their bits
     x.realize()
     x.freeze_layout()
     return x
 
 
 store: OpOverload = _register("fp8compile::store", _lower_store)
-"""Codes that Inductor lays down once, as they are, for all GEMMs that read them.
+"""Marks codes that Inductor writes to memory once, in their own layout, for all GEMMs that read them.
 
-Layers that share an input, such as q, k and v, share its codes. But Inductor copies what a product reads through a
-view, unless that already is a buffer with strides that no longer change: it would write the same codes once for each
-layer.
+Layers that share an input, such as q, k and v, share its codes. If a product reads codes through a view, Inductor
+copies them, unless they are in a buffer whose strides are frozen. Without this op it would write the same codes once
+for each layer.
 """

@@ -1,7 +1,8 @@
-"""fp8compile::nvfp4_mm: the product of four-bit codes as Blackwell's tensor cores multiply them.
+"""fp8compile::nvfp4_mm: the product of four-bit codes on Blackwell's tensor cores.
 
-One call of `torch._scaled_mm_v2`, which PyTorch's compiler to 2.13 refuses to lower with scales in tiles, and calls as
-it is from then on; so the op stays one call. On a CPU it multiplies the same operands exactly, for tests.
+The op calls `torch._scaled_mm_v2` once. Up to PyTorch 2.13 Inductor refuses to lower that function with scales in
+tiles, and later versions call it as it is, so the op stays one call in graphs. On a CPU it multiplies the same
+operands exactly, for tests.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from fp8compile.target import target_of
 __all__ = ["NV_BLOCK", "nvfp4_mm", "values_of_tiles"]
 
 NV_BLOCK = 16
-# members of torch.nn.functional.ScalingType and SwizzleType, by their numbers: a kernel takes numbers
+# values of torch.nn.functional.ScalingType and SwizzleType as numbers, because the ATen operator takes numbers
 TENSOR_WISE, BLOCK_1X16, NO_SWIZZLE, SWIZZLE_32_4_4 = 0, 2, 0, 1
 
 
 def values_of_tiles(codes: Tensor, scale: Tensor) -> Tensor:
-    """Numbers (rows, sum), float64, of packed codes and of as many tiles of scales as these have."""
+    """The values (rows, k), float64, of packed codes (rows, k / 2) with scales in tiles."""
     numbers = E2M1.decode(unpack(codes, 1)).double()
     blocks = untiled(scale, numbers.shape[0], numbers.shape[1] // NV_BLOCK)
     return numbers * E4M3.decode(blocks).double().repeat_interleave(NV_BLOCK, 1)
@@ -42,13 +43,13 @@ def _kernel(
     b_outer_scale: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """A product of (m, k) and (n, k).
+    """Multiply a, (m, k), by the transpose of b, (n, k).
 
     Args:
-        a: (m, k / 2) uint8, two codes of a row a byte; m a multiple of 16, k of 32.
-        b: (n, k / 2) uint8; n a multiple of 16.
-        a_scale: e4m3 bytes of 1 x 16 codes in tiles, 1-D, see `scale_layouts`.
-        b_scale: The same for ``b``.
+        a: (m, k / 2) uint8, two codes of a row a byte; m is a multiple of 16, k of 32.
+        b: (n, k / 2) uint8, two codes of a row a byte; n is a multiple of 16.
+        a_scale: e4m3 scales of blocks of 1 x 16 codes of ``a``, as bytes in tiles, 1-D, see `scale_layouts`.
+        b_scale: The same scales for ``b``.
         a_outer_scale: (1,) float32.
         b_outer_scale: (1,) float32.
         out_dtype: Dtype of the product (m, n).
@@ -77,7 +78,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         outer = torch.tensor([0.37]), torch.tensor([1.9])
         packed = [pack(each, 1) for each in codes]
         if m == 144:
-            packed[0] = packed[0].t().contiguous().t()  # no matter how it is laid down
+            packed[0] = packed[0].t().contiguous().t()  # strides may be any
         yield *packed, *(tiled(each).reshape(-1) for each in scales), *outer, dtype
 
 
@@ -87,7 +88,7 @@ nvfp4_mm: OpOverload = register_op(
     fake=_fake,
     backward=None,
     decompose=None,  # one call on every device
-    sharding=None,  # its operands are laid out for one GPU
+    sharding=None,  # operands are laid out for one GPU
     samples=_samples,
 )
 inductor.register_fallback(nvfp4_mm, contiguous=True)

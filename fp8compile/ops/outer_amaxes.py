@@ -1,7 +1,8 @@
-"""fp8compile::outer_amaxes: stores a matrix, and returns its amax as it is and as it is transformed.
+"""fp8compile::outer_amaxes: stores a matrix, and returns its amax before and after the Hadamard transform.
 
-Codes of two levels wait for the amax of the whole tensor, so it is read twice: this is the first read. On a GPU it is
-one kernel of Inductor's that also computes the matrix, such as an activation, and stores it for the second read.
+Codes with two levels of scales need the amax of the whole tensor first, so the tensor is read twice. This op is the
+first read. On a GPU it is one Inductor kernel, which also computes the matrix, such as an activation, and stores it
+for the second read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["outer_amax_of_values", "outer_amaxes"]
 
 
 def outer_amax_of_values(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """The outer amax, (1,) float32, that a quantizer takes of a matrix."""
+    """The outer amax, (1,) float32, that a quantizer computes for a matrix."""
     return quantizer.outer_amax(quantizer.amax(x))
 
 
@@ -33,12 +34,12 @@ def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 
 
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrix itself, and the outer amax, (1,) float32, for each quantizer.
+    """Returns a contiguous copy of the matrix, and the outer amax, (1,) float32, for each quantizer.
 
     Args:
         x: (M, K); on a GPU, M is a multiple of 16.
-        rows: Block (1, 16), without a transform.
-        columns: Block (16, 1).
+        rows: Quantizer along rows, block (1, 16), without a transform.
+        columns: Quantizer along columns, block (16, 1).
     """
     return _step_by_step(x, rows, columns)
 
@@ -70,7 +71,7 @@ outer_amaxes: OpOverload = register_op(
     backward=None,
     decompose=in_steps_on_cpu(_step_by_step),
     portable=_step_by_step,
-    sharding=None,  # ranks reduce outer amaxes, by steps
+    sharding=None,  # ranks run the single steps instead, and reduce outer amaxes between them
     samples=_samples,
 )
 inductor.register_lowering(outer_amaxes, _lower)

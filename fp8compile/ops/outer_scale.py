@@ -1,6 +1,6 @@
-"""Scales of two levels, as ops: fp8compile::outer_amax and fp8compile::two_scales.
+"""The ops for two levels of scales: fp8compile::outer_amax and fp8compile::two_scales.
 
-The amax of the whole tensor is a step of its own: if ranks share a tensor, they reduce it before any scale is made.
+The amax of the whole tensor has its own op: if ranks share a tensor, they reduce this amax before they compute scales.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _scales_fake(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tupl
 def _scales_decompose(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     outer = realize(_outer_scale(outer_amax, quantizer))
     scale = _block_scale(amax, outer_amax, quantizer)
-    # realized, as in fp8compile::scale: else each element of the cast would repeat the division of its block
+    # `realize`, as in fp8compile::scale: otherwise each element of the cast would repeat the division of its block
     return realize(_multiplier(scale, outer, quantizer)), scale, outer
 
 

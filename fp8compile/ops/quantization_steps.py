@@ -1,6 +1,6 @@
-"""The steps that quantize a tensor, as ops, or as the Python functions behind them.
+"""The steps that quantize a tensor, as ops or as the Python functions that implement the ops.
 
-With one level of scales these are amax, scale and cast; with two, amax, outer_amax, two_scales and cast.
+With one level of scales the steps are amax, scale and cast; with two levels, amax, outer_amax, two_scales and cast.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ __all__ = ["OPS_OF_STEPS", "PYTHON_OF_STEPS", "Steps"]
 class Steps:
     """The steps that quantize a tensor: the ops, or their Python implementations.
 
-    Eager kernels call the implementations: a dispatch costs 10 us, and below the dispatcher no mode sees an op anyway.
+    Eager kernels call the implementations, because a dispatch costs 10 us, and no dispatch mode sees ops that a kernel
+    calls.
     """
 
     amax: Callable[[Tensor, Quantizer], Tensor]
     scale: Callable[[Tensor, Quantizer], tuple[Tensor, Tensor]]
-    cast: Callable[..., Tensor]  # (x, multiplier, quantizer), of a part its rows and columns
+    cast: Callable[..., Tensor]  # (x, multiplier, quantizer); for a part also positions of its rows and columns
     outer_amax: Callable[[Tensor, Quantizer], Tensor]
     two_scales: Callable[[Tensor, Tensor, Quantizer], tuple[Tensor, Tensor, Tensor]]
 
 
-# the backward has the amaxes that the forward has computed, not others of its own
+# forward and backward share calls, so the backward reads the forward's amaxes and does not compute them again
 OPS_OF_STEPS = Steps(*map(once_a_graph, (amax, scale, cast, outer_amax, two_scales)))
 PYTHON_OF_STEPS = Steps(*(OPS[op.name()].impl for op in (amax, scale, cast, outer_amax, two_scales)))

@@ -1,9 +1,9 @@
-"""fp8compile::quantize_both: codes and scales of a matrix along rows and along columns, from one read of it.
+"""fp8compile::quantize_both: codes and scales of a matrix along rows and along columns, from one read of the matrix.
 
-A gradient is multiplied along its rows for grad_input and along its columns for grad_weight. With blocks along each,
-the two casts share only their input, and Inductor reads that twice for each. On a GPU this op is one Triton kernel
-that reads it once; on a CPU, and as the reference, it is the two casts. A stack (E, M, K) is quantized
-matrix by matrix: blocks along columns end with each.
+A gradient is multiplied along its rows for grad_input and along its columns for grad_weight. If blocks run along rows
+for the one and along columns for the other, the two casts share only their input, and Inductor reads the input twice
+for each cast. On a GPU this op is one Triton kernel that reads the input once. On a CPU, and as the reference, it runs
+the two casts. A stack (E, M, K) is quantized matrix by matrix, so no block along columns crosses matrices.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ LARGEST_BLOCK = 128
 
 
 def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the kernel serves both quantizers: current scaling to the nearest code, blocks (1, n) and (n, 1).
+    """Whether the GPU kernel takes both quantizers.
 
-    n has to divide 128.
+    It takes `CurrentScaling` that rounds to nearest, with blocks (1, n) and (n, 1), where n divides 128.
     """
     if type(rows) is not CurrentScaling or type(columns) is not CurrentScaling:
         return False
@@ -45,7 +45,7 @@ def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
 
 
 def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Results without values, in the layouts that GEMMs read: scales of rows and codes of columns are column-major."""
+    """Empty results in the layouts that GEMMs read: scales along rows and codes along columns are column-major."""
     *stack, m, k = x.shape
     row_blocks, column_blocks = rows.scale_shape((m, k))[1], columns.scale_shape((m, k))[0]
     return (
@@ -57,19 +57,19 @@ def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 
 
 def along_rows(x: Tensor, quantizer: Quantizer, steps: Steps) -> tuple[Tensor, Tensor]:
-    """Codes and scales of blocks within rows; scales lie down all rows, as GEMMs read them.
+    """Quantize in blocks along rows; returns codes and scales. Scales are column-major, because GEMMs read them so.
 
     Args:
         x: (M, K).
-        quantizer: Block (1, n).
-        steps: How it is quantized.
+        quantizer: Quantizer with block (1, n).
+        steps: The functions that compute the steps.
     """
     multiplier, found = steps.scale(steps.amax(x, quantizer), quantizer)
     return steps.cast(x, multiplier, quantizer), found.t().contiguous().t()
 
 
 def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference: both casts one after the other, in the layouts of `empty_outputs`."""
+    """The reference: run both casts one after the other; results are in the layouts of `empty_outputs`."""
     if x.ndim == 3:
         codes, scales, *along_columns = zip(*(two_casts(matrix, rows, columns) for matrix in x), strict=True)
         turned, column_scales = along_columns

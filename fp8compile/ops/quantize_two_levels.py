@@ -1,8 +1,8 @@
-"""fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and along columns, from one read of it.
+"""fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and along columns, from one read.
 
-It is `fp8compile.ops.quantize_both` for codes of four bits. The outer amaxes are arguments, because codes wait for
-them (`fp8compile.ops.outer_amaxes`). Scales are in tiles, as the GEMM of a GPU reads them. On a GPU this op is one
-Triton kernel; on a CPU, and as the reference, it is the steps themselves.
+It is `fp8compile.ops.quantize_both` for codes of four bits. The outer amaxes are arguments, because they must be known
+before any code (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the layout of a GPU's GEMM. On a GPU this op is
+one Triton kernel. On a CPU, and as the reference, it runs the quantizers' steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def is_packed_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the kernel serves both quantizers: two levels by one rule, packed, blocks (1, 16) and (16, 1)."""
+    """Whether the GPU kernel takes both quantizers.
+
+    It takes packed `TwoLevelScaling` with the same rule of scales and blocks (1, 16) and (16, 1), without a transform
+    along rows.
+    """
     if type(rows) is not TwoLevelScaling or type(columns) is not TwoLevelScaling:
         return False
     if (rows.packed, columns.packed) != ("rows", "columns") or rows.scale != columns.scale:
@@ -48,7 +52,7 @@ def _empty_outputs(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quant
 
 
 def by_outer_amax(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales of blocks and outer scale of a matrix whose outer amax is known."""
+    """Quantize a matrix whose outer amax is known; returns codes, scales of blocks and the outer scale."""
     outer = quantizer.outer_scale(outer_amax)
     scale = quantizer.block_scale(quantizer.amax(x), outer_amax)
     return quantizer.cast(x, quantizer.block_multiplier(scale, outer)), scale, outer
@@ -69,14 +73,16 @@ def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quanti
 def _kernel(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales in tiles and outer scale along rows, then along columns; the latter codes are column-major.
+    """Returns codes, scales in tiles and the outer scale along rows, then the same three along columns.
+
+    Codes along columns are column-major.
 
     Args:
         x: (M, K), both multiples of 16.
         row_amax: Outer amax for codes along rows, (1,) float32.
         column_amax: Outer amax for codes along columns, (1,) float32.
-        rows: Block (1, 16).
-        columns: Block (16, 1).
+        rows: Quantizer along rows, block (1, 16).
+        columns: Quantizer along columns, block (16, 1).
     """
     if target_of(x.device).type == "cpu" or _compat.guard_or_false(x.numel() == 0):
         return _step_by_step(x, row_amax, column_amax, rows, columns)
@@ -97,7 +103,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
             TwoLevelScaling(block=(16, 1), packed="columns"),
             TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8, **noisy),
         ):
-            # a matrix each: two maxima of one, compiled for a CPU, are an error of Inductor's (docs/upstream.md)
+            # a new matrix for each pair: Inductor can't compile two maxima of one matrix for a CPU (docs/upstream.md)
             x = torch.randn(shape[::-1], generator=generator).to(dtype).t()
             rows = TwoLevelScaling(rounding=turned.rounding, seed=turned.seed)
             amaxes = (each.outer_amax(each.amax(x)).clone() for each in (rows, turned))
@@ -111,7 +117,7 @@ quantize_two_levels: OpOverload = register_op(
     backward=None,
     decompose=in_steps_on_cpu(_step_by_step),
     portable=_step_by_step,
-    sharding=None,  # its codes are packed, and ranks can't cut them
+    sharding=None,  # ranks can't cut packed codes
     samples=_samples,
 )
 inductor.register_fallback(quantize_two_levels, contiguous=True)

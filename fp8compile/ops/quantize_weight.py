@@ -1,9 +1,9 @@
-"""fp8compile::quantize_weight: codes and scales of a weight for the forward, and its amaxes for grad_input.
+"""fp8compile::quantize_weight: codes and scales of a weight for the forward, and the weight's amaxes for grad_input.
 
-grad_input sums over the other side of a weight than the forward does. With a scale a row, the backward needs the amax
-of each column before it can cast, and Inductor reads the weight once more for that; of square blocks it reads the
-weight once for the amaxes and once for the codes. On a GPU this op is one Triton kernel that reads it once; on a CPU,
-and as the reference, it is the steps themselves.
+The forward sums over a weight's columns, grad_input over its rows. With one scale for each row, the backward needs the
+amax of each column before its cast, and Inductor would read the weight once more for that. With square blocks,
+Inductor would read the weight once for the amaxes and once for the codes. On a GPU this op is one Triton kernel that
+reads the weight once. On a CPU, and as the reference, it runs the quantizers' steps.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fp8compile.target import target_of
 
 __all__ = ["is_weight_pair", "quantize_weight", "step_by_step"]
 
-WIDEST = 1 << 14  # a row that the kernel holds in registers
+WIDEST = 1 << 14  # the longest row that the kernel can hold in registers
 
 ROWS, COLUMNS = (1, -1), (-1, 1)
 
 
 def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: int) -> bool:
-    """Whether the kernel quantizes by the first quantizer and takes amaxes for the other one.
+    """Whether the GPU kernel can quantize with ``first`` and compute amaxes for ``again``.
 
-    It does for rows and columns, and for square blocks.
+    It can for scales of rows followed by scales of columns, and for square blocks.
 
     Args:
-        first: Quantizer of the forward.
-        again: Quantizer of grad_input.
-        columns: Number of the weight's columns; a row has to fit the kernel.
+        first: Quantizer of the weight for the forward.
+        again: Quantizer of the weight for grad_input.
+        columns: Number of the weight's columns; a row has to fit into the kernel's registers.
     """
     if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
         return False
@@ -59,7 +59,7 @@ def _fake(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, T
 
 
 def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """The steps one by one, which the kernel is compared with."""
+    """The reference: run the quantizers' steps one by one. Tests compare the kernel with it."""
     multiplier, own_scale = scale(amax(weight, first), first)
     return cast(weight, multiplier, first), own_scale, amax(weight, again)
 
@@ -93,7 +93,7 @@ quantize_weight: OpOverload = register_op(
     backward=None,
     decompose=in_steps_on_cpu(step_by_step),
     portable=step_by_step,
-    sharding=None,  # a weight that is spread over ranks is taken apart before
+    sharding=None,  # layers whose weight is spread over ranks call the single steps instead
     samples=_samples,
 )
 inductor.register_fallback(quantize_weight)

@@ -1,16 +1,17 @@
-"""register_op: one call that makes a PyTorch operator, from schema to samples.
+"""register_op: one call that registers a PyTorch operator, from its schema to samples for tests.
 
-What it takes, and what each part is for:
+Its arguments:
 
-    impl        Python, for CPU and CUDA alike; its annotations are the schema
-    fake        shapes, dtypes and strides of the result, for tracing; None: impl is run on tensors without data
+    impl        Python implementation for CPU and CUDA; its annotations give the schema
+    fake        shapes, dtypes and strides of the result, for tracing; None: impl runs on tensors without data
     backward    derivative; None: a backward pass that reaches the op raises
-    decompose   what Inductor sees in place of the op, so that it fuses; None: the op stays as it is
-    portable    what a program that leaves this package has in place of it, if that is neither of decompose and impl
+    decompose   code that Inductor compiles and fuses in place of the op; None: the op stays one call
+    portable    code that replaces the op in an exported program, if neither decompose nor impl can
     sharding    how the op runs on shards; None: on whole tensors only
-    samples     inputs that the tests run the op on
+    samples     inputs on which tests run the op
 
-Each is to be given, None too: what is left out by mistake raises, and says what to write.
+fake, backward, decompose, sharding and samples must be given, even as None: if one is left out by mistake, register_op
+raises and says what to write.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Missing(Enum):
 
 MISSING = _Missing.ARGUMENT
 
-# what to write for an argument that was left out
+# for each argument, what to write if it was left out; for error messages
 ARGUMENTS = {
     "fake": "a function of impl's arguments that returns empty tensors like impl's result, or fake=None to let impl "
     "itself run on tensors without data (PyTorch code that reads no value can)",
@@ -59,18 +60,19 @@ SETUP_CONTEXT = "a function (ctx, inputs, output) that keeps what backward needs
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """A registered operator, as `register_op` made it.
+    """An operator that `register_op` registered.
 
     Attributes:
         name: ``namespace::name``.
-        overload: What to call, and what stands in graphs.
+        overload: The PyTorch operator to call; graphs contain it.
         impl: The eager kernel.
-        fake: What tracing runs; ``impl`` where it was derived.
+        fake: The function that tracing runs; ``impl`` if none was given.
         backward: The derivative, or None.
-        decompose: What Inductor sees, or None.
-        portable: What an exported program has, or why there is nothing; None: what Inductor sees, or ``impl``.
+        decompose: The code that Inductor compiles in place of the op, or None.
+        portable: The code that replaces the op in an exported program, or a text that says why there is none. None:
+            ``decompose``, or ``impl`` if that is None too.
         sharding: The sharding rule, or None.
-        samples: Argument tuples for tests.
+        samples: Returns argument tuples for tests.
         updates: Names of the arguments that the backward writes to; they have no gradient.
     """
 
@@ -87,8 +89,8 @@ class Op:
 
 
 OPS: dict[str, Op] = {}
-LISTENERS: list[Callable[[Op], None]] = []  # told of each op that is registered
-LIBRARIES: dict[str, torch.library.Library] = {}  # a library that is collected takes its operators with it
+LISTENERS: list[Callable[[Op], None]] = []  # called with each op that is registered
+LIBRARIES: dict[str, torch.library.Library] = {}  # kept, because a library that is collected removes its operators
 
 
 def _library(namespace: str) -> torch.library.Library:
@@ -156,7 +158,7 @@ def _check_signatures(name: str, impl: Callable[..., Any], given: dict[str, Any]
         try:
             signature = inspect.signature(given[argument])
         except ValueError:
-            continue  # a builtin tells none
+            continue  # some builtins have no signature
         try:
             signature.bind(*parameters)
         except TypeError as error:
@@ -178,9 +180,12 @@ def _schema(name: str, impl: Callable[..., Any]) -> str:
 
 
 def _check_salted(name: str, impl: Callable[..., Any]) -> None:
-    """What compiled code contains of an op has to be in the key of the compile cache; constants carry it there."""
+    """Raise a TypeError if an op's source would not be in the keys of compile caches: if it takes no `Constant`.
+
+    The text of a constant carries a hash of the source into the key.
+    """
     hints = inspect.get_annotations(impl, eval_str=True)
-    types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # of `Recipe | None` too
+    types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # finds Recipe in `Recipe | None`
     if not any(isinstance(part, type) and issubclass(part, Constant) for part in types):
         raise TypeError(
             f"register_op: {name} has a decompose or a backward, which end up in compiled code, and takes no "
@@ -205,38 +210,44 @@ def register_op(
     portable: Callable[..., Any] | str | None = None,
     **unknown: Any,
 ) -> torch._ops.OpOverload:
-    """Make an operator that torch.compile, Inductor and autograd know.
+    """Register an operator that works with torch.compile, Inductor and autograd.
 
-    All of ``fake``, ``backward``, ``decompose``, ``sharding`` and ``samples`` have to be given; None where it says so.
+    The arguments ``fake``, ``backward``, ``decompose``, ``sharding`` and ``samples`` must be given; all of them but
+    ``samples`` may be None.
 
     Args:
         name: ``namespace::name``.
         impl: The kernel for all devices. Its annotated signature gives the schema; a quantizer or recipe may be an
             argument. It must not return an input or a view of one.
-        fake: Same arguments; returns empty tensors like the result's. None: impl itself is run on tensors without
-            data, which PyTorch code that reads no value allows; a function that only says shapes traces faster.
-        backward: ``(ctx, *grads)``; a gradient or None for each argument. ``ctx.needs_input_grad`` has one entry an
-            argument. None: no derivative, a backward pass raises.
-        decompose: Same arguments; what Inductor compiles in place of the op. None: the op stays one call. It returns
-            ``NotImplemented`` where that depends on the arguments or on `target_of` their device.
-        sharding: Same arguments; returns ``Split`` values, from shapes alone. None: the op needs whole tensors.
-        samples: Returns argument tuples that cover the op, for the tests.
-        setup_context: ``(ctx, inputs, output)``; keeps what ``backward`` needs, and is given exactly with it.
-        prepare: ``(needs_input_grad, args)``; the arguments with which ``impl`` or ``decompose`` runs where gradients
-            are recorded, such as a constant that leaves out what only a gradient needs that nobody asks for.
-        updates: Names of arguments that ``backward`` writes to, such as a state that it carries on. It returns None
-            for them; whatever else it does, it does to no argument.
-        portable: Same arguments; plain PyTorch that reads no data and calls no kernel of yours, on any device: what
-            `decompositions` puts in the op's place, where ``decompose`` and ``impl`` can't be. A text says why there
-            is none, and is raised.
-        unknown: None is taken; a misspelled name is told which one it may be.
+        fake: Takes the same arguments and returns empty tensors like those of the result. None: ``impl`` itself runs
+            on tensors without data, which works for PyTorch code that reads no value; a function that only computes
+            shapes traces faster.
+        backward: ``(ctx, *grads)``. Returns a gradient or None for each argument. ``ctx.needs_input_grad`` has one
+            entry for each argument. None: the op has no derivative, and a backward pass that reaches it raises.
+        decompose: Takes the same arguments; Inductor compiles it in place of the op. None: the op stays one call. If
+            that depends on the arguments or on the target of their device (`target_of`), it returns
+            ``NotImplemented`` to keep the op as one call.
+        sharding: Takes the same arguments, reads only their shapes, and returns ``Split`` values. None: the op needs
+            whole tensors.
+        samples: Returns argument tuples that cover the op, for tests.
+        setup_context: ``(ctx, inputs, output)``. Saves what ``backward`` needs; to be given if and only if
+            ``backward`` is.
+        prepare: ``(needs_input_grad, args)``. If gradients are recorded, returns the arguments with which ``impl`` or
+            ``decompose`` runs. It can replace a constant by one that leaves out work for gradients that are not
+            needed.
+        updates: Names of arguments that ``backward`` writes to, such as a state. ``backward`` returns None for them,
+            and writes to no other argument.
+        portable: Takes the same arguments; plain PyTorch that reads no data and calls none of your kernels, on any
+            device. `decompositions` puts it in place of the op, if ``decompose`` and ``impl`` can't be used. A text
+            instead of a function says why there is none; `decompositions` raises it.
+        unknown: No other argument is taken; for a misspelled name the error suggests the right one.
 
     Returns:
         The operator.
 
     Raises:
-        TypeError: An argument is left out, unknown, no function, or takes others than ``impl``; or what is compiled
-            of the op would not be part of a cache's key.
+        TypeError: An argument is left out, is unknown, is not a function, or takes other arguments than ``impl``; or
+            the op's compiled code would not be part of the key of compile caches.
         ValueError: The name has no namespace or is taken, or ``impl`` isn't annotated.
     """
     _check_name(name)
@@ -302,14 +313,14 @@ def in_steps_on_cpu(steps: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_every_op(listener: Callable[[Op], None]) -> None:
-    """Call ``listener`` with each registered op, and later with each op that is registered."""
+    """Call ``listener`` with each op that is registered already, and with each op that will be registered."""
     LISTENERS.append(listener)
     for op in OPS.values():
         listener(op)
 
 
 def _portable(op: Op) -> Callable[..., Any]:
-    """The function that replaces an op in a program that leaves this package; raises if there is none."""
+    """The function that replaces an op in an exported program; the function raises if the op can't be replaced."""
     if callable(op.portable):
         return op.portable
 
@@ -329,11 +340,11 @@ def _device(args: Iterable[Any]) -> str:
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Every registered operator in terms of PyTorch's own, as ``ExportedProgram.run_decompositions`` takes it.
+    """Every registered operator in terms of PyTorch's own operators, for ``ExportedProgram.run_decompositions``.
 
-    What is left of a program then runs, and is saved and loaded, without this package. What can't be said in PyTorch's
-    operators raises a RuntimeError there, and stays in no program: messages of expert parallelism, kernels for groups
-    of rows on a GPU, and products over the tokens of groups, which backwards have. Experts run one after the other
-    over all rows, since a program does not read how many rows each has.
+    The resulting program runs, and is saved and loaded, without this package. Some operators can't be expressed in
+    PyTorch's; ``run_decompositions`` then raises a RuntimeError. These are messages of expert parallelism, kernels for
+    groups of rows on a GPU, and products over the tokens of groups, which only backwards have. Experts run one after
+    the other over all rows, because an exported program can't read how many rows each expert has.
     """
     return {op.overload: _portable(op) for op in OPS.values()}

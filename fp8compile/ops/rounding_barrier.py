@@ -1,11 +1,11 @@
-"""The rounding barrier: what a quantizer sees is what eager mode would have stored.
+"""The rounding barrier: a quantizer in compiled code reads the same values that eager mode would have stored.
 
-Inductor keeps a fused bfloat16 value in float32 and drops its rounding, so an amax or a cast that is fused with the
-norm before it would see other numbers than in eager mode. Looking at the value's bits as integers forces the
-rounding; the `or` with 0 keeps Inductor from removing the pair of views. On generated H200 code it costs no byte and
-no kernel.
+Inductor keeps a fused bfloat16 value in float32 and drops its rounding. An amax or a cast that is fused with the norm
+before it would then see other numbers than in eager mode. Viewing the value's bits as integers forces the rounding;
+the `or` with 0 keeps Inductor from removing the pair of views. In the code that is generated for an H200 it costs no
+byte of memory traffic and no kernel.
 
-There are two such operators for the same bits, because compilers merge only calls of one operator: see `rounded`.
+There are two barriers with the same result, `or` and `xor`, because compilers merge equal calls: see `rounded`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ __all__ = ["rounded"]
 
 
 def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
-    """``x`` in float32, rounded to its own dtype even if the op that made it was fused; for decompositions.
+    """Return ``x`` in float32, rounded to its own dtype even if the op that computes ``x`` is fused.
+
+    For decompositions.
 
     Args:
         x: float32, bfloat16 or float16.
-        apart: Whether to use the other operator, with the same bits, so that casts of forward and backward are not
-            merged. The backward needs codes in another layout, which are as cheap to make again as to transpose; kept
-            from the forward, they would hold all activations and weights in memory once more.
+        apart: Whether to use the second barrier, which gives the same bits, so that casts of forward and backward are
+            not merged. The backward needs codes in another layout; making them again costs no more than transposing
+            them. Codes that are kept from the forward would store all activations and weights once more.
     """
     return _rounded(x, apart)
 
 
-@once_a_graph  # the amax and the cast of a tensor both ask
+@once_a_graph  # the amax and the cast of a tensor share one barrier
 def _rounded(x: Tensor, apart: bool) -> Tensor:
     if x.dtype == torch.float32:
         return (x.view(torch.int32) ^ 0).view(x.dtype) if apart else x

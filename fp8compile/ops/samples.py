@@ -1,4 +1,4 @@
-"""Sample inputs that all ops share."""
+"""Sample inputs that the samples of all ops share."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def quantizers() -> Iterator[Quantizer]:
 
 
 def two_level_quantizers() -> Iterator[Quantizer]:
-    """A quantizer of two levels for each kind of block, rule and packing."""
+    """Quantizers with two levels of scales that cover both kinds of block, of scale rule and of packing."""
     yield TwoLevelScaling()
     yield TwoLevelScaling(block=(16, 16), packed="none", scale="torchao")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Recipes whose GEMMs are tensorwise, rowwise, blockwise, and partly in high precision."""
+    """A tensorwise recipe, a rowwise recipe with grad_weight in high precision, and a blockwise recipe."""
     tensor, row, column = (CurrentScaling(block=block) for block in ((-1, -1), (1, -1), (-1, 1)))
     yield Recipe(
         input=tensor,

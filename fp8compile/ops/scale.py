@@ -1,7 +1,7 @@
-"""fp8compile::scale: from the amax of a block to its multiplier and its scale.
+"""fp8compile::scale: computes the multiplier and the scale of each block from its amax.
 
-A function of a handful of numbers, but an op of its own, because it is where a sharded amax has to become one number
-on all ranks, and where a third party's scale rule runs.
+It handles few numbers and is still a separate op, for two reasons: ranks that share a block must agree on its amax
+before this step, and scale rules of other packages run here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _fake(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 def _decompose(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    # realized: else each element of the cast would repeat the division of its block
+    # `realize`: otherwise each element of the cast would repeat the division of its block
     multiplier = realize(_multiplier(amax, quantizer))
     return multiplier, _scale(multiplier, quantizer)
 

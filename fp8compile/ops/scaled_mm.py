@@ -24,13 +24,13 @@ __all__ = ["as_sides", "multiply_operands", "outer_scales_of", "scaled_mm"]
 def as_sides(
     codes: tuple[Any, ...], scales: tuple[Any, ...], quantizers: tuple[Any, ...], outer_scales: tuple[Any, ...]
 ) -> list[Quantized]:
-    """The left and the right side of a product, of arguments that have an entry for each."""
+    """Make the left and the right `Quantized` operand of a product, from tuples with one entry for each side."""
     parts = zip(codes, scales, quantizers, outer_scales, strict=True)
     return [Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts]
 
 
 def outer_scales_of(a: Quantized, b: Quantized) -> tuple[Tensor | None, ...]:
-    """The last arguments of a product's op: outer scales, if a side has one."""
+    """The last two arguments of a product's op, the outer scales; () if neither operand has one."""
     return () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
 
 
@@ -64,7 +64,7 @@ def _decompose(*args: Any) -> Tensor:
     a, _, _, _, a_quantizer, b_quantizer, out_dtype, config, *_ = args
     if selected_gemm(a_quantizer, b_quantizer, a.device, out_dtype, config).rounds_in_call:
         return product
-    return rounded(product).to(out_dtype)  # made by Inductor, which would drop its rounding in what follows
+    return rounded(product).to(out_dtype)  # Inductor would drop the product's rounding when it fuses a reader
 
 
 def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
@@ -73,7 +73,7 @@ def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
 
 
 def _sharding(*args: Any) -> list[Split]:
-    """Cut rows of a, or columns of b. If the summed dim were cut, bits would depend on the number of ranks."""
+    """Cut rows of a or columns of b, never the summed dim: bits would then depend on the number of ranks."""
     _, _, _, _, a_quantizer, b_quantizer, *others = args
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
     whole = (None,) * (2 + len(others))
@@ -109,6 +109,6 @@ scaled_mm: OpOverload = register_op(
 
 
 def multiply_operands(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """The op, called with operands (m, k) and (k, n)."""
+    """Call `scaled_mm` on two `Quantized` operands, (m, k) and (k, n), whose codes and scales it unpacks."""
     outer = outer_scales_of(a, b)
     return scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config, *outer)

@@ -1,7 +1,7 @@
-"""fp8compile::scatter_sum: this rank's part of a sum over ranks, whose gradient stays where it is.
+"""fp8compile::scatter_sum: returns this rank's part of a sum over ranks; the gradient keeps its placement.
 
-DTensor's own redistribution of a sum gathers the gradient in its dtype before the layer sees it. With this op the
-layer gets this rank's part of the gradient, quantizes that, and gathers codes. A plain tensor is its own sum.
+DTensor's own redistribution of a sum gathers the gradient in high precision before it reaches the layer. With this op
+the layer gets this rank's part of the gradient, quantizes it, and gathers codes. For a plain tensor the op is a copy.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ scatter_sum: OpOverload = register_op(
     setup_context=_setup_context,
     backward=_backward,
     decompose=_kernel,
-    sharding=None,  # DTensor redistributes it: fp8compile.parallel.dtensor_layer
+    sharding=None,  # fp8compile.parallel.dtensor_layer redistributes DTensors
     samples=_samples,
 )

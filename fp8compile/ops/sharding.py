@@ -1,9 +1,9 @@
-"""How an op runs on shards: which arguments are cut where, and how the results of the shards become the whole.
+"""Sharding rules: where the arguments of an op may be cut, and how results of shards combine to the whole result.
 
-A sharding rule is a function of the op's arguments that returns every way to cut them, as plain values. It sees a
-tensor's shape and nothing else, and imports no distributed code; what spreads tensors over ranks asks it.
+A sharding rule is a function of the op's arguments that returns every way to cut them, as plain values. It reads only
+the shapes of tensors and imports no distributed code. Code that spreads tensors over ranks calls it.
 
-    amax of (M, K), block (1, -1)    rows:     x cut along 0  -->  amaxes side by side along 0
+    amax of (M, K), block (1, -1)    rows:     x cut along 0  -->  amaxes are concatenated along 0
                                      columns:  x cut along 1  -->  the largest of the shards' amaxes
 """
 
@@ -25,9 +25,9 @@ class Cut:
     """A dim along which an argument may be cut.
 
     Attributes:
-        dim: The dim, counted from either end.
-        unit: Elements that stay together; the last unit may have fewer. All cut arguments of a split have the same
-            number of units, and a rank gets the same ones of each.
+        dim: The dim; negative numbers count from the end.
+        unit: Number of neighbouring elements that are never separated; the last unit may have fewer. All cut
+            arguments of a split have the same number of units, and a rank gets the same units of each argument.
     """
 
     dim: int
@@ -36,15 +36,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Split:
-    """One way to run an op on shards so that the result is that of the whole.
+    """One way to run an op on shards so that the combined result is the same as on whole tensors.
 
     Attributes:
-        inputs: An entry for each argument of the op: a ``Cut``, or None if every rank has all of it (or if it is no
-            tensor).
-        outputs: An entry for each result: the dim along which ranks' results are concatenated; ``"max"``, ``"min"`` or
-            ``"sum"`` if they are reduced element by element, NaN included; None if every rank has the whole.
-        exact: Whether the result has the same bits as the whole. False for matrix products: each element is the same
-            sum, but a backend chooses its order by the sizes that it gets.
+        inputs: One entry for each argument of the op: a ``Cut``, or None if every rank has the whole argument or the
+            argument is not a tensor.
+        outputs: One entry for each result. A dim: ranks' results are concatenated along it. ``"max"``, ``"min"`` or
+            ``"sum"``: they are reduced element by element, NaN included. None: every rank has the whole result.
+        exact: Whether the combined result has the same bits as the result on whole tensors. False for matrix products:
+            each element is the same sum, but a backend chooses the order of summation by the sizes of its operands.
     """
 
     inputs: tuple[Cut | None, ...]
@@ -68,27 +68,27 @@ Sharding = Callable[..., Iterable[Split]]
 
 
 def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) -> list[Split]:
-    """The splits of an elementwise op: each tensor cut along the same dim.
+    """The splits of an elementwise op: all its tensors are cut along the same dim.
 
     Args:
-        ndim: Dims of the tensors.
-        inputs: How many tensors it takes, first.
-        outputs: How many it returns.
-        others: Arguments after them that are no tensors.
+        ndim: Number of dims of the tensors.
+        inputs: Number of tensors among the op's arguments, which come first.
+        outputs: Number of tensors that the op returns.
+        others: Number of further arguments, which are not cut.
     """
     return [Split((Cut(dim),) * inputs + (None,) * others, (dim,) * outputs) for dim in range(ndim)]
 
 
 def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]]:
-    """The cuts of a tensor between its blocks, each with the cut of its grid of scales.
+    """The cuts of a tensor that fall between blocks, each with the matching cut of the grid of scales.
 
     Args:
         shape: Shape of the tensor.
-        block: Rows and columns that share a scale, in the (M, K) view.
+        block: Numbers of rows and columns that share a scale, in the tensor's (M, K) view.
 
     Returns:
-        Pairs of cuts: of the tensor, and of its grid. The latter is None if the grid has one entry along the dim,
-        which serves to cast or dequantize a shard, but can't be computed from one.
+        Pairs of a cut of the tensor and a cut of its grid. The grid's cut is None if the grid has a single entry along
+        the dim: a shard can be cast or dequantized with that entry, but a shard alone can't compute it.
     """
     cuts: list[tuple[Cut, Cut | None]] = []
     last = len(shape) - 1
@@ -101,7 +101,7 @@ def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]
         elif dim == last:
             cuts.append((Cut(dim, size), Cut(-1)))
         elif dim == 0 and (inner := math.prod(shape[1:-1])):
-            # blocks lie over flattened leading dims: cut where a multiple of the inner ones ends a block
+            # blocks run over flattened leading dims: cut dim 0 only where its entries end together with a block
             rows = math.lcm(size, inner)
             cuts.append((Cut(0, rows // inner), Cut(0, rows // size)))
     return cuts

@@ -1,4 +1,4 @@
-"""How the GEMMs of a recipe would run on a device: the question that `doctor` and reports ask."""
+"""How the GEMMs of a recipe would run on a device, for `fp8compile doctor` and reports."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["GemmSupport", "recipe_support"]
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSupport:
-    """One GEMM of a recipe on one device.
+    """How one GEMM of a recipe would run on one device.
 
     Attributes:
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
-        kind: Name of the GEMM, as `select_gemm` returns it; ``"high_precision"`` if the recipe has no quantizers for
-            it, ``"none"`` if it can't run.
-        detail: The same in words; the reason if it can't run.
+        kind: Name of the selected GEMM, as `select_gemm` returns it; ``"high_precision"`` if the recipe has no
+            quantizers for this product, ``"none"`` if the product can't run.
+        detail: How the GEMM runs, in words; the reason if it can't run.
     """
 
     gemm: str
@@ -42,7 +42,7 @@ def recipe_support(
         grouped: Whether the products are those of a grouped layer, such as experts.
 
     Returns:
-        One entry a GEMM, in the order output, grad_input, grad_weight.
+        One entry for each GEMM, in the order output, grad_input, grad_weight.
     """
     if grouped:
         try:

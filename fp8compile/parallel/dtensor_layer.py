@@ -48,7 +48,7 @@ from fp8compile.tensor import check_serves, has_codes
 __all__ = ["HANDLERS"]
 
 OVER_FSDP = RowsOverFsdpBase, RowsOverFsdpForGradInput, RowsOverFsdpForGradWeight
-ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # groups of rows and of named ranks take no DTensors
+ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # other placements take no DTensors
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,7 @@ def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
             "shard_dim= and sizes=."
         )
     codes, quantizer = one_a_byte(local.codes, local.quantizer) if weight.cuts else (local.codes, local.quantizer)
-    return Quantized(
-        codes=codes,
-        scale=local.scale,
-        quantizer=quantizer,
-        outer_scale=local.outer_scale,
-        layout=weight.layout,
-        has_scales_of_whole=whole,
-    )
+    return replace(local, codes=codes, quantizer=quantizer, layout=weight.layout, has_scales_of_whole=whole)
 
 
 def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
@@ -212,7 +205,7 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
 
 
 def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
-    """The results of a layer with delayed scaling beside its output.
+    """The results of a layer with delayed scaling, other than its output.
 
     Returns:
         The multipliers that the output used, the amax of x and the amax of the weight. Amaxes are those of the whole

@@ -29,7 +29,7 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that `ExpertParallel` or `spread_experts` placed.
+    """The parameters that `ExpertParallel` or `spread_experts` has spread over ranks.
 
     If FSDP runs over the same ranks, pass them as ``ignored_params`` to ``fsdp_float8_all_gather``, ``fully_shard`` or
     ``graph_fsdp``. Call this after experts are placed.
@@ -65,7 +65,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
         if parameter.grad is None:
             continue
         if replicas is not None:
-            grad: Any = parameter.grad  # a DTensor, as its parameter
+            grad: Any = parameter.grad  # a DTensor, because its parameter is one
             torch.distributed.all_reduce(grad.to_local(), group=replicas)
         parameter.grad /= parts
 

@@ -125,7 +125,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of order {norm_type} of all gradients is {total.item()}. Leave "
             "error_if_nonfinite out to scale gradients by it anyway."
         )
-    for own in by_place.values():  # one mesh at a time
+    for own in by_place.values():  # for one mesh at a time, because no operator of DTensor takes two
         nn.utils.clip_grads_with_norm_(own, max_norm, total, foreach)
     return total
 

@@ -62,7 +62,7 @@ def column_parallel_grouped_linear(
     group: ProcessGroup,
     feature_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` where each rank has some rows of every matrix; returns this rank's output features.
+    """`fp8compile.grouped_linear` with the rows of each matrix cut over ranks; returns this rank's output features.
 
     Codes and scales are the same as in one process, and so are the output and the weight's gradient, bit for bit. The
     gradient of ``x`` is a sum over ranks. Differentiable once. All ranks of the group call this with the same rows.
@@ -81,7 +81,7 @@ def column_parallel_grouped_linear(
         (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
-        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or the group is none.
+        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is no process group.
         ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
             sizes.
     """
@@ -98,7 +98,7 @@ def row_parallel_grouped_linear(
     group: ProcessGroup,
     feature_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` where each rank has some columns of every matrix; returns the sum over ranks.
+    """`fp8compile.grouped_linear` with the columns of each matrix cut over ranks; returns the sum over ranks.
 
     Codes and scales are the same as in one process, and so are both gradients, bit for bit. The output is a sum over
     ranks, in the dtype of ``x``. Differentiable once. All ranks of the group call this with the same rows.
@@ -117,7 +117,7 @@ def row_parallel_grouped_linear(
         (rows, out_features), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
-        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or the group is none.
+        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is no process group.
         ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
             sizes.
     """

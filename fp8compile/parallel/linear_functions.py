@@ -115,7 +115,7 @@ def column_parallel_linear(
     sequence_sizes: Sequence[int] | None = None,
     feature_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """A linear layer where each rank has some rows of the weight; returns this rank's output features for all tokens.
+    """A linear layer whose weight's rows are cut over ranks; returns this rank's output features for all tokens.
 
     Codes and scales are the same as in one process, even if the end of a rank's part cuts a block. So are output and
     grad_weight, bit for bit; grad_input is a sum over ranks. Differentiable once. All ranks of the group call this.
@@ -135,7 +135,8 @@ def column_parallel_linear(
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: The recipe is none, the group none, a dtype or layout is not taken, or a tensor is a DTensor.
+        TypeError: ``recipe`` is no Recipe, ``group`` no process group, a dtype or layout is not taken, or a tensor is
+            a DTensor.
         ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
@@ -155,7 +156,7 @@ def row_parallel_linear(
     sequence_sizes: Sequence[int] | None = None,
     feature_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """A linear layer where each rank has some columns of the weight; returns the sum over ranks.
+    """A linear layer whose weight's columns are cut over ranks; returns the sum over ranks.
 
     Codes and scales are the same as in one process, even if the end of a rank's part cuts a block. So are grad_input
     and grad_weight, bit for bit. The output, for all tokens or for this rank's, is a sum over ranks in the dtype of
@@ -175,7 +176,8 @@ def row_parallel_linear(
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: The recipe is none, the group none, a dtype or layout is not taken, or a tensor is a DTensor.
+        TypeError: ``recipe`` is no Recipe, ``group`` no process group, a dtype or layout is not taken, or a tensor is
+            a DTensor.
         ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.

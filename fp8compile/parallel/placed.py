@@ -112,9 +112,13 @@ def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list
 def check_one_mesh(function: str, tensors: Mapping[str, Any]) -> DeviceMesh:
     """The mesh that all tensors are on.
 
+    Args:
+        function: Name of the function that asks, for errors.
+        tensors: The tensors by name; None stands for a tensor that is not given.
+
     Raises:
-        TypeError: Some are DTensors and some are not.
-        ValueError: They are on different meshes.
+        TypeError: Some tensors are DTensors and some are not.
+        ValueError: The tensors are on different meshes.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]

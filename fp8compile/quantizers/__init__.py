@@ -1,4 +1,4 @@
-"""Immutable quantizers, and the recipe that says which operand gets which."""
+"""Immutable quantizers, and the recipe that assigns them to the operands of a layer's GEMMs."""
 
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.current_scaling import CurrentScaling

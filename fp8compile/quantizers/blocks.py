@@ -1,15 +1,15 @@
 """Blocks: the rectangles of elements that share one scale.
 
-A tensor of any rank is looked at as (M, K): its last dim is K, all leading dims flattened are M; a vector is (1, K). A
-block (bm, bk) cuts that view into a grid, -1 standing for the whole dim; blocks at the edge may be smaller.
+A tensor of any rank is viewed as a matrix (M, K): K is its last dim, and M is all leading dims, flattened. A vector is
+(1, K). A block (bm, bk) cuts this matrix into a grid; -1 stands for the whole dim. Blocks at the edge may be smaller.
 
-The grid keeps the leading dims where it can, so that scales broadcast against their tensor:
+The grid keeps the leading dims if possible, so that scales broadcast against their tensor:
 
     shape of x     block        shape of the grid
     (B, S, K)      (1, -1)      (B, S, 1)
     (B, S, K)      (-1, -1)     (1, 1, 1)
     (B, S, K)      (1, 128)     (B, S, ceil(K / 128))
-    (B, S, K)      (128, 128)   (ceil(B * S / 128), ceil(K / 128))     a block may hold tokens of two batches
+    (B, S, K)      (128, 128)   (ceil(B * S / 128), ceil(K / 128))     a block may have rows of two batch entries
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "
 
 Block = tuple[int, int]
 
-WHOLE_SIDES = ((-1, -1), (1, -1), (-1, 1))  # blocks that end nowhere but at the edges, whatever the sizes
+WHOLE_SIDES = ((-1, -1), (1, -1), (-1, 1))  # blocks that fit tensors of any size without padding
 
 
 def check_block(owner: str, block: object) -> None:
@@ -52,17 +52,17 @@ def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """The (M, K) view of a tensor of any rank; a copy if its strides allow no view."""
+    """The (M, K) view of a tensor of any rank; a copy if its strides do not allow a view."""
     return x if x.ndim == 2 else x.reshape(_rows_columns(x.shape))
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape a matrix, the (M, K) view, to the shape of the tensor; a grid is reshaped likewise."""
+    """Reshape the (M, K) view of a tensor to the tensor's shape, or the grid of the view to the tensor's grid."""
     return matrix if len(shape) == 2 else matrix.reshape(shape)
 
 
 def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
-    """Shape of the grid of blocks over a tensor of this shape: one entry a block."""
+    """Shape of the grid of blocks over a tensor of this shape, with one entry for each block."""
     if len(shape) == 0:
         return ()
     leading, columns = tuple(shape[:-1]), shape[-1]
@@ -74,7 +74,7 @@ def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 
 
 def _sides(rows: int, columns: int, block: Block) -> tuple[int, int, int, int]:
-    """(grid rows, block rows, grid columns, block columns), -1 resolved; rows x columns cover the padded view."""
+    """(grid rows, block rows, grid columns, block columns), with -1 replaced by the size of the dim."""
     block_rows = rows if block[0] == -1 else block[0]
     block_columns = columns if block[1] == -1 else block[1]
     return _count(rows, block[0]), block_rows, _count(columns, block[1]), block_columns
@@ -96,27 +96,27 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     magnitude = as_matrix(x).abs()
     if block in WHOLE_SIDES:
         if block[0] == -1 and is_unbacked(magnitude.shape[0]):
-            # PyTorch has no maximum of nothing, and nobody knows yet whether there is a row
+            # amax of an empty dim raises, and it is not known yet whether there is a row
             magnitude = pad(magnitude, (0, 0, 0, 1))
-        if block == (-1, -1):  # flat: for two dims Inductor splits the reduction behind a norm into two more kernels
+        if block == (-1, -1):  # flat, because over two dims Inductor splits a reduction after a norm into more kernels
             return magnitude.amax().view(grid)
         return from_matrix(magnitude.amax(1 if block[0] == 1 else 0, keepdim=True), grid)
     rows, columns = _rows_columns(x.shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(rows, columns, block)
     missing_rows, missing_columns = grid_rows * block_rows - rows, grid_columns * block_columns - columns
     if block[0] == -1 and is_unbacked(rows):
-        missing_rows = 1  # as above
+        missing_rows = 1  # amax of an empty dim raises
     if not statically_equal((missing_rows, missing_columns), (0, 0)):
-        magnitude = pad(magnitude, (0, missing_columns, 0, missing_rows))  # zeros never are the largest
+        magnitude = pad(magnitude, (0, missing_columns, 0, missing_rows))  # zeros do not change an amax
     return from_matrix(magnitude.view(grid_rows, block_rows, grid_columns, block_columns).amax((1, 3)), grid)
 
 
 def _block_index(size: int, block: int, device: torch.device) -> Tensor:
-    """The block that each of ``size`` positions lies in.
+    """The index of the block for each of ``size`` positions.
 
-    Inductor's C++ backend splits a loop by the `// block` that it finds in an index, rounds the number of blocks
-    down, and never writes the rest (PyTorch 2.11 to 2.15). Of a partial last block it gets a division that it does
-    not look for.
+    Inductor's C++ backend (PyTorch 2.11 to 2.15) splits a loop at a `// block` in an index. It rounds the number of
+    blocks down, and never writes a partial last block. If there is one, this therefore divides in another way, which
+    Inductor does not recognize.
     """
     index = torch.arange(size, device=device)
     if target_of(device).type != "cpu" or statically_true(size % block == 0):
@@ -125,15 +125,16 @@ def _block_index(size: int, block: int, device: torch.device) -> Tensor:
 
 
 def _is_one(blocks: int) -> bool:
-    """Whether a grid has one block along a dim, whatever the size of the tensor.
+    """Whether the number of blocks along a dim is the int 1.
 
-    Not for one that a guard found to be 1: Inductor (to PyTorch 2.13) would not broadcast that, but read behind it.
+    False for a symbol that a guard has found to be 1: Inductor (up to PyTorch 2.13) would not broadcast it, but read
+    out of bounds.
     """
     return isinstance(blocks, int) and blocks == 1
 
 
 def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tensor:
-    """Spread one value a block over the elements of its block.
+    """Repeat the value of each block for the elements of the block.
 
     Args:
         per_block: Shape ``grid_shape(shape, block)``.
@@ -141,14 +142,14 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
         block: Block over the (M, K) view.
 
     Returns:
-        Something that broadcasts against the (M, K) view of a tensor of that shape.
+        A tensor that broadcasts against the (M, K) view of a tensor of this shape.
     """
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(rows, columns, block)
     values, wanted = per_block, (grid_rows, grid_columns)
     if values.ndim != 2 or not statically_equal(values.shape, wanted):
-        values = values.reshape(wanted)  # a slice of a grid of more dims has no such view
-    # Indices as numbers: an expand and a reshape end in an AssertionError of the same loop splitting.
+        values = values.reshape(wanted)  # reshape, because a slice of a grid with more dims allows no view
+    # Index with numbers: expand and reshape raise an AssertionError in the same loop splitting of Inductor.
     if not _is_one(grid_columns) and block_columns != 1:
         values = values[:, _block_index(columns, block_columns, values.device)]
     if not _is_one(grid_rows) and block_rows != 1:
@@ -157,7 +158,7 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
 
 
 def scaled(x: Tensor, multiplier: Tensor, block: Block) -> Tensor:
-    """Values times the multiplier of their block: one float32 product each.
+    """Multiply each value by the multiplier of its block, in float32.
 
     Args:
         x: Any shape, floating point.

@@ -1,9 +1,9 @@
-"""Checks of what a quantizer's step returned, before anything builds on it: a tensor, its shape, its dtype.
+"""Check the type, shape and dtype that a method of a quantizer returned, before they are used.
 
-A quantizer is the code of others, and what it returns by mistake would surface as an error of a kernel that knows
-nothing of it, or not at all. A look at metadata costs no kernel, no sync and no node in a graph; of sizes that are
-symbols nothing is asked, so that no guard comes of it. An eager call has no time to look at what our own classes
-return, which the contract tests hold: kernels ask `is_own` first.
+Users write quantizers. A wrong result would otherwise raise an unrelated error in a kernel, or go unnoticed. The
+checks read metadata only, so that they cost no kernel, no sync and no node in a graph. Symbolic sizes are not
+compared, so that the checks add no guards. Results of this package's own classes are not checked, because that would
+slow down eager calls, and contract tests check these classes. Kernels therefore call `is_own` first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PACKAGE = __name__.partition(".")[0]
 
 @cache
 def is_own(cls: type[Quantizer]) -> bool:
-    """Whether a quantizer's class is this package's, with all that it inherits."""
+    """Whether a quantizer's class and all its base quantizers are defined in this package."""
     return all(base.__module__.partition(".")[0] == PACKAGE for base in cls.__mro__ if issubclass(base, Quantizer))
 
 
 def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether two shapes are equal, as far as numbers tell."""
+    """Whether two shapes may be equal: they have the same number of dims, and sizes that are ints are equal."""
     if len(found) != len(expected):
         return False
     return not any(type(a) is type(b) is int and a != b for a, b in zip(found, expected, strict=True))
@@ -38,21 +38,21 @@ def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def returned(
     found: Any, quantizer: Quantizer, step: str, shape: Sequence[int], dtype: torch.dtype, shape_of: str
 ) -> Tensor:
-    """Return a step's result, after checking its type, shape and dtype.
+    """Check the result of a quantizer's method, and return it.
 
     Args:
-        found: What it returned.
-        quantizer: The quantizer whose step returned it.
-        step: Its name.
-        shape: What it returns.
-        dtype: Dtype that the result should have.
-        shape_of: Where the shape is from, for the error.
+        found: The result.
+        quantizer: The quantizer.
+        step: Name of the method.
+        shape: The shape that the result has to have.
+        dtype: The dtype that the result has to have.
+        shape_of: The method or argument that the shape comes from, for the error.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The result is not a tensor of this shape and dtype.
     """
     if type(found) is Tensor and found.dtype == dtype and found.shape == shape:
-        return found  # nearly always in eager mode, where the sizes of a plain tensor are numbers
+        return found  # fast path of eager mode, where the sizes of a plain tensor are ints
     if isinstance(found, Tensor) and found.dtype == dtype and could_be(found.shape, shape):
         return found
     shown = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
@@ -63,19 +63,19 @@ def returned(
 
 
 def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape that a method of a quantizer returns, checked.
+    """Call a method of a quantizer that returns a shape, and check the result.
 
     Args:
         quantizer: The quantizer.
         method: ``"codes_shape"``, ``"values_shape"`` or ``"scale_shape"``.
-        shape: What it is given.
+        shape: The argument of the method.
 
     Raises:
-        TypeError: It gives none.
+        TypeError: The result is not a tuple of ints.
     """
     found = getattr(quantizer, method)(shape)
     if type(found) is tuple and len(found) == 2 and type(found[0]) is type(found[1]) is int:
-        return found  # nearly always, and an eager call asks six times
+        return found  # fast path: an eager call comes here six times
     if isinstance(found, (tuple, Sequence)) and all(isinstance(size, (int, torch.SymInt)) for size in found):
         return tuple(found)
     raise TypeError(
@@ -84,10 +84,10 @@ def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple
 
 
 def dtype_said(quantizer: Quantizer) -> torch.dtype:
-    """The dtype of a quantizer's scales, checked.
+    """The dtype of a quantizer's scales, after a check that it is a dtype.
 
     Raises:
-        TypeError: It says none.
+        TypeError: ``scale_dtype`` did not return a dtype.
     """
     found = quantizer.scale_dtype()
     if isinstance(found, torch.dtype):

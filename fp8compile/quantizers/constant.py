@@ -1,8 +1,9 @@
-"""Immutable values that torch.compile takes for constants of the graph: the base of quantizers and recipes.
+"""Immutable values that torch.compile treats as constants of the graph: the base of quantizers and recipes.
 
-What `__fx_repr__` returns ends up in the source of every graph, hence in the key of every compile cache. AOTAutograd's
-key contains neither decompositions nor anything else that we compile an op to, so a changed rule would meet code that
-an older version of it left on disk. The salt in the repr, a hash over the sources that decide, turns that into a miss.
+The text that `__fx_repr__` returns is in the source of each graph, and therefore in the key of each compile cache.
+AOTAutograd's key contains neither decompositions nor other code that an op is compiled to. If such code changes, a
+cache on disk would still return code compiled from the old version. The text therefore has a salt, a hash over the
+sources that matter, so that a change misses the cache.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from fp8compile.quantizers.declaration import check_class, check_decorated, fiel
 __all__ = ["Constant", "salt_with", "source_salt"]
 
 PACKAGE = __name__.partition(".")[0]
-# the last two take ops apart between the key and the code
+# the last two replace ops after the cache's key was computed
 SALTED = ("formats.py", "target.py", "_compat", "inductor", "quantizers", "ops", "kernels", "tensor", "parallel")
-NAMED: Counter[str] = Counter()  # classes that have asked for a name in graphs
-SALTED_MODULES: set[str] = set()  # other packages whose ops or GEMMs are compiled into graphs
-SALTED_NAMES: set[str] = set()  # what these have registered, as far as no graph names it
+NAMED: Counter[str] = Counter()  # for each name in graphs, the number of classes that have it
+SALTED_MODULES: set[str] = set()  # modules of other packages whose ops or GEMMs are compiled into graphs
+SALTED_NAMES: set[str] = set()  # functions that these have registered and that no graph names
 ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
 
 
 def _python_files(roots: list[Any]) -> list[Any]:
-    """Python files at and under these paths, in the same order on every machine."""
+    """The Python files at and below these paths, in the same order on every machine."""
     found, pending = [], list(roots)
     while pending:
         entry = pending.pop()
@@ -62,10 +63,10 @@ def _is_foreign(module: str) -> bool:
 
 
 def _foreign_source(module_name: str) -> bytes:
-    """All source that code of a foreign module may call: its whole package's, or the module's if it stands alone.
+    """The source that a foreign module may call: that of its whole package, or of the module if it has no package.
 
-    What was typed at a prompt has no source that can be found again; a number of this process's own stands for it, so
-    that its graphs miss the cache instead of meeting somebody else's.
+    Code typed at a prompt has no source that can be found again. A number that is unique to this process replaces it,
+    so that its graphs miss the cache instead of hitting an entry of other code.
     """
     top = sys.modules.get(module_name.partition(".")[0])
     if top is not None and getattr(top, "__path__", None):
@@ -77,13 +78,14 @@ def _foreign_source(module_name: str) -> bytes:
 
 
 def salt_with(module_name: str, function: str = "") -> None:
-    """Add a module's source to every salt from now on, because a graph may contain code of its ops.
+    """Add a module's source to all salts from now on, because a graph may contain code of the module's ops.
 
-    An op has no text of its own in a cache's key, so the constants that graphs hold beside it carry its source there.
+    An op has no text of its own in a cache's key. The constants that a graph passes to the op carry its source there.
 
     Args:
         module_name: The module.
-        function: What of it was registered, where graphs do not name it: that it was is then part of every salt, too.
+        function: Name of a function that the module has registered and that graphs do not name. The salts then also
+            tell that it was registered.
     """
     if function:
         SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)
@@ -94,23 +96,23 @@ def salt_with(module_name: str, function: str = "") -> None:
 
 @cache
 def source_salt(cls: type[Any]) -> str:
-    """Eight hex digits that change when the package's rules or the source of a foreign class or op change."""
+    """The salt: eight hex digits that change if the source of this package, or of a foreign class or op, changes."""
     digest = hashlib.sha256(_package_hash())
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
     for module in [*modules, *sorted(SALTED_MODULES)]:
         digest.update(_foreign_source(module))
     digest.update("\0".join(sorted(SALTED_NAMES)).encode())
     if "<locals>" in cls.__qualname__:
-        digest.update(uuid.uuid4().bytes)  # its source does not tell what it closes over
+        digest.update(uuid.uuid4().bytes)  # its source does not tell the values that it closes over
     return digest.hexdigest()[:8]
 
 
 @cache
 def _global_name(cls: type[Any]) -> str:
-    """The name of a class in a graph's globals; no two classes share one.
+    """The name of a class in a graph's globals, which no other class has.
 
-    FX keeps the first of two globals of one name and lets the other's users have it. A function that defines a class
-    makes another one of the same name in each call.
+    If two globals have the same name, FX keeps the first one for all users. Two classes have the same qualified name,
+    for example, if a function that defines a class is called twice.
     """
     name = re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
     NAMED[name] += 1
@@ -134,7 +136,7 @@ def _check_field(owner: str, name: str, value: Any) -> None:
     for part in value if isinstance(value, tuple) else (value,):
         if isinstance(part, float) and not math.isfinite(part):
             raise ValueError(f"{owner}: field {name} is {part}; it has to be finite.")
-        # a subclass of float, such as numpy's, or of str, such as an enum's, prints as code that a graph can't run
+        # the repr of a subclass of float (numpy's) or of str (an enum's) is code that a graph can't run
         if type(part) not in ALLOWED_FIELD_TYPES and not isinstance(part, Constant):
             raise TypeError(
                 f"{owner}: field {name} holds a {type(part).__name__}; a constant of a graph holds str, int, float, "
@@ -145,7 +147,7 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 @cache
 def _foreign_types(cls: type[Any]) -> dict[str, Any]:
-    """Types of the fields that classes of other packages declare; our own classes check their fields themselves."""
+    """Types of the fields that classes of other packages declare; this package's classes check their own fields."""
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
     types = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     return {name: hint for name, hint in types.items() if name in declared}
@@ -154,12 +156,12 @@ def _foreign_types(cls: type[Any]) -> dict[str, Any]:
 class Constant(_compat.OpaqueBase):
     """Base of frozen dataclasses that are constants of a graph.
 
-    Two constants are equal if they have the same class and fields; an equal one runs the same graph, another one
-    recompiles. Subclasses are frozen dataclasses; subclassing registers them with torch.compile.
+    Two constants are equal if they have the same class and fields. Equal constants share a compiled graph; a different
+    one recompiles. Subclasses are frozen dataclasses. Subclassing registers them with torch.compile.
 
     Raises:
-        TypeError: The class holds what no constant can; where it is defined, or at its first instance if only its
-            decorator is wrong.
+        TypeError: A field or attribute can't be part of a constant; raised when the class is defined. A wrong
+            decorator raises when the first instance is made.
     """
 
     from_graph: ClassVar[Callable[..., Constant]]
@@ -170,16 +172,16 @@ class Constant(_compat.OpaqueBase):
         check_class(cls, Constant)
 
         def from_graph(salt: str, **values: Any) -> Constant:
-            """Rebuild a value from a graph's source; the salt has done its work in the cache key."""
+            """Rebuild a value from a graph's source. The salt is not used; it only matters in the cache key."""
             return cls(**values)
 
-        # of each class its own, and static: PyTorch 2.11 can't trace a classmethod of a constant
+        # a static method for each class, because PyTorch 2.11 can't trace a classmethod of a constant
         cls.from_graph = staticmethod(from_graph)
         _compat.register_constant_type(cls)
-        if "<locals>" not in cls.__qualname__:  # no file can name one of those
+        if "<locals>" not in cls.__qualname__:  # a file can't name a local class
             torch.serialization.add_safe_globals([cls])  # for torch.load(weights_only=True); see __setstate__
 
-    # dataclass() replaces both; PyTorch asks for them before it runs
+    # dataclass() replaces both methods, but PyTorch reads them before dataclass() has run
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
@@ -187,7 +189,7 @@ class Constant(_compat.OpaqueBase):
         return hash((type(self), *vars(self).values()))
 
     def __post_init__(self) -> None:
-        """Check the fields; subclasses that override it call it first."""
+        """Check the fields. A subclass that overrides this method calls ``super().__post_init__()`` first."""
         check_decorated(type(self))  # type: ignore[arg-type]  # classes are hashable
         for field in fields(self):
             _check_field(type(self).__name__, field.name, getattr(self, field.name))
@@ -200,7 +202,7 @@ class Constant(_compat.OpaqueBase):
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take fields from a file or a copy, and those only: they are checked as where a value is made."""
+        """Set the fields that a file or a copy has, with the checks of the constructor; anything else raises."""
         vars(self).update(vars(type(self)(**state)))
 
     def __repr__(self) -> str:
@@ -208,6 +210,6 @@ class Constant(_compat.OpaqueBase):
         return f"{type(self).__name__}({arguments})"
 
     def __fx_repr__(self) -> tuple[str, dict[str, type[Any]]]:
-        """The expression that stands for this value in a graph's source, and the types it names."""
+        """The expression for this value in a graph's source, and the types that the expression names."""
         names: dict[str, type[Any]] = {}
         return _expression(self, names), names

@@ -24,16 +24,17 @@ class CurrentScaling(Quantizer):
         format: ``"e4m3"`` (3 bits of mantissa, up to 448) or ``"e5m2"`` (2 bits, up to 57344).
         block: (rows, columns) that share one scale: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise,
             (1, 128), (128, 128), or any other.
-        scale: The scale rule. ``"fp32"``: format_max / amax as it is. ``"pow2"``: rounded down to a power of two.
-            ``"e8m0_rceil"``, ``"e8m0_floor"``: a power of two stored as one byte, as in the MX formats.
-        eps: Floor under the amax, 0 for none.
-        rounding: Rounding of values to codes: ``"nearest"``, ties to even, or ``"stochastic"``, up or down with the
-            probability of the distance, so that the expected error is 0: for gradients. See
+        scale: The scale rule. ``"fp32"``: values are multiplied by format_max / amax. ``"pow2"``: the same, rounded
+            down to a power of two. ``"e8m0_rceil"`` and ``"e8m0_floor"``: scales are powers of two stored as one byte,
+            as in the MX formats.
+        eps: The least amax, 0 for none: a smaller amax is replaced by it.
+        rounding: Rounding of values to codes. ``"nearest"``: ties to even. ``"stochastic"``: up or down at random, so
+            that the expected error is 0, which is meant for gradients; see
             `fp8compile.quantizers.stochastic_rounding`.
         seed: Seed of stochastic rounding.
 
     Raises:
-        ValueError: A field has no allowed value.
+        ValueError: A field has a value that is not allowed.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; for the E8M0 rules see ``fp8compile.quantizers.scale_rules``.
     """
@@ -62,7 +63,7 @@ class CurrentScaling(Quantizer):
         check_rounding("CurrentScaling", self.rounding, self.seed)
 
     def stores_e8m0(self) -> bool:
-        """Whether scales are stored as E8M0 bytes."""
+        """Whether scales are stored as E8M0 bytes: those of the rules ``"e8m0_rceil"`` and ``"e8m0_floor"`` are."""
         return self.scale.startswith("e8m0")
 
     def scale_dtype(self) -> torch.dtype:
@@ -70,21 +71,21 @@ class CurrentScaling(Quantizer):
         return torch.uint8 if self.stores_e8m0() else torch.float32
 
     def is_local(self) -> bool:
-        """False if rounding is stochastic, because its noise depends on the position."""
+        """Whether a value's code depends on its block alone; False for stochastic rounding, which has positions."""
         return self.rounding == "nearest"
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """The value by the rule that ``scale`` names."""
+        """The multiplier of each block's values by the rule that ``scale`` names."""
         return SCALE_RULES[self.scale](amax, self.element_format(), self.eps)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Codes of values: product in float32, then one rounding to the format as ``rounding`` says, saturating."""
+        """Multiply values in float32, and round the products once as ``rounding`` says, saturating."""
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
         return self._stochastic(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Codes of a part, by the noise of its positions in the whole tensor."""
+        """Cast a part of a tensor, with the noise of its positions in the whole tensor."""
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
         return self._stochastic(x, multiplier, rows, columns)

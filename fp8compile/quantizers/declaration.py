@@ -1,7 +1,7 @@
-"""Checks of a constant's class, each at the first moment at which Python can tell.
+"""Checks of a constant's class, each as early as Python allows it.
 
-class statement    fields by their annotations and defaults, attributes that are no fields, steps that belong together
-first instance     the decorator, and annotations that name what comes later in the module: both are there by then
+class statement    annotations and defaults of fields, attributes that are not fields, methods that belong together
+first instance     the decorator, and annotations that name something defined later in the module
 every instance     the values themselves (`constant.py`)
 """
 
@@ -31,26 +31,26 @@ MUTABLE = (list, dict, set, bytearray, torch.Tensor)
 
 
 def _names_of(cls: type[Any]) -> dict[str, Any]:
-    """The names that annotations written as strings may use: the module's globals and the class itself."""
+    """The names that a class's string annotations may use: the module's globals and the class itself."""
     module = sys.modules.get(cls.__module__)
     return {**vars(typing), **(vars(module) if module is not None else {}), cls.__name__: cls}
 
 
 def _annotations(cls: type[Any]) -> dict[str, Any]:
-    """The class's own annotations; strings are evaluated if possible, and otherwise values are checked later."""
+    """The class's own annotations. String annotations that can't be evaluated are left out, and checked later."""
     found = {}
     for name, hint in inspect.get_annotations(cls).items():
         if isinstance(hint, str):
             try:
-                hint = eval(hint, _names_of(cls))  # as inspect.get_annotations does, one by one
-            except Exception:  # names of a function's locals, or for type checkers only
+                hint = eval(hint, _names_of(cls))  # like inspect.get_annotations, but one by one
+            except Exception:  # the string names a function's locals, or imports for type checkers only
                 continue
         found[name] = hint
     return found
 
 
 def _refused(hint: Any, constant: type[Any]) -> Any:
-    """The part of an annotation that no field may hold, or None."""
+    """The part of an annotation that a field may not hold; None if the annotation is allowed."""
     if hint in (None, Any, Ellipsis) or isinstance(hint, (typing.TypeVar, str)):
         return None
     if isinstance(hint, typing.NewType):
@@ -79,14 +79,14 @@ def _default(value: Any) -> Any:
 
 
 def check_class(cls: type[Any], constant: type[Any]) -> None:
-    """Check fields and attributes when a class statement runs.
+    """Check the fields and attributes of a class when its class statement runs.
 
     Args:
         cls: The new class.
-        constant: The base of all that a field may hold besides plain values.
+        constant: The base class of the values that a field may hold besides plain ones.
 
     Raises:
-        TypeError: A field or attribute is none that a constant may have; the text says what to write.
+        TypeError: A constant may not have such a field or attribute; the text says what to write.
     """
     hints = _annotations(cls)
     for name, hint in hints.items():
@@ -122,10 +122,13 @@ def check_class(cls: type[Any], constant: type[Any]) -> None:
 
 @cache
 def field_types(cls: type[Any]) -> dict[str, Any]:
-    """Types of a class's fields by their annotations, if these can be evaluated; a subclass's annotation counts.
+    """Types of a class's fields, from their annotations.
+
+    A subclass's annotation replaces that of its base. The type is ``Any`` if an annotation of a local class can't be
+    evaluated.
 
     Raises:
-        TypeError: An annotation names nothing.
+        TypeError: An annotation uses a name that its module does not have.
     """
     found = {}
     for base in reversed(cls.__mro__):
@@ -143,7 +146,7 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value fits an annotation; True if that can't be told."""
+    """Whether a value fits an annotation; True if that can't be decided."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in arguments)
@@ -167,10 +170,10 @@ def fits(value: Any, hint: Any) -> bool:
 
 @cache
 def check_decorated(cls: type[Any]) -> None:
-    """Check that a class is a frozen dataclass whose every field takes part in equality.
+    """Check that a class is a frozen dataclass, and that all its fields count for equality.
 
     Raises:
-        TypeError: It is not.
+        TypeError: It is not a frozen dataclass, or a field does not count.
     """
     name, parameters = cls.__name__, vars(cls).get("__dataclass_params__")
     if parameters is None:
@@ -188,7 +191,7 @@ def check_decorated(cls: type[Any]) -> None:
             )
 
 
-# methods of a quantizer that say one thing together: who overrides the first needs the second
+# pairs of a quantizer's methods: a class that overrides the first needs its own second, which returns the third
 TOGETHER = (
     ("codes_shape", "values_shape", "the shape of a tensor from that of its codes"),
     ("codes_shape", "cast", "codes of that shape"),
@@ -205,7 +208,7 @@ TOGETHER = (
 )
 
 
-# what a class declares of another method of the same class: who overrides the first needs the second again
+# pairs of methods, of which the second describes the first: a class that overrides the first needs the second anew
 DECLARED = (
     ("dequantize", "gemm_format", "the float8 format in which a GEMM reads what this dequantize takes, or None"),
     ("scale_values", "stores_e8m0", "whether the scales that this scale_values takes are E8M0 bytes"),
@@ -217,11 +220,11 @@ def _overrides(cls: type[Any], base: type[Any], method: str) -> bool:
 
 
 def _check_spelling(cls: type[Any], name: str, given: Any, methods: dict[str, Any]) -> None:
-    """Raise if a method's name is nearly that of a step, because nobody would call it."""
+    """Raise a TypeError if a method's name is almost that of a quantizer's step, because it would never be called."""
     inherited = any(name in vars(parent) for parent in cls.__mro__[1:])
     if name.startswith("_") or inherited or not isinstance(given, (types.FunctionType, property)):
         return
-    # 0.85: one letter more, less or other in names of seven or more; "scale_values" and "scale_of" are far apart
+    # 0.85 finds one added, missing or wrong letter in names of seven letters; "scale_values" is far from "scale_of"
     if close := difflib.get_close_matches(name, methods, n=1, cutoff=0.85):
         raise TypeError(
             f"{cls.__name__}.{name} is no step of a quantizer: did you mean {close[0]}? If it is a method of your "
@@ -230,11 +233,11 @@ def _check_spelling(cls: type[Any], name: str, given: Any, methods: dict[str, An
 
 
 def _check_together(cls: type[Any], base: type[Any]) -> None:
-    """Raise unless methods that belong together are overridden together."""
+    """Raise a TypeError unless methods that belong together are overridden together."""
     two_levels = _overrides(cls, base, "outer_scale")
     for first, second, what in TOGETHER:
         if two_levels and second == "scale_of":
-            continue  # block_scale makes them
+            continue  # with two levels, block_scale makes the scales
         if _overrides(cls, base, first) and not _overrides(cls, base, second):
             raise TypeError(f"{cls.__name__} overrides {first} and not {second}. Write {second} too: {what}.")
     for first, second, what in DECLARED:
@@ -246,11 +249,11 @@ def _check_together(cls: type[Any], base: type[Any]) -> None:
 
 
 def check_steps(cls: type[Any], base: type[Any]) -> None:
-    """Check the steps of a quantizer's class against those of the base class.
+    """Check the methods of a quantizer's class against those of the base class.
 
     Raises:
-        TypeError: There is no scale rule, one of two methods that belong together is missing, or a method takes other
-            arguments.
+        TypeError: There is no scale rule, one of two methods that belong together is missing, or a method has other
+            arguments than in the base class.
     """
     name = cls.__name__
     if not _overrides(cls, base, "multiplier") and not _overrides(cls, base, "outer_scale"):

@@ -1,10 +1,10 @@
-"""DelayedScaling: the scale of a tensor comes from the steps before.
+"""DelayedScaling: the scale of a tensor comes from its amaxes in earlier steps.
 
-    x --cast by the multiplier of earlier steps--> codes          nothing has to be known of x before it is cast
+    x --cast by the multiplier of earlier steps--> codes          no pass over x is needed before the cast
     x --amax--> into the history --largest or newest--> format_max * 2**-margin / . --> multiplier of the next step
 
-The quantizer is a value like any other, and holds no state: history and multiplier are tensors that its steps are
-given and return. A layer keeps them in buffers (``fp8compile.Linear``), and its backward updates them.
+The quantizer itself holds no state. History and multiplier are tensors that its methods take and return. A layer keeps
+them in buffers (``fp8compile.Linear``), and its backward updates them.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ __all__ = ["DelayedScaling", "next_state"]
 
 ALGORITHMS = ("max", "most_recent")
 ROWS = (1, -1)
-# the last with which each finite amax has a finite scale: 448 * 2**-8 / float32 max is 2**-127.2
+# the largest margin with which each finite amax has a finite scale: 448 * 2**-8 / float32 max is 2**-127.2
 LARGEST_MARGIN = 8
 
 
 def next_state(
     history: Tensor, multiplier: Tensor, amax: Tensor, room: Tensor, algorithm: str
 ) -> tuple[Tensor, Tensor]:
-    """Histories and multipliers after one more amax for each tensor.
+    """Append one more amax to each history, and compute the next multipliers.
 
-    The oldest amax of a history stands at 1, the newest at the end; entry 0 is the place where an amax joins them, and
-    stays as it is: 0, or the amax of what the codes of a weight were made of, where a parameter is these codes.
-    A history keeps every amax, and one that is NaN or inf says nothing of the scale: the largest is that of the finite
-    ones. Where it (or the newest) is 0, NaN or inf, the multiplier stays as it is.
+    In a history, the oldest amax is at index 1 and the newest at the end. Index 0 is not changed: it is 0, or for a
+    quantized parameter the amax of the values that its codes were made from.
+
+    A history keeps all amaxes, but NaN and infinite ones do not count for the maximum. If the amax that decides (the
+    largest, or the newest) is 0, NaN or infinite, the multiplier is not changed.
 
     Args:
         history: Shape (..., history), float32; zeros at the start.
         multiplier: Shape (...), float32; ones at the start.
-        amax: Shape (...), float32, of whole tensors, over all ranks that share the history.
-        room: Broadcasts to (...), float64: what an amax is to become, ``DelayedScaling.room()``.
+        amax: Shape (...), float32, the amaxes of whole tensors, over all ranks that share the history.
+        room: Broadcasts to (...), float64, the value to which the amax is scaled, ``DelayedScaling.room()``.
         algorithm: ``"max"`` or ``"most_recent"``.
 
     Returns:
-        History and multiplier anew.
+        The new history and the new multiplier.
     """
     newest, length = amax.unsqueeze(-1), history.shape[-1]
     place = torch.arange(length, device=history.device)
-    # chosen place by place, not put together by cat, which Inductor makes a kernel for each part of
+    # torch.where instead of cat, because Inductor makes a kernel for each part of a cat
     known = torch.where(place == 0, newest, history)
-    known = torch.where(known < torch.inf, known, 0.0)  # false of NaN
+    known = torch.where(known < torch.inf, known, 0.0)  # the comparison is False for NaN
     decides = known.amax(-1) if algorithm == "max" else amax
-    updated = (room / decides.double()).float().clamp(max=FLOAT32_MAX)  # as exact_quotient, a numerator each
+    updated = (room / decides.double()).float().clamp(max=FLOAT32_MAX)  # see exact_quotient; a numerator each
     usable = decides.isfinite() & (decides > 0)
     rolled = torch.where(place == length - 1, newest, history.roll(-1, -1))
     rolled = torch.where(place == 0, history, rolled)
@@ -62,20 +63,20 @@ def next_state(
 
 @dataclass(frozen=True, repr=False)
 class DelayedScaling(Quantizer):
-    """Quantizer of a whole tensor whose scale comes from amaxes of earlier steps.
+    """Quantizer of a whole tensor whose scale comes from the amaxes of earlier steps.
 
     Attributes:
         format: ``"e4m3"`` or ``"e5m2"``.
-        block: (-1, -1): a history is of the whole tensor.
-        history: How many amaxes are remembered.
-        algorithm: Which of them makes the scale: ``"max"``, the largest, or ``"most_recent"``.
-        margin: Powers of two that stay free above the amax, 0 to 8.
+        block: (-1, -1), because a history is that of a whole tensor.
+        history: Number of amaxes that are kept.
+        algorithm: The amax that determines the scale: ``"max"`` for the largest, ``"most_recent"`` for the newest.
+        margin: Number of powers of two between the largest code and the scaled amax, 0 to 8.
 
     Raises:
-        ValueError: A field has no allowed value.
+        ValueError: A field has a value that is not allowed.
 
-    Source: Micikevicius et al. 2022, arXiv:2209.05433; NVIDIA's TransformerEngine, ``recipe.DelayedScaling``, whose
-    history it has element for element. The quotient is rounded once here, and twice there.
+    Source: Micikevicius et al. 2022, arXiv:2209.05433; NVIDIA's TransformerEngine, ``recipe.DelayedScaling``. The
+    history equals TransformerEngine's element for element. The quotient is rounded once here, and twice there.
     """
 
     history: int = 1024
@@ -102,17 +103,17 @@ class DelayedScaling(Quantizer):
             )
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude, reduced row by row first.
+        """The largest magnitude of the tensor, reduced first within each row and then over rows.
 
-        A kernel that makes the amax of a whole tensor flat and lays its codes down along columns too, which is what
-        the backward needs of a gradient, would scatter them byte by byte; one of rows has tiles.
+        For the gradients of a backward, one kernel computes the amax and also writes the transposed codes. If the
+        reduction were flat, such a kernel would scatter the codes byte by byte; a reduction of rows works on tiles.
         """
         if guard_or_false(x.numel() == 0):
             return super().amax(x)
         return block_amax(x, ROWS).amax().float().view(self.scale_shape(x.shape))
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """Raise, because there is no multiplier without the steps before.
+        """Raise a RuntimeError, because the multiplier comes from earlier steps and not from an amax.
 
         Raises:
             RuntimeError: Always.
@@ -124,17 +125,17 @@ class DelayedScaling(Quantizer):
         )
 
     def room(self) -> float:
-        """The value to which the amax is scaled: the largest code, less the margin."""
-        return self.element_format().max * 2.0**-self.margin  # exact: a power of two
+        """The value to which the amax is scaled: the format's largest number times 2**-margin."""
+        return self.element_format().max * 2.0**-self.margin  # exact, because the factor is a power of two
 
     def next_state(self, history: Tensor, multiplier: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """The function `next_state`, for tensors of this quantizer."""
+        """Call the function `next_state` with this quantizer's ``room`` and ``algorithm``."""
         room = torch.full((), self.room(), dtype=torch.float64, device=amax.device)
         return next_state(history, multiplier, amax, room, self.algorithm)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Codes of values; each NaN and inf becomes NaN by itself, because the multiplier does not know of it."""
+        """Cast values to codes. NaN and infinite values are made NaN here, because the multiplier is always finite."""
         values = scaled(x, multiplier, self.block)
-        # a finite value times a multiplier is no NaN
+        # encode_numbers, because a finite value times a multiplier is never NaN
         codes = self.element_format().encode_numbers(values)  # type: ignore[union-attr]  # never Float4Format
         return torch.where(as_matrix(x).float().abs() < torch.inf, codes, NAN_CODE).reshape(x.shape)

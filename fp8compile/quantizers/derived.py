@@ -1,4 +1,4 @@
-"""Quantizers derived from another one, made once, because making one checks its fields, in every eager call."""
+"""Quantizers derived from another one, cached because the constructor's checks would slow down each eager call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["transposed", "with_block"]
 
 @lru_cache(maxsize=256)
 def transposed(quantizer: Quantizer) -> Quantizer:
-    """The result of ``quantizer.transposed()``, remembered."""
+    """The result of ``quantizer.transposed()``, cached."""
     return quantizer.transposed()
 
 

@@ -1,12 +1,12 @@
-"""Recipes and quantizers of installed packages, by the entry points of the group ``fp8compile.quantizers``.
+"""Recipes and quantizers of installed packages, found by the entry points of the group ``fp8compile.quantizers``.
 
 A package names them in its pyproject.toml:
 
     [project.entry-points."fp8compile.quantizers"]
     swiglu8 = "swiglu8:Ceil8"
 
-Each is a quantizer, a recipe, or something that returns one when it's called without arguments (a class, a function).
-Packages are looked through only when somebody asks, and a package is imported only when its name is asked for.
+Each entry point names a quantizer, a recipe, or a class or function that returns one when called without arguments.
+Entry points are searched only when a name is looked up, and a package is imported only when its name is looked up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8compile.quantizers.recipe import Recipe
 __all__ = ["GROUP", "imported", "installed", "load", "source"]
 
 GROUP = "fp8compile.quantizers"
-LOADED: dict[metadata.EntryPoint, Quantizer | Recipe] = {}  # what those gave that somebody asked for
+LOADED: dict[metadata.EntryPoint, Quantizer | Recipe] = {}  # the values that `load` has returned
 
 
 def _source(entry: metadata.EntryPoint) -> str:
@@ -46,7 +46,7 @@ def _entries() -> dict[str, metadata.EntryPoint]:
 
 
 def source(name: str) -> str:
-    """The entry point of a name and its package, in words, for errors.
+    """The text for an error that names an entry point and its package.
 
     Args:
         name: One of ``installed()``.
@@ -56,7 +56,7 @@ def source(name: str) -> str:
 
 @constant_when_traced
 def installed() -> tuple[str, ...]:
-    """Names of the entry points of installed packages, sorted; none of them is imported.
+    """The names of the entry points of installed packages, sorted. No package is imported.
 
     Raises:
         ValueError: Two packages use one name for different things.
@@ -72,9 +72,9 @@ def load(name: str) -> Quantizer | Recipe:
         name: One of ``installed()``.
 
     Raises:
-        KeyError: No package does.
-        ImportError: It can't be imported or called; the cause is chained.
-        TypeError: It is neither a quantizer nor a recipe.
+        KeyError: No package has an entry point of this name.
+        ImportError: The entry point can't be imported or called; the cause is chained.
+        TypeError: Its value is neither a quantizer nor a recipe.
     """
     entry = _entries()[name]
     try:
@@ -96,12 +96,12 @@ def load(name: str) -> Quantizer | Recipe:
 
 @lru_cache(maxsize=1)
 def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
-    """All entry points of one ``sys.path``, remembered, because a search takes milliseconds and reports ask often."""
+    """All entry points for one ``sys.path``; cached, because a search takes milliseconds and reports call it often."""
     return sorted(metadata.entry_points(group=GROUP))
 
 
 def _value_of_imported(entry: metadata.EntryPoint) -> Any:
-    """The value of an entry point, if that needs no import and no call; else None."""
+    """The value of an entry point if it needs no import and no call of a function, else None."""
     if entry in LOADED:
         return LOADED[entry]
     try:
@@ -112,9 +112,9 @@ def _value_of_imported(entry: metadata.EntryPoint) -> Any:
 
 
 def imported() -> Iterator[tuple[str, Quantizer | Recipe]]:
-    """Names and values of entry points whose packages are imported already; none is imported for it.
+    """Names and values of the entry points whose packages are imported already. No package is imported.
 
-    Of a function, what it gave when it was asked for by its name.
+    If an entry point names a function, it is included only if `load` has called the function, with the result.
     """
     for entry in _entries_on(tuple(sys.path)):
         value = _value_of_imported(entry)

@@ -1,4 +1,4 @@
-"""GemmConfig: options of a GEMM beside its operands."""
+"""GemmConfig: the options of a GEMM, apart from its operands."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["GemmConfig"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GemmConfig(Constant):
-    """Options that a GEMM may use.
+    """The options of a GEMM.
 
     Attributes:
-        fast_accumulation: Whether it may accumulate in the tensor core's fewer bits. Off, partial sums are promoted to
-            float32 (a "split accumulator"). A GEMM without such a mode (blockwise, MX, on a CPU) has none to use.
-        emulate: Whether a GPU that has no such GEMM multiplies the exact values in float64 instead of raising: right,
-            and slow.
+        fast_accumulation: Whether the GEMM may accumulate with the tensor core's reduced precision. If not, partial
+            sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise, MX, on a CPU)
+            ignore it.
+        emulate: Whether a GPU without such a GEMM multiplies the exact values in float64, slowly, instead of raising.
 
     Raises:
-        TypeError: A field is no bool.
+        TypeError: A field is not a bool.
     """
 
     fast_accumulation: bool = False

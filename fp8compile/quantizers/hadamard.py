@@ -1,12 +1,13 @@
-"""The random Hadamard transform: sixteen neighbours become sixteen sums of all of them, with random signs.
+"""The random Hadamard transform: replace sixteen neighbours by sixteen sums of all of them, with random signs.
 
     y[j] = 1/4 * sum over i of x[i] * sign[i] * (-1)**popcount(i & j)
 
-It is orthogonal, so a product of two matrices stays what it is if both are transformed along the dim that is summed
-over. An outlier is spread over its neighbours, so that it does not take their four bits from them.
+The transform is orthogonal, so a product of two matrices does not change if both are transformed along the dim that
+the product sums over. It spreads an outlier over its neighbours. Otherwise the outlier would determine the scale of
+its block, and its neighbours would lose most of their four bits.
 
-Sums are float32, term after term in the order of i. Factors are powers of two, so whether a backend fuses a product
-with a sum makes no difference, and every backend has the same bits.
+Sums are float32, and terms are added in the order of i. Factors are powers of two. A fused multiply-add therefore has
+the same result as a product and a sum, and all backends have the same bits.
 
 Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149; the signs are those of
 TransformerEngine.
@@ -27,15 +28,15 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def is_signs(signs: object) -> bool:
-    """Whether a value is a vector of signs."""
+    """Whether a value is a tuple of sixteen signs, each 1 or -1."""
     return isinstance(signs, tuple) and len(signs) == GROUP and all(type(s) is int and abs(s) == 1 for s in signs)
 
 
 def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-    """0.25 * (-1)**popcount(i & j) for all places j, by i; i = 0 is left out, because it is 0.25 everywhere.
+    """Compute 0.25 * (-1)**popcount(i & j) for all places j, as a dict by i. i = 0 is left out: it is always 0.25.
 
-    Each entry is the one without the highest bit of i, times the sign of that bit. So a graph holds one node for each
-    i; counting bits would take eight.
+    Each entry is the entry for i without its highest bit, times the sign of that bit. A graph then has one node for
+    each i, instead of eight nodes that count bits.
     """
     quarters: dict[int, Tensor] = {}
     for bit in range(GROUP.bit_length() - 1):
@@ -52,7 +53,7 @@ def _sign_vector(signs: tuple[int, ...], places: Tensor) -> Tensor:
 
 
 def factors(signs: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
-    """Factors of the sixteen neighbours in each of the sixteen sums."""
+    """The factors of the sixteen neighbours in each of the sixteen sums."""
     return tuple(
         tuple(0.25 * sign * (-1) ** (i & j).bit_count() for i, sign in enumerate(signs)) for j in range(GROUP)
     )
@@ -80,22 +81,23 @@ def _sums(groups: Tensor, dim: int, places: Tensor, signs: tuple[int, ...]) -> T
 
 
 def random_hadamard(x: Tensor, dim: int, signs: tuple[int, ...], *, every: slice = slice(None)) -> Tensor:
-    """Transform each sixteen neighbours of a matrix.
+    """Transform each group of sixteen neighbours of a matrix.
 
     Args:
         x: (M, K), float32.
-        dim: 0, along its columns, or 1, along its rows.
-        signs: 16 of 1 and -1.
-        every: Which of the sixteen sums are wanted.
+        dim: The dim along which elements are neighbours: 0, down a column, or 1, along a row.
+        signs: Sixteen signs, each 1 or -1.
+        every: Selects some of the sixteen sums.
 
     Returns:
-        float32, the size along ``dim`` rounded up to a multiple of 16: missing neighbours count as zeros.
+        float32. The size along ``dim`` is rounded up to a multiple of 16, with zeros for missing neighbours; if
+        ``every`` selects fewer sums, it is smaller in proportion.
     """
     return _sums(_groups(x, dim), dim, _places(dim, x.device)[every], signs).flatten(dim, dim + 1)
 
 
 def inverse_hadamard(y: Tensor, dim: int, signs: tuple[int, ...]) -> Tensor:
-    """Undo the transform, in the dtype of ``y``, whose size along ``dim`` is a multiple of 16."""
+    """Undo the transform, in the dtype of ``y``. The size of ``y`` along ``dim`` is a multiple of 16."""
     places = _places(dim, y.device)
     sums = _sums(_groups(y, dim), dim, places, (1,) * GROUP)
     return (sums * _sign_vector(signs, places).to(y.dtype)).flatten(dim, dim + 1)

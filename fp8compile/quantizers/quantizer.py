@@ -1,18 +1,18 @@
 """Quantizer: how a tensor becomes codes and scales, as an immutable value.
 
-    x --amax--> amax f32 --multiplier--> f32 --scale_of--> scale f32 or E8M0, what codes are multiplied by
+    x --amax--> amax f32 --multiplier--> f32 --scale_of--> scale f32 or E8M0, the factor of codes
     |                                     |
     +---------- product, round <----------+--> codes uint8
 
-A tensor may have two levels of scales, one for each block and one, in float32, for all of it:
+A quantizer may have two levels of scales: one scale for each block, and one float32 scale for the whole tensor:
 
-    x --amax--> amax f32 --outer_amax--> f32 (1,) --outer_scale--> f32 (1,), what all values are multiplied by
+    x --amax--> amax f32 --outer_amax--> f32 (1,) --outer_scale--> f32 (1,), a factor of the whole tensor
     |            +--------block_scale------+--> scale           |
     |                                           +--block_multiplier--> f32
     +-------------------- product, round <------------------------+--> codes uint8
 
-The steps are methods, plain PyTorch, and the reference for every backend: the ops call them in eager mode, Inductor
-traces through them. The base class gives all but the scale rule; an odd format overrides more.
+The steps are methods in plain PyTorch. They are the reference for every backend: the ops call them in eager mode, and
+Inductor traces through them. The base class has all of them but the scale rule. An unusual format overrides more.
 """
 
 from __future__ import annotations
@@ -46,27 +46,30 @@ __all__ = ["Quantizer"]
 class Quantizer(Constant):
     """Base of quantizers: format, block, and the steps from values to codes and back.
 
-    A quantizer never holds a tensor or a process group, and nothing changes it. It is equal to another one with the
-    same class and fields, hashable, picklable, and a constant of compiled graphs. Its steps look at values only; if
-    a tensor is spread over ranks, the amax is reduced between two steps (see ``fp8compile.quantize``).
+    A quantizer is immutable and never holds a tensor or a process group. Quantizers with the same class and fields are
+    equal. They can be hashed and pickled, and are constants of compiled graphs. The steps depend on values only; if a
+    tensor is spread over ranks, the amax is reduced between two steps (see ``fp8compile.quantize``).
 
-    A subclass defines ``multiplier``, the scale rule. It may override any other step, and the layout: a format that
-    packs codes ``codes_shape``, ``values_shape``, ``cast``, ``dequantize`` and ``transposed``; scales in another dtype
-    ``scale_dtype``, ``scale_of`` and ``scale_values``; a grid other than that of blocks ``scale_shape``, ``amax``,
-    ``cast`` and ``dequantize``. What is missing raises where the class is defined.
-    ``class Family(Quantizer, abstract=True)`` is a base of others.
+    A subclass defines ``multiplier``, the scale rule. It may override any other method, but some belong together:
 
-    A quantizer of two levels overrides ``outer_scale``, ``block_scale`` and ``block_multiplier`` in place of
-    ``multiplier``. ``dequantize`` leaves the outer scale to its caller: it is one more factor, for the whole tensor.
+    - A format that packs codes overrides ``codes_shape``, ``values_shape``, ``cast``, ``dequantize`` and
+      ``transposed``.
+    - Scales in another dtype need ``scale_dtype``, ``scale_of`` and ``scale_values``.
+    - A grid of scales other than that of blocks needs ``scale_shape``, ``amax``, ``cast`` and ``dequantize``.
+    - Two levels of scales need ``outer_scale``, ``block_scale`` and ``block_multiplier`` instead of ``multiplier``.
+      ``dequantize`` leaves the outer scale to its caller, because it is one more factor for the whole tensor.
 
-    ``dequantize`` alone says what codes mean. A GEMM of the hardware reads float8 codes, one a byte, times the scales
-    of their blocks, so it multiplies the codes of a class that inherits ``dequantize``. Other codes are multiplied by
-    a GEMM that was registered for them (``fp8compile.library.register_gemm``), or else from what ``dequantize``
-    returns: on a CPU always, on a GPU if emulation is asked for.
+    If one is missing, the class statement raises. ``class Family(Quantizer, abstract=True)`` defines a base class of
+    other quantizers, which is not checked.
+
+    ``dequantize`` defines the meaning of codes. The hardware's GEMMs multiply float8 codes, one in each byte, times
+    the scales of their blocks. They are therefore used for classes that inherit ``dequantize``. Other codes are
+    multiplied by a GEMM that was registered for them (``fp8compile.library.register_gemm``). Without one, the values
+    that ``dequantize`` returns are multiplied: on a CPU always, on a GPU only with emulation.
 
     Attributes:
-        format: Format of the codes: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with a ``cast`` and ``dequantize``
-            of its own gives it whatever meaning it has there.
+        format: Format of the codes: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with its own ``cast`` and
+            ``dequantize`` may give it another meaning.
         block: (rows, columns) that share one scale, over the (M, K) view of a tensor; -1 is the whole dim.
     """
 
@@ -84,7 +87,7 @@ class Quantizer(Constant):
         check_block(type(self).__name__, self.block)
 
     # ------------------------------------------------------------------ layout
-    # A packed format (two 4-bit codes a byte) overrides codes_shape and its inverse.
+    # A packed format (two 4-bit codes in each byte) overrides codes_shape and its inverse.
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes of a tensor of this shape."""
@@ -95,7 +98,7 @@ class Quantizer(Constant):
         return tuple(codes_shape)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of amax, multiplier and scale of a tensor of this shape: one entry a block."""
+        """Shape of amax, multiplier and scale of a tensor of this shape, with one entry for each block."""
         return grid_shape(shape, self.block)
 
     def scale_dtype(self) -> torch.dtype:
@@ -103,23 +106,24 @@ class Quantizer(Constant):
         return torch.float32
 
     def transposed(self) -> Self:
-        """The quantizer of the transposed matrix: rows and columns of the block exchanged."""
+        """The quantizer of the transposed matrix, whose block has rows and columns exchanged."""
         return replace(self, block=(self.block[1], self.block[0]))
 
     def is_local(self) -> bool:
-        """Whether a value's code depends on the value and its block alone, not on where in the tensor it stands."""
+        """Whether a value's code depends only on the value and its block, and not on its place in the tensor."""
         return True
 
     def unpacked(self) -> Quantizer | None:
-        """The quantizer of the same codes, one a byte, which can be cut anywhere.
+        """The quantizer of the same codes with one code in each byte, which ranks can cut anywhere.
 
         Returns:
-            Itself if it doesn't pack; None if it packs and has no such quantizer: ranks then can't cut or send codes.
+            The quantizer itself if it does not pack codes. None if it packs codes and has no unpacked form; ranks then
+            can't cut or send its codes.
         """
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
     def code_bits(self) -> int:
-        """Bits of a code that carry information: 4 if ranks may send two codes in a byte, else 8."""
+        """Number of bits of a code that carry information: 4 if ranks may send two codes in a byte, else 8."""
         return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
@@ -127,16 +131,16 @@ class Quantizer(Constant):
         return self
 
     def transform(self) -> tuple[int, ...]:
-        """Signs of the orthogonal transform along the summed dim, applied before values are cast; () for none.
+        """Signs of the orthogonal transform that is applied before the cast, along the dim that a GEMM sums over.
 
-        Both operands of a product have the same one.
+        () for no transform. Both operands of a GEMM have the same transform.
         """
         return ()
 
     # ------------------------------------------------------------------ two levels
 
     def has_outer_scale(self) -> bool:
-        """Whether there are two levels of scales: of blocks, and of the whole tensor."""
+        """Whether there are two levels of scales: those of blocks, and one of the whole tensor."""
         return type(self).outer_scale is not Quantizer.outer_scale
 
     def _one_level(self) -> NotImplementedError:
@@ -149,26 +153,26 @@ class Quantizer(Constant):
             amax: Shape ``scale_shape(shape)``, float32.
 
         Returns:
-            Shape (1,), float32; NaN if a block's is NaN, 0 of no blocks. Over ranks, their maximum is that of the
-            whole tensor.
+            Shape (1,), float32; NaN if a block's amax is NaN, 0 if there are no blocks. The maximum over ranks is that
+            of the whole tensor.
         """
         if guard_or_false(amax.numel() == 0):
             return amax.new_zeros((1,))
         return amax.amax().view(1)
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """What all values of a tensor are multiplied by, beside the scales of their blocks.
+        """The outer scale: a factor of the whole tensor, next to the scales of its blocks.
 
         Args:
             outer_amax: Amax of the whole tensor, shape (1,), float32.
 
         Returns:
-            Shape (1,), float32; NaN where the amax isn't finite.
+            Shape (1,), float32; NaN if the amax is not finite.
         """
         raise self._one_level()
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """Scales of blocks, as they are stored.
+        """The scales of blocks in the form in which they are stored.
 
         Args:
             amax: Shape of the grid, float32.
@@ -180,7 +184,7 @@ class Quantizer(Constant):
         raise self._one_level()
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """What values are multiplied by before they are rounded, from both scales.
+        """The multipliers of blocks, computed from both scales. Values are multiplied by them and then rounded.
 
         Args:
             scale: Shape of the grid, in ``scale_dtype()``.
@@ -200,19 +204,19 @@ class Quantizer(Constant):
     def gemm_format(self) -> Float8Format | None:
         """The float8 format in which a GEMM of the hardware may read the codes.
 
-        A class whose own ``dequantize`` computes what the inherited one does overrides this method too, and returns
-        the format; ``fp8compile.testing.check_quantizer`` holds it to that.
+        If a class has its own ``dequantize`` with the same result as the inherited one, it may override this method
+        and return the format. ``fp8compile.testing.check_quantizer`` then checks that the results agree.
 
         Returns:
-            ``E4M3`` or ``E5M2`` if the value of a code is that format's number times the scale of its block; None if
-            ``dequantize`` is the class's own, or the format another one.
+            ``E4M3`` or ``E5M2`` if the value of a code is the number that the format has for it, times the scale of
+            its block. None if the class overrides ``dequantize``, or the format is another one.
         """
         inherited = type(self).dequantize is Quantizer.dequantize
         stored = self.element_format()
         return stored if inherited and stored in (E4M3, E5M2) else None
 
     def stores_e8m0(self) -> bool:
-        """Whether stored scales are E8M0 bytes, which a GPU's MX GEMM reads as they are."""
+        """Whether stored scales are E8M0 bytes, which a GPU's MX GEMM can read directly."""
         return False
 
     def amax(self, x: Tensor) -> Tensor:
@@ -222,23 +226,23 @@ class Quantizer(Constant):
             x: Any shape, float32, bfloat16 or float16.
 
         Returns:
-            Shape ``scale_shape(x.shape)``, float32, exact; NaN where a block holds a NaN.
+            Shape ``scale_shape(x.shape)``, float32, exact; NaN for a block with a NaN.
         """
         return block_amax(x, self.block).float()
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """The scale rule: what values are multiplied by before they are rounded, from the amax of their block.
+        """The scale rule: compute the multipliers of blocks from their amaxes. Values are multiplied and then rounded.
+
+        If the quantizer has two levels, ``amax`` has all blocks of a tensor, and its largest entry is the outer amax.
 
         Args:
             amax: Shape of the grid, float32, over all ranks that share the block.
 
         Returns:
-            The same shape, float32, positive and finite, or NaN where the amax isn't finite.
-
-        If the quantizer has two levels, ``amax`` is that of a whole tensor, and its largest entry is the outer amax.
+            The same shape, float32, positive and finite; NaN for an amax that is not finite.
 
         Raises:
-            NotImplementedError: The class defines none.
+            NotImplementedError: The class defines no scale rule.
         """
         if not self.has_outer_scale():
             raise NotImplementedError(f"{type(self).__name__} has no scale rule: define multiplier(self, amax).")
@@ -246,7 +250,7 @@ class Quantizer(Constant):
         return self.block_multiplier(self.block_scale(amax, outer_amax), self.outer_scale(outer_amax))
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
-        """The scale that undoes a multiplier: its inverse, correctly rounded, subnormals kept.
+        """The scale that undoes a multiplier: its reciprocal, correctly rounded, with subnormals kept.
 
         Args:
             multiplier: Shape of the grid, float32.
@@ -261,7 +265,7 @@ class Quantizer(Constant):
         return scale
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Codes of values: product in float32, then one rounding to the format, saturating.
+        """Cast values to codes: multiply in float32, and round the products once to the format, saturating.
 
         Args:
             x: Any shape, float32, bfloat16 or float16.
@@ -274,19 +278,20 @@ class Quantizer(Constant):
         return from_matrix(self.element_format().encode(values), x.shape)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Codes of a part of a tensor, if codes depend on the position of a value (`is_local` returns False).
+        """Cast a part of a tensor to codes that depend on a value's position; called if `is_local` returns False.
 
         Args:
             x: Values, as `cast` takes them.
             multiplier: Multipliers, as `cast` takes them.
-            rows: Index in the whole tensor of the first element of each row of the whole that has a row here, (M,)
-                int64.
-            columns: Column in the whole tensor of each column here, (K,) int64. An element's index is the sum of both.
+            rows: For each row of ``x``, the index in the whole tensor of the first element of that row of the whole,
+                (M,) int64.
+            columns: For each column of ``x``, its column in the whole tensor, (K,) int64. The index of an element is
+                the sum of both.
         """
         return self.cast(x, multiplier)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values of codes: codes times scale. An outer scale is left to the caller.
+        """The values of codes: codes times the scales of their blocks. The caller applies an outer scale.
 
         Args:
             codes: Shape ``codes_shape(shape)``, uint8.

@@ -1,11 +1,12 @@
-"""Recipe: which quantizer each operand of a linear layer's three GEMMs gets.
+"""Recipe: the quantizer of each operand of a linear layer's three GEMMs.
 
     output       y_MN  = x_MK  @ w_NK^T    input, weight
     grad_input   dx_MK = dy_MN @ w_NK      grad_output, weight_for_grad_input
     grad_weight  dw_NK = dy_MN^T @ x_MK    grad_output_for_grad_weight, input_for_grad_weight
 
-M tokens, K in_features, N out_features. A block is that of the operand as the layer holds it (x_MK, w_NK, dy_MN), not
-as a GEMM transposes it. A GEMM sums over one dim: it can undo a scale outside that sum, or block by block along it.
+M is the number of tokens, K in_features, N out_features. Blocks refer to an operand as the layer holds it (x_MK, w_NK,
+dy_MN), not as a GEMM transposes it. A GEMM sums over one dim. It can apply a scale after the whole sum if the scale is
+constant along that dim, or after each block along it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ __all__ = ["GEMMS", "TENSORS", "Gemm", "Recipe", "gemm_kind"]
 
 
 class Gemm(NamedTuple):
-    """One of the three products: its name, and the recipe's fields for its operands (m, k) and (k, n).
+    """One of the three GEMMs: its name, and the recipe's fields for its operands (m, k) and (k, n).
 
-    ``a_transposed``, ``b_transposed``: whether the operand enters the product transposed.
+    ``a_transposed`` and ``b_transposed`` tell whether the operand is transposed before the product.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Gemm(NamedTuple):
     b_transposed: bool = False
 
     def oriented(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """The operands as they enter the product, transposed if needed; they are tensors or have ``t()``."""
+        """The operands, transposed if the product needs it. They are tensors or other objects with a method ``t``."""
         return a.t() if self.a_transposed else a, b.t() if self.b_transposed else b
 
 
@@ -47,7 +48,7 @@ GEMMS = (
     Gemm(name="grad_weight", a="grad_output_for_grad_weight", b="input_for_grad_weight", a_transposed=True),
 )
 
-# the three tensors of a layer, each with the slots in which it is an operand
+# the three tensors of a layer, each with the recipe's fields (slots) for the GEMMs that read it
 TENSORS = {
     "input": ("input", "input_for_grad_weight"),
     "weight": ("weight", "weight_for_grad_input"),
@@ -62,10 +63,10 @@ ALLOWED_PAIRS = (
 
 
 def gemm_kind(a: Block, b: Block) -> str | None:
-    """How a product (m, k) by (k, n) with these blocks undoes its scales.
+    """The kind of GEMM that can apply the scales of two operands (m, k) and (k, n) with these blocks.
 
     Returns:
-        ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``, or None where no GEMM can.
+        ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``, or None if no GEMM can.
     """
     if a == b == (-1, -1):
         return "tensorwise"
@@ -77,7 +78,7 @@ def gemm_kind(a: Block, b: Block) -> str | None:
     return None
 
 
-# slots of the gradients, and those of the forward in whose place they read the same tensor
+# slots of the gradients' GEMMs, and the slots of the forward for the same tensor
 FORWARD_SLOTS = {"weight_for_grad_input": "weight", "input_for_grad_weight": "input"}
 
 
@@ -92,27 +93,27 @@ class Recipe(Constant):
         weight_for_grad_input: w_NK of grad_input.
         grad_output_for_grad_weight: dy_MN of grad_weight.
         input_for_grad_weight: x_MK of grad_weight.
-        fast_accumulation_output: Whether the output's GEMM may accumulate in the tensor core's fewer bits. If off,
-            partial sums are promoted to float32 (a "split accumulator"). A GEMM without such a
-            mode (blockwise, MX, on a CPU) has none to use.
+        fast_accumulation_output: Whether the output's GEMM may accumulate with the tensor core's reduced precision. If
+            not, partial sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise,
+            MX, on a CPU) ignore it.
         fast_accumulation_grad_input: The same for grad_input's GEMM.
         fast_accumulation_grad_weight: The same for grad_weight's GEMM.
         keep_weight_codes: Whether compiled code on a GPU writes a weight's codes for grad_input together with those
-            for the output, and keeps them for the backward: a weight is read once instead of twice, for a
-            byte an element of memory in between, half a byte in four bits. Codes are the same. None are kept if a
-            side of the weight is not a multiple of 32, under FSDP, which frees weights in between, and in a
-            checkpointed region (PyTorch 2.11 keeps those).
-        dequantized_gradients: Whether gradients whose GEMM stays in high precision multiply the values of the codes
-            that the forward multiplied, rounded to the dtype of the layer, in place of x and w themselves: gradients
-            of what the forward computed.
-        emulate: Whether a GPU without a GEMM for these quantizers multiplies their exact values in float64, slowly,
+            for the output, and keeps them for the backward. The weight is then read once instead of twice. Until the
+            backward this takes one byte of memory for each element, or half a byte in four bits. The codes are the
+            same. Codes are not kept if a side of the weight is not a multiple of 32, under FSDP, which frees weights
+            after the forward, or in a checkpointed region (PyTorch 2.11 keeps them there).
+        dequantized_gradients: Whether a gradient whose GEMM stays in high precision multiplies the dequantized codes
+            that the forward multiplied, rounded to the layer's dtype, instead of x and w. It is then the gradient of
+            the function that the forward computed.
+        emulate: Whether a GPU without a GEMM for these quantizers multiplies the exact values in float64, slowly,
             instead of raising. A CPU always does.
 
     Raises:
-        ValueError: Only one operand of a GEMM is quantized, no GEMM can multiply the two, two slots with delayed
-            scaling do not agree, codes of a weight are to be kept that do not serve grad_input, or gradients are to
-            multiply values of codes that there are not.
-        TypeError: A slot holds no quantizer, or a switch no bool.
+        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two. Two slots with delayed
+            scaling do not agree. ``keep_weight_codes`` is set, and output and grad_input need different codes.
+            ``dequantized_gradients`` is set, and there are no codes or no gradient in high precision.
+        TypeError: A slot holds no quantizer, or a switch is not a bool.
     """
 
     input: Quantizer | None = None
@@ -164,7 +165,7 @@ class Recipe(Constant):
             )
 
     def _check_delayed(self) -> None:
-        """Raise unless each tensor has one delayed quantizer, and the layer one length of histories."""
+        """Raise a ValueError if a tensor has two different DelayedScaling, or histories differ in length or rule."""
         for tensor, slots in TENSORS.items():
             given = [getattr(self, slot) for slot in slots]
             if all(isinstance(quantizer, DelayedScaling) for quantizer in given) and given[0] != given[1]:
@@ -180,7 +181,7 @@ class Recipe(Constant):
             )
 
     def delayed(self) -> tuple[DelayedScaling | None, ...]:
-        """The delayed quantizers of input, weight and grad_output; None for a tensor without one."""
+        """The DelayedScaling of input, weight and grad_output; None for a tensor without one."""
         found: tuple[DelayedScaling | None, ...] = ()
         for slots in TENSORS.values():
             given = [getattr(self, slot) for slot in slots]
@@ -188,15 +189,15 @@ class Recipe(Constant):
         return found
 
     def history(self) -> int:
-        """Number of amaxes that delayed scaling remembers for a tensor; 0 for a recipe without it."""
-        # every eager call asks; `isinstance` of an opaque class takes twice as long
+        """Number of amaxes that delayed scaling keeps for each tensor; 0 for a recipe without delayed scaling."""
+        # issubclass, because each eager call comes here, and isinstance of an opaque class takes twice as long
         for slot in SLOTS:
             if issubclass(type(given := getattr(self, slot)), DelayedScaling):
                 return given.history
         return 0
 
     def shares_weight_codes(self) -> bool:
-        """Whether one set of a weight's codes serves both the output and grad_input, as codes or by values."""
+        """Whether one set of a weight's codes serves the output and grad_input, whose GEMM may read their values."""
         quantizer = self.weight
         return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
 
@@ -238,24 +239,27 @@ class Recipe(Constant):
             )
 
     def quantizers(self, gemm: Gemm) -> tuple[Quantizer, Quantizer] | None:
-        """The quantizers of a GEMM's operands as the layer holds them, or None: the GEMM stays in high precision."""
+        """The quantizers of a GEMM's operands as the layer holds them; None if the GEMM stays in high precision."""
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
         return None if a is None else (a, b)
 
     def quantizer_read(self, slot: str) -> Quantizer | None:
-        """The quantizer of the codes that a product reads for a slot; the forward's with `dequantized_gradients`."""
+        """The quantizer of the codes that a GEMM reads for a slot, or None for plain values.
+
+        With `dequantized_gradients`, a gradient's GEMM in high precision reads the forward's codes.
+        """
         return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
 
     def is_dequantized(self, slot: str) -> bool:
-        """Whether a product in high precision reads the values of the forward's codes for a slot."""
+        """Whether a GEMM in high precision reads the values of the forward's codes for a slot."""
         return self.dequantized_gradients and slot in FORWARD_SLOTS and getattr(self, slot) is None
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
-        """Options that a GEMM may use."""
+        """The options of a GEMM."""
         return _gemm_config(getattr(self, f"fast_accumulation_{gemm.name}"), self.emulate)
 
 
 @cache
 def _gemm_config(fast_accumulation: bool, emulate: bool) -> GemmConfig:
-    """A `GemmConfig`, made and checked once for each of four combinations, because every product asks for one."""
+    """The `GemmConfig` for these options, cached because each product asks for one."""
     return GemmConfig(fast_accumulation=fast_accumulation, emulate=emulate)

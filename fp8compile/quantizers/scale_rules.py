@@ -1,13 +1,13 @@
-"""Scale rules: from the amax of a block to the multiplier that its values are multiplied by before they are rounded.
+"""Scale rules compute the multiplier of a block's values, which are multiplied and then rounded, from its amax.
 
     amax f32 --max(., eps)--> --format_max / .--> --min(., largest f32)--> [clear mantissa] --> multiplier f32
 
-    amax 0            multiplier 1                 (nothing to scale; codes are zeros)
-    amax NaN or inf   multiplier NaN               (the whole block becomes NaN: nothing turns finite in silence)
+    amax 0            multiplier 1                 (all values, and all codes, are zeros)
+    amax NaN or inf   multiplier NaN               (the whole block becomes NaN, so that the overflow is seen)
 
-A division is made in float64 and rounded to float32, which gives the correctly rounded float32 quotient (53 bits are
-more than twice 24 and some) on every backend: `number / tensor` in PyTorch is a reciprocal and a product, and `/` in
-Triton is good to 2 ulp only.
+Divisions are computed in float64 and rounded to float32. On every backend the result is the correctly rounded float32
+quotient, because 53 bits are at least 2 * 24 + 2. In float32, `number / tensor` in PyTorch would be a reciprocal and a
+product, and `/` in Triton is only accurate to 2 ulp.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433 (scaling by amax); OCP
 Microscaling Formats 1.0, section 6.3 (e8m0_floor); Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8",
@@ -40,13 +40,13 @@ MANTISSA_MASK = (1 << FLOAT32_MANTISSA_BITS) - 1
 
 
 def exact_quotient(number: float, x: Tensor) -> Tensor:
-    """``number / x``, correctly rounded to float32; ``x`` float32 or float64, ``number`` any float."""
-    # of as many dims as x: a float64 of none would leave the division in float32
+    """``number / x``, correctly rounded to float32. ``x`` is float32 or float64, ``number`` any float."""
+    # the constant has as many dims as x, because a float64 scalar would leave the division in float32
     return (constant(number, torch.float64, x, (1,) * x.ndim) / x).float()
 
 
 def _floored(amax: Tensor, eps: float) -> Tensor:
-    """The amax, at least eps; compared in float64, because eps is a Python float and rarely equals a float32."""
+    """The amax, but at least eps. It is compared in float64, because eps is rarely a float32 number."""
     return amax.double().clamp(min=eps) if eps else amax
 
 
@@ -56,8 +56,8 @@ def _by_bits(bits: Tensor) -> Tensor:
 
 
 def nan_where_not_finite(amax: Tensor, multiplier: Tensor) -> Tensor:
-    """Set a multiplier or scale to NaN where its amax is NaN or infinite."""
-    finite = amax < torch.inf  # a magnitude, or NaN, of which it doesn't hold: `isfinite` would be four operations
+    """Replace entries of a multiplier or scale by NaN if their amax is NaN or infinite."""
+    finite = amax < torch.inf  # False for NaN too; `isfinite` would take four operations
     return torch.where(finite, multiplier, _by_bits(constant(FLOAT32_NAN, torch.int32, amax)))
 
 
@@ -74,12 +74,12 @@ def _one_where_empty(amax: Tensor, multiplier: Tensor, eps: float) -> Tensor:
 
 
 def fp32(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The quotient itself."""
+    """The rule ``"fp32"``: the multiplier is the quotient format_max / amax."""
     return nan_where_not_finite(amax, _one_where_empty(amax, _quotient(amax, fmt, eps), eps))
 
 
 def pow2(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The quotient rounded down to a power of two, so that scaling rounds nothing."""
+    """The rule ``"pow2"``: the quotient is rounded down to a power of two, so that multiplying by it is exact."""
     rounded_down = _clear_mantissa(_quotient(amax, fmt, eps))
     return nan_where_not_finite(amax, _one_where_empty(amax, rounded_down, eps))
 
@@ -90,18 +90,24 @@ def _from_scale_byte(amax: Tensor, byte: Tensor) -> Tensor:
 
 
 def e8m0_rceil(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The scale amax / format_max rounded up to a power of two: nothing saturates. An empty block has byte 0."""
+    """The rule ``"e8m0_rceil"``: the scale is amax / format_max, rounded up to a power of two.
+
+    No value saturates. A block of zeros has the byte 0.
+    """
     scale = _floored(amax, eps).float() * exact_quotient(1.0, torch.full((), fmt.max, device=amax.device))
     bits = scale.view(torch.int32)
     exponent, mantissa = bits >> FLOAT32_MANTISSA_BITS, bits & MANTISSA_MASK
-    # a subnormal scale up to 2**-127 has byte 0, a larger one byte 1
+    # subnormal scales up to 2**-127 have byte 0, larger ones byte 1
     half = 1 << (FLOAT32_MANTISSA_BITS - 1)
     round_up = torch.where(exponent == 0, mantissa > half, mantissa > 0)
     return _from_scale_byte(amax, exponent + round_up.to(torch.int32))
 
 
 def e8m0_floor(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The scale 2**(floor(log2(amax)) - floor(log2(format_max))) of the MX specification; values may saturate."""
+    """The rule ``"e8m0_floor"``: the scale is 2**(floor(log2(amax)) - floor(log2(format_max))).
+
+    It is the rule of the MX specification; values may saturate.
+    """
     exponent = _floored(amax, eps).float().view(torch.int32) >> FLOAT32_MANTISSA_BITS
     return _from_scale_byte(amax, (exponent - fmt.max_exponent).clamp(min=0))
 

@@ -2,9 +2,9 @@
 
     fraction(seed, i, x_i) in [0, 1), multiples of 2**-24
 
-No generator's state is read, so there is none to keep, and a run that is resumed, or recomputes a forward, rounds as
-before. What varies from step to step is the values, whose bits stand for the step. A position is the element's index
-in the whole tensor, so shards are rounded by the noise of the whole; whoever quantizes a shard says where it lies.
+The noise reads no random number generator, so there is no state to save. A resumed run, or a recomputed forward,
+rounds as before. The noise changes from step to step because the values do. A position is the element's index in the
+whole tensor, so that a shard has the noise of the whole tensor; the caller says where a shard lies.
 
 Source: Wellons, "Prospecting for Hash Functions" (2018), for the 32-bit mixing constants; Gupta et al. 2015, "Deep
 Learning with Limited Numerical Precision", arXiv:1502.02551, for stochastic rounding.
@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["ROUNDINGS", "check_rounding", "noise", "positions"]
 
 MASK = 0xFFFFFFFF
-SEED_STEP = 0x9E3779B9  # 2**32 by the golden ratio: seeds 0, 1, 2, ... begin far apart
+SEED_STEP = 0x9E3779B9  # 2**32 divided by the golden ratio, so that seeds 0, 1, 2, ... are far apart
 FRACTION_BITS = 24
 LARGEST_SEED = (1 << 31) - 1
 
@@ -29,7 +29,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 def check_rounding(owner: str, rounding: object, seed: object, allowed: Sequence[str] = ROUNDINGS) -> None:
-    """Raise a ValueError unless a quantizer's fields of these names have allowed values."""
+    """Raise a ValueError unless a quantizer's fields ``rounding`` and ``seed`` have allowed values."""
     if rounding not in allowed:
         raise ValueError(f"{owner}: rounding is {rounding!r}; it is {' or '.join(map(repr, allowed))}.")
     if type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
@@ -37,7 +37,7 @@ def check_rounding(owner: str, rounding: object, seed: object, allowed: Sequence
 
 
 def _mixed(h: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers, in int64: both factors are below 2**31, so no product overflows."""
+    """Mix 32-bit numbers by a bijection. Both factors are below 2**31, so that no product overflows int64."""
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & MASK
     h = ((h ^ (h >> 15)) * 0x735A2D97) & MASK
     return h ^ (h >> 15)
@@ -49,13 +49,14 @@ def positions(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
-    """A number in [0, 1) for each element.
+    """Compute a number in [0, 1) for each element.
 
     Args:
         values: (M, K), float32.
         seed: At least 0.
-        rows: Index of the first element of each row, (M,) int64; None for a whole tensor.
-        columns: What the other elements of a row add to that, (K,) int64; None for a whole tensor.
+        rows: Index in the whole tensor of the first element of each row, (M,) int64; None for a whole tensor.
+        columns: Column in the whole tensor of each column, (K,) int64; None for a whole tensor. The index of an
+            element is the sum of its row's and its column's entry.
 
     Returns:
         The same shape, float32.

@@ -1,14 +1,14 @@
-"""Rules of two levels: from the amaxes of a tensor and of its blocks to their scales and to the multiplier of values.
+"""Rules of two levels: compute both scales, and the multipliers of values, from the amaxes of a tensor and its blocks.
 
     outer_amax f32 --> outer_scale f32, one for the whole tensor -------------+
                                                                               +--> multiplier f32 of a block's values
     amax of a block, outer_amax --> block scale, an e4m3 number in a byte ----+
 
-A value is then its e2m1 code times the block's scale times the outer scale. The outer scale makes the largest amax
-the product of the largest e2m1 and the largest e4m3 number, 6 * 448 = 2688.
+A value is its e2m1 code times the block's scale times the outer scale. The outer scale maps the largest amax to the
+largest e2m1 number times the largest e4m3 number, 6 * 448 = 2688.
 
 Sources: NVIDIA's TransformerEngine, ``custom_recipes/quantization_nvfp4.py``; torchao,
-``prototype/mx_formats/nvfp4_tensor.py``. Each division is rounded to float32 as there, see ``scale_rules``.
+``prototype/mx_formats/nvfp4_tensor.py``. Each division is rounded to float32 as in these sources, see ``scale_rules``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fp8compile.quantizers.scale_rules import exact_quotient, nan_where_not_fini
 __all__ = ["TWO_LEVEL_RULES", "TwoLevelRule"]
 
 LARGEST = E2M1.max * E4M3.max
-SMALLEST_BLOCK_SCALE = 2.0**-6  # of torchao: the smallest normal e4m3 number
+SMALLEST_BLOCK_SCALE = 2.0**-6  # torchao's least block scale: the smallest normal e4m3 number
 
 
 @dataclass(frozen=True)
 class TwoLevelRule:
-    """How two amaxes become scales; see the head of this file.
+    """Three functions that compute scales and multipliers; the diagram at the head of this file shows their order.
 
     Attributes:
-        outer_scale: From outer_amax (1,), what all values of the tensor are multiplied by, (1,) float32.
-        block_scale: From amaxes and outer_amax, e4m3 bytes.
-        multiplier: From those bytes and outer_scale, what values are multiplied by before they are rounded.
+        outer_scale: Takes outer_amax (1,), and returns the outer scale, (1,) float32.
+        block_scale: Takes the blocks' amaxes and outer_amax, and returns the blocks' scales as e4m3 bytes.
+        multiplier: Takes these bytes and outer_scale, and returns the multipliers of the blocks' values, float32.
     """
 
     outer_scale: Callable[[Tensor], Tensor]
@@ -73,7 +73,7 @@ def _te_multiplier(scale: Tensor, outer_scale: Tensor) -> Tensor:
 
 def _ao_outer_scale(outer_amax: Tensor) -> Tensor:
     scale = (outer_amax.double() / LARGEST).float()
-    # of a tensor of zeros, or of an amax whose scale would be none: torchao divides by zero there
+    # 1.0 for a tensor of zeros, or an amax whose scale underflows; torchao divides by zero in these cases
     return nan_where_not_finite(outer_amax, torch.where(scale == 0, 1.0, scale))
 
 

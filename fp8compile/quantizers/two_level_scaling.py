@@ -1,9 +1,9 @@
-"""TwoLevelScaling: four-bit codes, an e4m3 scale for 16 values and a float32 scale of the tensor, as NVFP4 has them.
+"""TwoLevelScaling: four-bit codes, an e4m3 scale for each 16 values and a float32 scale for the tensor, as in NVFP4.
 
     x --(random Hadamard transform)--> amax of blocks --> outer amax --> scales --> codes e2m1 --> two of them a byte
 
-A transformed tensor has other codes, and `dequantize` transforms back: codes, sums of sixteen of them and their
-products with a block's scale are exact in float32, so nothing is lost on the way.
+If the tensor is transformed, `dequantize` undoes the transform. Codes, sums of sixteen codes, and products of such
+sums with a block's scale are exact in float32, so that undoing the transform adds no error.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ OTHER = {"rows": "columns", "columns": "rows", "none": "none"}
 
 @dataclass(frozen=True, repr=False)
 class TwoLevelScaling(Quantizer):
-    """Quantizer to e2m1 codes, with a scale for 16 or 16 x 16 values, and an outer scale for the whole tensor.
+    """Quantizer to e2m1 codes, with a scale for 16 or 16 x 16 values and an outer scale for the whole tensor.
 
     Attributes:
         format: ``"e2m1"``.
         block: (1, 16), (16, 1) or (16, 16).
-        packed: Which neighbours share a byte: ``"rows"``, those in a row, ``"columns"``, those in a column, or
-            ``"none"``, a byte for each code. It changes no value.
-        scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
-        rounding: Rounding of values to codes, ``"nearest"`` or ``"stochastic"``, as ``CurrentScaling`` has it; or
-            ``"stochastic_hardware"``: the same, but kernels for compute capability 10.x round by the GPU's
-            instruction, which is faster and draws other bits, so codes differ from those of a CPU.
+        packed: Which two codes share a byte: ``"rows"`` for neighbours in a row, ``"columns"`` for neighbours in a
+            column, ``"none"`` for one code in each byte. It does not change values.
+        scale: The rule for both scales, ``"transformer_engine"`` or ``"torchao"``.
+        rounding: Rounding of values to codes: ``"nearest"`` or ``"stochastic"`` as in ``CurrentScaling``, or
+            ``"stochastic_hardware"``. With the latter, kernels for compute capability 10.x round with the GPU's
+            instruction. It is faster, but draws other random bits, so that codes differ from those of a CPU.
         seed: Seed of stochastic rounding.
-        hadamard: Sixteen of 1 and -1, the signs of a random Hadamard transform along the block's sixteen values; empty
-            for none. Blocks are (1, 16) or (16, 1) then.
+        hadamard: Sixteen signs, each 1 or -1, of a random Hadamard transform along the block's sixteen values; empty
+            for no transform. With a transform, blocks are (1, 16) or (16, 1).
 
     Raises:
-        ValueError: A field has no allowed value.
+        ValueError: A field has a value that is not allowed.
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
     """
@@ -86,11 +86,11 @@ class TwoLevelScaling(Quantizer):
     # ------------------------------------------------------------------ layout
 
     def _summed_dim(self) -> int:
-        """The dim of the matrix along which 16 values share a scale, and are transformed."""
+        """The dim of the matrix along which 16 values share a scale, and along which the transform runs."""
         return 1 if self.block == ROWS else 0
 
     def _codes_matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of the codes, one code a byte."""
+        """Rows and columns of the codes before two share a byte."""
         sizes = [math.prod(shape[:-1]), shape[-1]] if len(shape) else [1, 1]
         if self.hadamard:
             dim = self._summed_dim()
@@ -98,12 +98,13 @@ class TwoLevelScaling(Quantizer):
         return sizes[0], sizes[1]
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the codes: half the size along the dim whose neighbours share a byte; that size is even.
+        """Shape of the codes of a tensor of this shape.
 
-        Transformed, sizes are rounded up to a multiple of 16 before.
+        With a transform, the size along the transform is first rounded up to a multiple of 16. Packing then halves the
+        size along the dim whose neighbours share a byte.
 
         Raises:
-            ValueError: That size is odd.
+            ValueError: The size to halve is odd. Or codes lie along columns, and the tensor is not a matrix.
         """
         rows, columns = self._codes_matrix(shape)
         if self.packed != "none":
@@ -127,7 +128,7 @@ class TwoLevelScaling(Quantizer):
         return (*shape[:-1], columns) if len(shape) else ()
 
     def values_shape(self, codes_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the values of codes; with a transform it includes the padding."""
+        """Shape of the values that codes of this shape stand for; with a transform it includes the padding."""
         if self.packed == "rows":
             return (*codes_shape[:-1], codes_shape[-1] * 2)
         if self.packed == "columns":
@@ -135,11 +136,11 @@ class TwoLevelScaling(Quantizer):
         return tuple(codes_shape)
 
     def scale_dtype(self) -> torch.dtype:
-        """uint8: e4m3 numbers as bytes."""
+        """uint8, because scales are e4m3 numbers stored as bytes."""
         return torch.uint8
 
     def scale_values(self, scale: Tensor) -> Tensor:
-        """The e4m3 numbers of bytes, as float32."""
+        """Decode e4m3 bytes to float32."""
         return E4M3.decode(scale)
 
     def transposed(self) -> TwoLevelScaling:
@@ -147,36 +148,39 @@ class TwoLevelScaling(Quantizer):
         return self._laid(self.block[::-1], OTHER[self.packed])
 
     def unpacked(self) -> TwoLevelScaling:
-        """The quantizer of the same codes, one a byte."""
+        """The quantizer of the same codes with one code in each byte."""
         return self._laid(self.block, "none")
 
     def _laid(self, block: tuple[int, int], packed: str) -> TwoLevelScaling:
-        if type(self) is not TwoLevelScaling:  # which may have more fields
+        if type(self) is not TwoLevelScaling:  # a subclass may have more fields
             return replace(self, block=block, packed=packed)
-        # by the constructor: Dynamo of PyTorch 2.13 traces no `replace` of a constant
+        # the constructor, because Dynamo of PyTorch 2.13 can't trace `replace` of a constant
         return TwoLevelScaling(self.format, block, packed, self.scale, self.rounding, self.seed, self.hadamard)
 
     def code_bits(self) -> int:
-        """Bits of a code: 4."""
+        """4, the number of bits of a code."""
         return self.element_format().bits
 
     def for_shape(self, shape: Sequence[int]) -> TwoLevelScaling:
-        """The quantizer itself, or `unpacked` if the size along which it packs is not known to be even."""
+        """The quantizer itself, or `unpacked` if the size along which it packs codes is not known to be even."""
         if self.packed == "none":
             return self
         sizes = self._codes_matrix(shape)
         return self if statically_true(sizes[PAIRS[self.packed]] % 2 == 0) else self.unpacked()
 
     def transform(self) -> tuple[int, ...]:
-        """The signs of the random Hadamard transform."""
+        """The signs of the random Hadamard transform; empty for no transform."""
         return self.hadamard
 
     def is_local(self) -> bool:
-        """False if rounding is stochastic, because its noise depends on the position."""
+        """Whether a value's code depends on its block alone.
+
+        False for stochastic rounding, whose noise depends on the position, and for a transform that mixes neighbours.
+        """
         return self.rounding == "nearest" and not self.hadamard
 
     def gemm_format(self) -> Float8Format | None:
-        """None, because codes are no float8 numbers."""
+        """None, because codes are not float8 numbers."""
         return None
 
     # ------------------------------------------------------------------ steps
@@ -185,20 +189,20 @@ class TwoLevelScaling(Quantizer):
         return TWO_LEVEL_RULES[self.scale]
 
     def _transformed(self, x: Tensor, dim: int = 0, every: slice = slice(None)) -> Tensor:
-        """The matrix to quantize, or some of its rows or columns; transformed, in float32."""
+        """The matrix that is cast, or the rows or columns that ``every`` selects; in float32 if it is transformed."""
         matrix = as_matrix(x)
         if self.hadamard:
             return random_hadamard(matrix.float(), self._summed_dim(), self.hadamard, every=every)
         return matrix[every] if dim == 0 else matrix[:, every]
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude of each block of what is quantized, transformed or not."""
+        """The largest magnitude of each block, after the transform if there is one."""
         if not self.hadamard:
             return super().amax(x)
         return from_matrix(super().amax(self._transformed(x)), self.scale_shape(x.shape))
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """The value by the rule that ``scale`` names."""
+        """The outer scale by the rule that ``scale`` names."""
         return self._rule().outer_scale(outer_amax)
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
@@ -206,15 +210,15 @@ class TwoLevelScaling(Quantizer):
         return self._rule().block_scale(amax, outer_amax)
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """The value by the rule that ``scale`` names."""
+        """The multiplier of each block's values by the rule that ``scale`` names."""
         return self._rule().multiplier(scale, outer_scale)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Codes of values: product in float32, then one rounding as ``rounding`` says, saturating."""
+        """Multiply values in float32, and round the products once as ``rounding`` says, saturating."""
         return self._cast(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Codes of a part, by the noise of its positions in the whole tensor."""
+        """Cast a part of a tensor, with the noise of its positions in the whole tensor."""
         return self._cast(x, multiplier, rows, columns)
 
     def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:
@@ -226,9 +230,10 @@ class TwoLevelScaling(Quantizer):
         return from_matrix(codes, self.codes_shape(x.shape))
 
     def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
-        """The first (``start`` 0) or second (1) of each two codes that share a byte, computed from its values only.
+        """The first (``start`` 0) or second (``start`` 1) of each two codes that share a byte.
 
-        If all codes were computed first and split afterwards, compiled code would store them, or their float32 values.
+        Only the values of these codes are cast. If all codes were computed first and split afterwards, compiled code
+        would store them, or their float32 values.
         """
         dim, every = PAIRS[self.packed], slice(start, None, 2)
         block = tuple(size // 2 if axis == dim else size for axis, size in enumerate(self.block))
@@ -240,7 +245,7 @@ class TwoLevelScaling(Quantizer):
     def _codes(self, matrix: Tensor, multiplier: Tensor, block: Sequence[int], *where: Tensor) -> Tensor:
         values = scaled(matrix, multiplier, (block[0], block[1]))
         if self.scale == "transformer_engine":
-            values = torch.where(matrix == 0, 0.0, values)  # zeros lose their sign there
+            values = torch.where(matrix == 0, 0.0, values)  # TransformerEngine drops the sign of zeros
         return self._rounded(values, *where)
 
     def _rounded(self, values: Tensor, *where: Tensor) -> Tensor:
@@ -250,7 +255,7 @@ class TwoLevelScaling(Quantizer):
         return fmt.encode_stochastic(values, noise(values, self.seed, *where))
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Codes times the scales of their blocks, transformed back: exact, without the outer scale."""
+        """Multiply codes by their blocks' scales and undo the transform, exactly. The outer scale is left out."""
         shape = self.values_shape(codes.shape)
         matrix = as_matrix(codes)
         matrix = matrix if self.packed == "none" else unpack(matrix, PAIRS[self.packed])

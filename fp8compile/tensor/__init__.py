@@ -1,7 +1,6 @@
 """QuantizedTensor: codes and scales that stand for a tensor.
 
     arguments.py    checks of callers' arguments
-    codes.py        one set of codes and scales, as plain tensors
     quantized_tensor.py  the class, with the methods that torch.compile calls
     views.py        views, copies and moves between devices
     layer.py        QuantizedTensor as the weight of a layer
@@ -33,7 +32,6 @@ from fp8compile.tensor import write_ops as write_ops
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
-from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.gather_layout import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
@@ -47,7 +45,6 @@ from fp8compile.tensor.update import assign, count_write, stand_for
 
 __all__ = [
     "BOTH",
-    "Codes",
     "FullyShardHooks",
     "GATHERED",
     "GatherPolicy",

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding
+from fp8compile.layout.quantized import Quantized
 from fp8compile.layout.shapes import codes_shape
 from fp8compile.quantizers import GEMMS
-from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.gather_layout import GatherLayout, SetToGather, as_sent, codes_to_send
 from fp8compile.tensor.gather_policy import BOTH, PLAIN, GatherPolicy
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
@@ -118,7 +118,7 @@ class FullyShardHooks:
         return weight, own  # FSDP2 frees these, too
 
 
-def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Codes], tuple[Tensor, ...]]:
+def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quantized], tuple[Tensor, ...]]:
     """Make the sets of codes of a weight, on the memory that FSDP2 gathers into.
 
     Returns:
@@ -141,7 +141,9 @@ def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Code
             # there may be padding after the last row
             codes = memory.view(-1)[: math.prod(shape)].view(shape)
             own += scales
-            sets.append(Codes(codes=codes, scale=scales[0], quantizer=quantizer, outer_scale=(*scales[1:], None)[0]))
+            sets.append(
+                Quantized(codes=codes, scale=scales[0], quantizer=quantizer, outer_scale=(*scales[1:], None)[0])
+            )
     return sets, tuple(own)
 
 
@@ -169,7 +171,7 @@ def _write(memory: Tensor, values: Tensor) -> None:
         memory.copy_(values)
 
 
-def _without_values(own: Codes) -> list[Tensor]:
+def _without_values(own: Quantized) -> list[Tensor]:
     """NaN scales of all levels, for a set whose codes were not gathered."""
     device = own.scale.device
     levels = scale_without_values(own.quantizer, (), torch.nan, device), torch.full((), torch.nan, device=device)

@@ -50,7 +50,7 @@ class SetToGather:
     make: Callable[[Quantizer], Sequence[Tensor]]
 
     def bytes_of_own_scales(self, size: Sequence[int]) -> int:
-        """Number of bytes of the scales that only one rank has, for a shard of this size."""
+        """Number of bytes of those scales that differ from rank to rank, for a shard of this size."""
         dtypes = self.quantizer.scale_dtype(), torch.float32
         levels = zip(scale_shapes(size, self.quantizer), dtypes, self.is_own, strict=False)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype, is_own in levels if is_own)
@@ -102,7 +102,7 @@ class GatherLayout:
 
 
 def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
-    """This rank's shard, padded to the length that every rank sends."""
+    """Pad this rank's shard to the length that all ranks send."""
     padding = max(shards.sizes) - shards.length  # only rows are padded: FSDP2 cuts other dims into equal parts
     local = pad(local, (*(0, 0) * (local.ndim - 1), 0, padding)) if padding else local
     return local.contiguous()

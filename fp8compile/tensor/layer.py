@@ -6,13 +6,14 @@ of a grouped layer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.layout.packing import are_same_codes, one_a_byte
-from fp8compile.layout.quantized import STACK, Quantized
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, layers
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
@@ -50,7 +51,7 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
 
 
 def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None:
-    """Raise a ValueError, in the name of ``function``, if a layer with this recipe can't run on these codes."""
+    """Raise a ValueError that names ``function``, if a layer with this recipe can't run on this weight's codes."""
     if (reason := unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input)) is not None:
         raise ValueError(f"{function}: {reason}")
 
@@ -93,13 +94,15 @@ def _check_matrices(x: Tensor, weight: Any, recipe: Recipe) -> None:
 def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
     own = weight.set_of(gemm)
     if not weight.batch:
-        return Quantized(codes=own.codes, scale=own.scale, quantizer=own.quantizer, outer_scale=own.outer_scale)
+        return own
     codes, quantizer = one_a_byte(own.codes, own.quantizer)
-    return Quantized(codes=codes, scale=own.scale, quantizer=quantizer, outer_scale=own.outer_scale, layout=STACK)
+    return replace(own, codes=codes, quantizer=quantizer)
 
 
 def _run(func: Any, *args: Any) -> Any:
-    """Run a layer's op on the codes that its weight has. In a graph, Inductor fuses the other operand's quantization.
+    """Run a layer's op on the codes that its weight has; the op quantizes only its other operand.
+
+    In a graph that is being traced, the other operand is quantized by the steps for the forward or for the backward.
 
     Args:
         func: The layer's op.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.packing import packed_dim
+from fp8compile.layout.quantized import Quantized
 from fp8compile.tensor.attributes import moved
-from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.quantized_parameter import BLANK, WHOLE, WRITES, QuantizedParameter
 from fp8compile.tensor.scale_without_values import scale_without_values
 from fp8compile.tensor.shards import cut_dim
@@ -44,7 +44,7 @@ def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> 
     return func(values, *args, **{"device": x.device, **kwargs})
 
 
-def _cuts_blocks(x: QuantizedParameter, own: Codes, size: Sequence[int]) -> bool:
+def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> bool:
     """Whether a new tensor of this size is memory for a shard that ends within a block, as FSDP2 allocates it."""
     if x.extent != WHOLE or len(size) != x.ndim:
         return False
@@ -55,7 +55,7 @@ def _cuts_blocks(x: QuantizedParameter, own: Codes, size: Sequence[int]) -> bool
     return bool(is_part and block not in (1, -1) and size[dim] % block)
 
 
-def _blank_set(func: Any, x: QuantizedParameter, own: Codes, size: Sequence[int], **kwargs: Any) -> Codes:
+def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
     """Make one set of zero codes of a given size, with new memory for its scales.
 
     If ``own`` has the scales of the whole weight, the new set gets a copy of them, since a rank without elements needs

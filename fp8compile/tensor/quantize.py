@@ -190,7 +190,7 @@ def quantize(
         TypeError: ``x`` is not a dense tensor of these dtypes, or ``quantizer``, ``group`` or ``sizes`` has a wrong
             type.
         ValueError: Only one of ``group`` and ``shard_dim`` is given. Sizes do not fit, or are missing although a shard
-            boundary cuts a block, or the quantizer packs codes and has no ``unpacked``.
+            boundary cuts a block. Sizes are given, but the quantizer packs codes and has no ``unpacked``.
         RuntimeError: A group is given on PyTorch 2.11, or ``x`` is inside a transform of ``torch.func`` or
             forward-mode autograd.
     """

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from fp8compile import _compat, ops
 from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
 from fp8compile.layout.packing import one_a_byte, packed_dim, packed_in_rows, two_a_byte
-from fp8compile.layout.quantized import STACK, Plain, TensorLayout
+from fp8compile.layout.quantized import STACK, Plain, Quantized, TensorLayout
+from fp8compile.layout.shapes import scale_shapes
 from fp8compile.ops.layer.quantize import cast_part, positions, scales_of, whole_amax
 from fp8compile.quantizers import GEMMS, Quantizer
 from fp8compile.tensor.attributes import moved
-from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.gather_layout import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GatherPolicy
@@ -166,8 +166,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def written(self) -> bool:
         """Whether anything but `MasterWeights` has written to this parameter, through any view of it.
 
-        All ranks that share the scale have the same answer. FSDP2 copies the shards of some ranks alone, in order to
-        pad them. It copies them into a blank, and the blank then takes the answer of the shard.
+        The value is the same on all ranks that share the scale. FSDP2 pads the shards of some ranks only, by a copy
+        into a blank. This copy does not count as a write: the blank takes over the shard's value of ``written``.
         """
         return self._shared.written
 
@@ -224,7 +224,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             )
         return found
 
-    def stored(self) -> tuple[Codes, ...]:
+    def stored(self) -> tuple[Quantized, ...]:
         """All sets of codes as memory has them: an optimizer's step that runs has not changed them yet."""
         return self._sets_named("_")
 
@@ -249,7 +249,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Whether this is a blank: FSDP2 takes the shard's rows from its beginning, and the rest is padding."""
         return self.extent == BLANK
 
-    def cuts_by(self, own: Codes, dim: int, first: int, last: int) -> bool:
+    def cuts_by(self, own: Quantized, dim: int, first: int, last: int) -> bool:
         """Whether the slice ``[first:last]`` along ``dim`` begins or ends within a block of the set ``own``.
 
         It is False for a blank or a shard, where what follows the slice is padding.
@@ -280,7 +280,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             )
         return super()._values(dtype)
 
-    def amax_of(self, own: Codes, values: Tensor) -> Tensor:
+    def amax_of(self, own: Quantized, values: Tensor) -> Tensor:
         """Amaxes of new values, one for each scale of the set ``own``, as far as this rank's part tells."""
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
@@ -288,14 +288,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return whole_amax(Plain(values, TensorLayout(cuts, self.batch)), own.quantizer)
 
     def codes_of(
-        self, own: Codes, values: Tensor, multiplier: Tensor, quantizer: Quantizer, placed: Sharding
+        self, own: Quantized, values: Tensor, multiplier: Tensor, quantizer: Quantizer, placed: Sharding
     ) -> Tensor:
         """Quantize new values of this shape to codes.
 
         Args:
             own: The set of codes that is replaced.
             values: The new values.
-            multiplier: The reciprocal of the scale of each block.
+            multiplier: The factor of each block's values, by which they are multiplied before they are rounded.
             quantizer: The quantizer that rounds, with the format and block of the set's quantizer.
             placed: How ranks cut the weight; stochastic rounding of a matrix depends on the place in the whole. For a
                 stack it depends on the place in this rank's stack, see `MasterWeights`.
@@ -307,7 +307,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return two_a_byte(cast_part(part, multiplier, quantizer), quantizer)
 
     def check_writable(self, what: object) -> None:
-        """Raise unless new values can be written to this tensor alone."""
+        """Raise a RuntimeError if new values can't be written to this tensor.
+
+        They can't if elements outside of it share its scale, or if it does not know yet which ranks share its scale.
+
+        Args:
+            what: The op that writes, for the error's text.
+        """
         sets = self.stored()
         spans = self.has_all_scales or any(
             -1 in own.quantizer.block or own.quantizer.has_outer_scale() for own in sets
@@ -345,13 +351,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     # ------------------------------------------------------------------ views
 
-    def like(self, sets: Sequence[Codes]) -> Self:
+    def like(self, sets: Sequence[Quantized]) -> Self:
         """A view of the same shape."""
         found = super().like(sets)
         found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
         return found
 
-    def view_of(self, sets: Sequence[Codes], shard_dim: int | None, *, along_batch: bool = False) -> Self:
+    def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
         """A view of another shape, or of a part of this parameter."""
         found, own = self.of_sets(sets, self.dtype, batch=self.batch), self.stored()
         found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
@@ -428,7 +434,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         shards = DimSharding(mesh.get_group(), mesh.get_local_rank(), dim, chunk_sizes(size[dim], mesh.size()))
         return shards, [self._to_gather(*each, dim, size) for each in zip(GEMMS, self.sets(), strict=False)]
 
-    def _to_gather(self, gemm: Any, own: Codes, dim: int, size: tuple[int, ...]) -> SetToGather:
+    def _to_gather(self, gemm: Any, own: Quantized, dim: int, size: tuple[int, ...]) -> SetToGather:
         has_own_blocks = self.block_along(own, dim) != -1 and not own.has_all_scales
         is_own = (has_own_blocks, dim < self.batch)[: len(own.scales)]
 
@@ -436,7 +442,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             codes = own.codes if own.quantizer == quantizer else one_a_byte(own.codes, own.quantizer)[0]
             return codes, *own.scales
 
-        return SetToGather(gemm, own.quantizer, is_own, own.scale_shapes(size), make)
+        return SetToGather(gemm, own.quantizer, is_own, scale_shapes(size, own.quantizer), make)
 
     # ------------------------------------------------------------------ ops
 
@@ -503,19 +509,18 @@ for _name in INNER:
     setattr(QuantizedParameter, _name, _up_to_date(_name))
 
 
-def _codes_of_matrix(x: Tensor, quantizer: Quantizer) -> Codes:
-    q = quantize(x, quantizer.for_shape(x.shape))
-    return Codes(codes=q.codes, scale=q.scale, quantizer=q.quantizer, outer_scale=q.outer_scale)
+def _codes_of_matrix(x: Tensor, quantizer: Quantizer) -> Quantized:
+    return quantize(x, quantizer.for_shape(x.shape)).sets()[0]
 
 
-def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Codes:
+def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Quantized:
     part, quantizer = Plain(x.detach(), STACK), packed_in_rows(quantizer, x.shape)
     multiplier, scale, outer_scale = scales_of(whole_amax(part, quantizer), quantizer, batch=1)
     codes = cast_part(part, multiplier, quantizer).contiguous()  # not contiguous if blocks were padded
-    return Codes(codes=two_a_byte(codes, quantizer), scale=scale, quantizer=quantizer, outer_scale=outer_scale)
+    return Quantized(codes=two_a_byte(codes, quantizer), scale=scale, quantizer=quantizer, outer_scale=outer_scale)
 
 
-def _have_scales_in_common(whole: Codes, part: Codes) -> bool:
+def _have_scales_in_common(whole: Quantized, part: Quantized) -> bool:
     """Whether a part shares one of its scales with elements outside of it."""
     return any(one.numel() == other.numel() for one, other in zip(whole.scales, part.scales, strict=True))
 

@@ -41,7 +41,6 @@ from fp8compile.ops.layer.quantize import dequantized
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
-from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.pass_in_memory import PassInMemory
 from fp8compile.tensor.refusals import refuse_operators
 
@@ -93,7 +92,7 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
 
 
 class QuantizedTensor(Tensor):
-    """Codes and scales that stand for a tensor with the values ``codes * scale``, block by block.
+    """Quantized and scales that stand for a tensor with the values ``codes * scale``, block by block.
 
     ``fp8compile.quantize`` makes it. These ops work on it: ``detach``, ``clone`` and ``t``; ``view`` and ``reshape``
     if they keep the last dim (any, if the whole tensor is one block); ``slice``, ``select``, ``split`` and ``chunk``
@@ -132,7 +131,7 @@ class QuantizedTensor(Tensor):
     sizes: tuple[int, ...] | None
     batch: int
     in_memory: PassInMemory | None
-    scales_of_whole: tuple[tuple[bool, bool], ...] = ((False, False),) * 2  # `Codes.has_scales_of_whole` of each set
+    scales_of_whole: tuple[tuple[bool, bool], ...] = ((False, False),) * 2  # `has_scales_of_whole` of each set
     instead_of_cutting: str = "call .dequantize() first."
     ends_in_padding = False  # whether a view may end within a block because only padding follows
     may_cut_blocks = False  # whether a view may begin or end within a block; it then keeps the scales of all blocks
@@ -149,7 +148,7 @@ class QuantizedTensor(Tensor):
         sizes: tuple[int, ...] | None = None,
         outer_scale: Tensor | None = None,
         batch: int = 0,
-        second: Codes | None = None,
+        second: Quantized | None = None,
         in_memory: PassInMemory | None = None,
     ) -> QuantizedTensor:
         """Wrap codes and scales that a quantizer made from a tensor of this dtype; ``quantize`` is the usual way."""
@@ -177,7 +176,7 @@ class QuantizedTensor(Tensor):
         sizes: tuple[int, ...] | None = None,
         outer_scale: Tensor | None = None,
         batch: int = 0,
-        second: Codes | None = None,
+        second: Quantized | None = None,
         in_memory: PassInMemory | None = None,
     ) -> None:
         if quantizer.has_outer_scale() != (outer_scale is not None):
@@ -200,7 +199,7 @@ class QuantizedTensor(Tensor):
         self.in_memory = in_memory
 
     @classmethod
-    def of_sets(cls, sets: Sequence[Codes], dtype: torch.dtype, **others: Any) -> Self:
+    def of_sets(cls, sets: Sequence[Quantized], dtype: torch.dtype, **others: Any) -> Self:
         """Wrap one set of codes or two. ``others`` are further keyword arguments of the class."""
         first, second = sets[0], sets[1] if len(sets) == 2 else None
         own = first.codes, first.scale, first.quantizer, dtype
@@ -210,28 +209,28 @@ class QuantizedTensor(Tensor):
 
     # ------------------------------------------------------------------ its codes
 
-    def _sets_named(self, before: str) -> tuple[Codes, ...]:
+    def _sets_named(self, before: str) -> tuple[Quantized, ...]:
         found = []
         quantizers = self.quantizer, self.quantizer_for_grad_input
         for end, quantizer, of_whole in zip(ENDS, quantizers, self.scales_of_whole, strict=True):
             if quantizer is not None:
                 parts = {part: getattr(self, f"{before}{part}{end}") for part in PARTS}
                 layout = TensorLayout(batch=self.batch)
-                found.append(Codes(**parts, quantizer=quantizer, layout=layout, has_scales_of_whole=of_whole))
+                found.append(Quantized(**parts, quantizer=quantizer, layout=layout, has_scales_of_whole=of_whole))
         return tuple(found)
 
-    def sets(self) -> tuple[Codes, ...]:
+    def sets(self) -> tuple[Quantized, ...]:
         """All sets of codes of this tensor, one or two, even a set whose codes are not in memory now."""
         return self._sets_named("")
 
-    def stored(self) -> tuple[Codes, ...]:
+    def stored(self) -> tuple[Quantized, ...]:
         """All sets of codes as memory has them now.
 
         `QuantizedParameter` overrides this: in an optimizer's step its stored codes are those from before the step.
         """
         return self.sets()
 
-    def set_of(self, gemm: Gemm) -> Codes:
+    def set_of(self, gemm: Gemm) -> Quantized:
         """The set of codes that a layer's GEMM reads.
 
         Raises:
@@ -295,7 +294,7 @@ class QuantizedTensor(Tensor):
         quantizers, dtype, batch, shares_memory, identity = metadata
         parts = {name.removeprefix("_").replace("codes_in_forward", "codes"): each for name, each in inner.items()}
         sets = [
-            Codes(
+            Quantized(
                 codes=parts[f"codes{end}"],
                 scale=parts[f"scale{end}"],
                 outer_scale=parts.get(f"outer_scale{end}"),
@@ -347,14 +346,14 @@ class QuantizedTensor(Tensor):
         part = replace(own, codes=codes, quantizer=quantizer, layout=layout, has_scales_of_whole=whole)
         return dequantized(part, dtype).local
 
-    def cuts_of(self, own: Codes) -> Sharding:
+    def cuts_of(self, own: Quantized) -> Sharding:
         """How ranks cut this tensor, if they cut through blocks of the set ``own``; else an empty tuple.
 
         A block that spans the whole dim does not count as cut, because every rank has its scale.
         """
         return (self.shards(),) if _cuts_blocks_of(self, own.quantizer) else ()
 
-    def block_along(self, own: Codes, dim: int) -> int:
+    def block_along(self, own: Quantized, dim: int) -> int:
         """Number of elements along ``dim`` that share a scale in the set ``own``; -1 for all of them."""
         return 1 if dim < self.batch else own.quantizer.block[int(dim == self.ndim - 1)]
 
@@ -444,12 +443,12 @@ class QuantizedTensor(Tensor):
 
     # ------------------------------------------------------------------ views
 
-    def like(self, sets: Sequence[Codes]) -> Self:
+    def like(self, sets: Sequence[Quantized]) -> Self:
         """A tensor of the same shape with the sets of codes that are given, such as copies or views of its own."""
         where: dict[str, Any] = {"group": self.group, "shard_dim": self.shard_dim, "sizes": self.sizes}
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
 
-    def view_of(self, sets: Sequence[Codes], shard_dim: int | None, *, along_batch: bool = False) -> Self:
+    def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
         """A view of another shape.
 
         Args:

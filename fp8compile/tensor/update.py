@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 from fp8compile import ops
 from fp8compile._compat import local_itself
 from fp8compile.layout.cuts import Sharding
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.layer.quantize import Scales, outer_amax_of, scales_of
 from fp8compile.quantizers import DelayedScaling, Quantizer
-from fp8compile.tensor.codes import Codes
 
 if TYPE_CHECKING:
     from fp8compile.tensor.quantized_parameter import QuantizedParameter
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
-def shared_with(weight: QuantizedParameter, own: Codes) -> ProcessGroup | None:
+def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
     """The ranks that share the set's outer scale, or its scales of blocks if it has one level; None if none do."""
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
@@ -37,7 +37,7 @@ def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
     return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
-def _share_blocks(weight: QuantizedParameter, own: Codes) -> ProcessGroup | None:
+def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
     """The ranks that have elements of the same blocks; None if no other rank has any."""
     if weight.group is None or weight.shard_dim is None:
         return None
@@ -81,7 +81,7 @@ class _Set:
     """One set of codes of a weight, and the tensor parallel ranks that share its scale, or None."""
 
     weight: QuantizedParameter
-    codes: Codes
+    codes: Quantized
     outer: ProcessGroup | None
 
 

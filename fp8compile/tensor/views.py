@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.layout.packing import packed_dim
-from fp8compile.tensor.codes import Codes
+from fp8compile.layout.quantized import Quantized
 from fp8compile.tensor.quantized_tensor import HANDLERS, VIEWS, QuantizedTensor, no_meaning
 
 __all__ = ["ALIASES"]
@@ -53,7 +53,7 @@ def _is_packed(x: QuantizedTensor) -> bool:
     return any(own.codes.shape != x.shape for own in x.stored())
 
 
-def _check_not_packed(func: Any, x: QuantizedTensor, own: Codes) -> None:
+def _check_not_packed(func: Any, x: QuantizedTensor, own: Quantized) -> None:
     if own.codes.shape != x.shape:
         raise TypeError(
             f"{func} of a QuantizedTensor of {own.quantizer!r}, which packs several values in a byte: its codes have "
@@ -62,7 +62,7 @@ def _check_not_packed(func: Any, x: QuantizedTensor, own: Codes) -> None:
         )
 
 
-def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Codes, *, keeps_bytes: bool = False) -> None:
+def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Quantized, *, keeps_bytes: bool = False) -> None:
     """Raise a TypeError if a partial view of ``x`` can't keep the blocks of the set ``own``.
 
     Args:
@@ -222,7 +222,7 @@ def _position(offset: Any, stride: Sequence[int]) -> list[int]:
 # ---------------------------------------------------------------------------------- parts
 
 
-def _block_along(x: QuantizedTensor, own: Codes, dim: int) -> int:
+def _block_along(x: QuantizedTensor, own: Quantized, dim: int) -> int:
     """Number of elements along ``dim`` that share a scale; -1 for all of them.
 
     Raises:
@@ -257,7 +257,7 @@ def _slice(
     return x.view_of([_slice_of(func, x, own, dim, (start, end, step), may_cut) for own in x.stored()], x.shard_dim)
 
 
-def _slice_of(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place, may_cut: bool) -> Codes:
+def _slice_of(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place, may_cut: bool) -> Quantized:
     """The slice of one set of codes along a dim of the matrices.
 
     Args:
@@ -290,7 +290,7 @@ def _slice_of(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place,
     return own.showing(_codes_slice(func, x, own, dim, where), scale)
 
 
-def _codes_slice(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place) -> Tensor:
+def _codes_slice(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place) -> Tensor:
     """The codes of a slice along ``dim``. If neighbours along ``dim`` share a byte, only whole bytes can be cut."""
     if own.codes.shape[dim] == x.shape[dim]:
         return func(own.codes, dim, *where)

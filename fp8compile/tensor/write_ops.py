@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.tensor.arguments import SOURCE_DTYPES
-from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.optimizer_steps import computed_values, values_of, write
 from fp8compile.tensor.quantized_parameter import SLICE, WRITES, QuantizedParameter
 from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
@@ -106,7 +106,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
-def _have_same_scales(one: Codes, other: Codes) -> bool:
+def _have_same_scales(one: Quantized, other: Quantized) -> bool:
     return all(
         torch.equal(mine, theirs.to(mine.device)) for mine, theirs in zip(one.scales, other.scales, strict=True)
     )

@@ -21,7 +21,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def results(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results of an op, as a tuple also if there is one."""
+    """An op's results as a tuple, also if the op returned a single tensor."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 

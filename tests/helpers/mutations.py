@@ -50,7 +50,7 @@ MUTATIONS = (
     Mutation(
         "the outer amax of two levels is each rank's own",
         f"{LAYER}/quantize.py",
-        "outer_amax = all_reduce_amax(outer_amax, cut.group) if is_shared else outer_amax",
+        "outer_amax = all_reduce_amax(outer_amax, cut.group)",
         "outer_amax = outer_amax",
         ("tests/parallel/test_noise_on_ranks.py",),
     ),
@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation(
         "a multiplier of delayed scaling is that of another tensor",
         f"{LAYER}/operands.py",
-        "own = self.multiplier[ROW[slot]]",
-        "own = self.multiplier[2 - ROW[slot]]",
+        "own = multipliers[ROW[slot]]",
+        "own = multipliers[2 - ROW[slot]]",
         ("tests/ops/test_shapes.py",),
     ),
     Mutation(

@@ -145,6 +145,19 @@ def test_prose_wraps_at_100(document):
     assert not wide
 
 
+def cells(row):
+    return len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) - 1
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda d: d.name)
+def test_a_table_has_a_head_and_rows_as_wide(document):
+    prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n?)+", prose, re.MULTILINE):
+        head, *rows = table.splitlines()
+        assert re.fullmatch(r"\|[ :|-]+\|", "".join(rows[:1])), head
+        assert {cells(row) for row in rows} == {cells(head)}, head
+
+
 # ---------------------------------------------------------------------------------- the table of hardware
 
 

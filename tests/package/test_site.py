@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -22,7 +23,7 @@ def tool(name):
     return found
 
 
-hooks, reference = tool("hooks"), tool("reference")
+hooks, public, reference = tool("hooks"), tool("public"), tool("reference")
 FETCHED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"([^\"]*)|<link\b[^>]*\bhref=\"([^\"]*)")
 IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?(https?:[^\"')]*)")
 
@@ -51,6 +52,16 @@ def missing_names(site):
                 yield f"{module}.{name}: {link}"
 
 
+def missing_integrations(site):
+    """Names of ``__all__`` of the integrations without an entry; a library that is not there is not imported."""
+    html = (site / "reference" / "integrations.html").read_text()
+    for file in sorted((ROOT / "fp8compile" / "integrations").rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if module.count(".") == 2 and not module.endswith(public.OF_INTEGRATIONS):
+            (names,) = re.findall(r"^__all__ = (\[.*?\])$", file.read_text(), re.MULTILINE | re.DOTALL)
+            yield from (f"{module}.{name}" for name in ast.literal_eval(names) if f'id="{module}.{name}"' not in html)
+
+
 def test_the_site_builds_and_is_whole(tmp_path):
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
@@ -58,6 +69,7 @@ def test_the_site_builds_and_is_whole(tmp_path):
     assert built.returncode == 0, built.stderr[-3000:]  # strict: nav, links and anchors
     assert set(outside_hosts(tmp_path)) == set()
     assert list(missing_names(tmp_path)) == []
+    assert list(missing_integrations(tmp_path)) == []
     assert "var __index" in (tmp_path / "search" / "search_index.js").read_text()  # search without a server
 
 

@@ -1,4 +1,4 @@
-"""An explanation as one self-contained page, without external scripts, fonts or images."""
+"""Writes an explanation as one self-contained HTML page, without external scripts, fonts or images."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def _section(section: Section, name: str) -> str:
 
 
 def page(found: Explanation, target: str) -> str:
-    """The page, well-formed as XML too.
+    """The HTML of the page, which is also well-formed XML.
 
     Args:
         found: The explanation.
-        target: What was explained, for the title.
+        target: Name of the model that was explained, for the title.
     """
     import fp8compile
 

@@ -1,4 +1,4 @@
-"""`fp8compile explain --mesh fsdp=8,ep=8`: one rank of a mesh, without the others and without a GPU."""
+"""`fp8compile explain --mesh fsdp=8,ep=8`: explains one rank of a mesh, without other ranks and without a GPU."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ WANTED = "a function of the mesh, or of the mesh and a recipe, that returns (mod
 
 
 def sizes_of(text: str) -> dict[str, int]:
-    """The sizes of a mesh by name.
+    """The size of each mesh dim by its name.
 
     Args:
-        text: Such as ``"fsdp=8,ep=8"``, the outermost dim first.
+        text: The sizes as ``"fsdp=8,ep=8"``, the outermost dim first.
 
     Raises:
-        UserError: It is written otherwise, or has fewer than two ranks.
+        UserError: The text has another form, or the mesh has fewer than two ranks.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -45,7 +45,7 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def _builder(text: str) -> tuple[Callable[..., Any], int]:
-    """The function that TARGET names, and its number of arguments: the mesh, or the mesh and a recipe."""
+    """The function that TARGET names, and its number of arguments: 1 (the mesh) or 2 (the mesh and a recipe)."""
     function = found_at(text)
     if not callable(function):
         raise UserError(f"{text} is a {type(function).__name__}; with --mesh it has to be {WANTED}")
@@ -73,19 +73,19 @@ def _built(text: str, function: Callable[..., Any], rest: tuple[Any, ...], mesh:
 
 
 def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[str, MeshExplanation]:
-    """Explain one rank of a mesh, in FP8 and, where TARGET takes a recipe, in high precision.
+    """Explain one rank of a mesh, in FP8 and, if TARGET takes a recipe, in high precision too.
 
     Args:
-        text: TARGET.
+        text: TARGET, the name of a function that builds the model.
         mesh: Sizes of the mesh, as `sizes_of` takes them.
-        recipe: Name of a recipe, for a TARGET that takes one.
-        gpu: Key of its peaks.
+        recipe: Name of a recipe, for a TARGET that takes one; else None.
+        gpu: The GPU, a key of ``PEAKS``.
 
     Returns:
-        An explanation for each column, by its name.
+        An explanation for each column of the table, by the column's name.
 
     Raises:
-        UserError: TARGET is something else, fails, or the flags don't fit it.
+        UserError: TARGET is no such function, it fails, or the flags don't fit it.
     """
     from fp8compile import recipes
     from fp8compile.testing.explain.mesh import explain_mesh
@@ -111,14 +111,14 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
 
 
 def check(found: dict[str, MeshExplanation]) -> None:
-    """Raise `Failed` unless the first column is what its recipes say."""
+    """Raise `Failed` unless the model of the first column runs as its recipes say."""
     name, first = next(iter(found.items()))
     if first.problem:
         raise Failed(f"{name}: {first.problem}")
 
 
 def to_json(found: dict[str, MeshExplanation]) -> str:
-    """The numbers as JSON, by column."""
+    """The explanations as a JSON object, by column."""
     return json.dumps(
         {
             name: {**asdict(each), "problem": each.problem, "sent_bytes": each.sent_bytes, "fp8": each.fp8_products}
@@ -128,7 +128,7 @@ def to_json(found: dict[str, MeshExplanation]) -> str:
 
 
 def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
-    """What the terminal shows."""
+    """The sections that the terminal shows: a table of numbers, and a table of messages."""
     each = list(found.values())
     first = each[0]
     ranks = " x ".join(f"{name} {size}" for name, size in first.mesh.items())

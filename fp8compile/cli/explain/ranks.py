@@ -1,7 +1,7 @@
-"""`fp8compile explain --tp N`: this process as the first of N ranks; the others do not exist.
+"""`fp8compile explain --tp N`: explains the first of N ranks in this process; the other ranks do not exist.
 
-A fake process group takes every message and sends none, so the plan of a model is applied, traced and run as on N
-ranks. The numbers of such a run mean nothing; what is sent, and in what each GEMM runs, does.
+A fake process group accepts every message and sends none, so the plan of a model is applied, traced and run as on N
+ranks. The computed values of such a run mean nothing; its messages and the formats of its GEMMs are the right ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["check_spread", "pretended_ranks"]
 
 @contextmanager
 def pretended_ranks(size: int | None) -> Iterator[None]:
-    """A fake process group while this runs.
+    """Start a fake process group for the time of this context.
 
     Args:
-        size: Ranks; None starts no group.
+        size: Number of ranks; None starts no group.
 
     Raises:
-        UserError: Too few ranks, or a group that is there already.
+        UserError: There are fewer than 2 ranks, or this process is in a process group already.
     """
     if size is None:
         yield

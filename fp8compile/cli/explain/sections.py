@@ -1,4 +1,4 @@
-"""The sections of an explanation, titled tables of plain text, for the terminal and for the page."""
+"""The sections of an explanation: titled tables of plain text, for the terminal and for the HTML page."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _sends(sent: Sends) -> Section:
 
 
 def _small(found: Explanation) -> Section:
-    """Names of the layers in FP8 that the default filter would leave out on the GPU."""
+    """The section on layers in FP8 that the default filter would leave out on the GPU."""
     rows = _folded(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers

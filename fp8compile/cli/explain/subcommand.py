@@ -1,4 +1,4 @@
-"""`fp8compile explain`: its flags. Nothing here loads PyTorch before the command runs."""
+"""`fp8compile explain`: defines its flags and runs it. PyTorch is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TARGET = """
 package.module:name or FILE.py:name, a function that returns (model, args) or (model, args, kwargs), or a module (or
 its class) with a method example_inputs(); FILE.py alone looks for model_and_inputs, then example
 """
-# keys of PEAKS, which takes PyTorch to load
+# the keys of PEAKS, repeated here because importing PEAKS would import PyTorch
 GPUS = ("h200", "b200", "rtx4090", "l40s", "h100", "b300", "rtx5090", "rtx_pro_6000", "gb10")
 COMPILING = "compiling the model and running it"
 log: logging.Logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def _convert(model: Any, name: str) -> None:
     from fp8compile import convert
 
     log.info("converting it by %s", name)
-    with running(f"--recipe {name}: converting the model"):  # a recipe may be another package's
+    with running(f"--recipe {name}: converting the model"):  # a recipe may come from another package
         try:
             convert(model, recipes.by_name(name))
         except (ValueError, TypeError, ImportError) as error:
@@ -78,7 +78,7 @@ def _convert(model: Any, name: str) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise early if the page can't be written, before minutes are spent."""
+    """Raise a `UserError` if the page can't be written, before minutes are spent on the explanation."""
     is_new = not path.exists()
     try:
         path.open("a", encoding="utf-8").close()
@@ -89,7 +89,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
-    """Explain the model; output of the user's code goes to standard error, to keep it apart from ours."""
+    """Explain the model. Output of the user's code goes to standard error, so that standard output has only ours."""
     from fp8compile.cli.explain.ranks import check_spread, pretended_ranks
     from fp8compile.cli.explain.target import load_target
     from fp8compile.testing.explain import explain_in_steps

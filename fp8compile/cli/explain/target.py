@@ -1,4 +1,4 @@
-"""Loads the target of `fp8compile explain`: a model and its inputs, from a name on the command line."""
+"""Loads the TARGET of `fp8compile explain`: a model and its inputs, by a name from the command line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WANTED = "(model, args) or (model, args, kwargs), or a torch.nn.Module with exam
 
 @dataclass(frozen=True)
 class Target:
-    """A model, and a call of it.
+    """A model, and the arguments of a call.
 
     Attributes:
-        name: What the user typed.
+        name: TARGET, as the user typed it.
         model: The model.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
@@ -41,13 +41,13 @@ class Target:
     kwargs: dict[str, Any]
 
     def try_out(self) -> None:
-        """Call the model once, to find inputs that don't fit it before a compiler fails on them.
+        """Call the model once, so that inputs that don't fit it are found before a compiler fails on them.
 
         Raises:
             UserError: The call fails.
         """
         what = f"{self.name}: calling the model with its inputs"
-        # not without gradients, which a model may ask for in its forward
+        # not under no_grad, because a model may compute gradients in its forward
         with running(what), kept_state(self.model, (self.args, self.kwargs)), untold():
             self.model(*self.args, **self.kwargs)
 
@@ -55,7 +55,7 @@ class Target:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    # what a __main__.py does under `if __name__ == "__main__"` is not asked for
+    # another name than __main__, so that code under `if __name__ == "__main__"` does not run
     name = "explained_main" if path.stem == "__main__" else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, f"{path} ends in .py"
@@ -72,7 +72,7 @@ def _from_name(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{name!r} is neither a FILE.py nor the name of a module")
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # the installed command doesn't look there, `python -m` does
+        sys.path.insert(0, str(Path.cwd()))  # as with `python -m`; the installed command doesn't search this folder
     with running(f"importing {name}"):
         try:
             return importlib.import_module(name)
@@ -92,7 +92,10 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 
 def found_at(text: str) -> Any:
-    """The object that a name on the command line means: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``."""
+    """The object that ``package.module:name``, ``FILE.py:name`` or ``FILE.py`` names.
+
+    ``FILE.py`` alone means the first of ``DEFAULT_NAMES`` that the file has.
+    """
     place, colon, name = text.rpartition(":")
     if not colon:
         place, name = text, ""
@@ -109,7 +112,7 @@ def found_at(text: str) -> Any:
 
 
 def _called(text: str, value: Any) -> Any:
-    """Call a function or a class; returns the result."""
+    """Call a function or a class without arguments, and return the result."""
     with running(f"{text}: calling it without arguments"):
         return value()
 
@@ -152,10 +155,10 @@ def load_target(text: str) -> Target:
         text: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``.
 
     Returns:
-        The model and its inputs; a single input may be given bare.
+        The model and its inputs. The target may return a single tensor instead of a tuple of inputs.
 
     Raises:
-        UserError: It isn't there, fails, or gives something else.
+        UserError: There is no such target, it fails, or it returns something else.
     """
-    with running(f"{text}: loading it"):  # a lookup may run the user's code, too
+    with running(f"{text}: loading it"):  # even a lookup may run the user's code
         return _loaded(text)

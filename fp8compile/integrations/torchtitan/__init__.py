@@ -12,7 +12,7 @@ def llama3_8b_float8():
 ```
 """
 
-# the first import is the one that says which versions are known
+# checked_version comes first, so that an unknown version of torchtitan raises before its modules are imported
 from fp8compile.integrations.torchtitan.checked_version import KNOWN_VERSIONS
 from fp8compile.integrations.torchtitan.config import convert
 from fp8compile.integrations.torchtitan.converter import Float8Converter

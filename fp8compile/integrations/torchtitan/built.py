@@ -1,7 +1,7 @@
-"""Config classes that build another config's object, and then change it.
+"""Config classes that build the same object as another config, and then change it.
 
-A torchtitan config builds the class that it is nested in. A subclass of a config builds the same class, so whoever
-asks for the type of a config, or for that of what it builds, sees no difference.
+A torchtitan config builds the class that it is nested in, and so does a subclass of the config. So code that checks
+the type of a config, or of the object that it builds, sees no difference.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["Change", "building"]
 
 
 class Change(Protocol):
-    """The change that is made to a built object. It is hashable; a log of the config shows its ``to_dict``."""
+    """A change that is made to a built object. Implementations are hashable; logs of the config show ``to_dict()``."""
 
     def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> Any:
         """Call ``plain.build(config, **kwargs)``, and change the result."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The change as plain values, for logs."""
 
 
 @cache
@@ -38,11 +38,11 @@ def _class(plain: type[Any]) -> type[Any]:
 
 
 def building(config: Any, change: Change) -> Any:
-    """A config with the fields of another one, whose build is ``change.build``.
+    """A copy of a config whose ``build`` also makes a change.
 
     Args:
         config: A ``Configurable.Config`` of torchtitan.
-        change: It is kept in the field ``float8``.
+        change: The change, whose ``build`` is called. The copy keeps it in the field ``float8``.
     """
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
     return _class(type(config))(**given, float8=change)  # type: ignore[arg-type]  # classes are hashable

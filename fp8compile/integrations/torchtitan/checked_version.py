@@ -1,4 +1,4 @@
-"""The torchtitan version that this is written for; another one raises, because its configs change."""
+"""Checks that torchtitan has a version that this package is written for, because its configs change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TO_DO = (
 
 
 def check_version() -> None:
-    """Raise an ImportError unless the installed torchtitan is one that is known; a local version (+...) is ignored."""
+    """Raise an ImportError unless torchtitan is installed in a known version; a local suffix (+...) is ignored."""
     try:
         installed = version("torchtitan")
     except PackageNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The config of a whole training, converted."""
+"""convert: turns torchtitan's config of a training into the config of the same training in FP8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ __all__ = ["convert"]
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Metrics of a quantized model, without the share of the bf16 peak; torchtitan looks for its own classes only."""
+    """Tells torchtitan's metrics that the model is quantized, so that they leave out the share of the bf16 peak.
+
+    torchtitan itself only recognizes its own quantized classes.
+    """
 
     def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> Any:
         return plain.build(config, **{**kwargs, "has_quantization": True})
@@ -35,14 +38,14 @@ def convert(
     keep_ends: int = 0,
     fsdp_float8_all_gather: bool = False,
 ) -> Trainer.Config:
-    """The config of the same training in FP8. The one that is given stays as it is.
+    """Return the config of the same training in FP8; the given config is not changed.
 
     Args:
         config: A config as torchtitan's registries return it.
         recipe: A recipe, or recipes by name pattern, as `fp8compile.convert` takes them.
-        filter: Which layers; None leaves out what FP8 can't help.
-        keep_ends: How many blocks at each end of the model stay in high precision.
-        fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes, for recipes that allow it; with one rank
+        filter: Which layers to convert; None leaves out layers that FP8 can't help.
+        keep_ends: Number of blocks at each end of the model that stay in high precision.
+        fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes, for recipes that allow it. With one rank
             nothing is gathered.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model config of torchtitan, converted: the model that it builds is in FP8, by `fp8compile.convert`."""
+"""Converts a model config of torchtitan: `fp8compile.convert` is applied to the model that it builds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _shown(recipe: Recipes) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Conversion:
-    """Builds a model and converts it, on whatever device it is built; torchtitan's is the meta device."""
+    """Builds a model and converts it, on the device that it is built on; torchtitan builds on the meta device."""
 
     recipe: Recipes
     filter: Filter | None
@@ -50,12 +50,13 @@ class _Conversion:
 
 
 class Float8Converter(QuantizationConverter):
-    """torchtitan's way to say that a model is quantized: an entry of ``converters`` of its model registries.
+    """A quantization converter, an entry of ``converters`` in torchtitan's model registries.
 
-    The model's linears and its modules of experts become FP8 when it is built. Routers stay in high precision. All of
-    `fp8compile.convert` holds: for what is left out and why, see ``fp8compile.conversion_report``.
+    The model's linears and modules of experts are converted to FP8 when the model is built, by `fp8compile.convert`.
+    Routers stay in high precision. ``fp8compile.conversion_report`` says which layers are left out, and why.
 
-    `fp8compile.integrations.torchtitan.convert` does this, and what a whole training needs besides.
+    `fp8compile.integrations.torchtitan.convert` applies this converter, and also changes the rest of the training's
+    config.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,9 +64,10 @@ class Float8Converter(QuantizationConverter):
         """Arguments of `fp8compile.convert`.
 
         Attributes:
-            recipe: One recipe, one for each name pattern, or a function ``(module, fqn) -> Recipe``.
-            filter: Which layers, by name patterns or a function; None leaves out what FP8 can't help.
-            keep_ends: How many blocks at each end of the model stay in high precision.
+            recipe: A recipe, a recipe for each name pattern, or a function ``(module, fqn) -> Recipe``.
+            filter: Which layers to convert, by name patterns or a function; None leaves out layers that FP8 can't
+                help.
+            keep_ends: Number of blocks at each end of the model that stay in high precision.
         """
 
         recipe: Recipes
@@ -76,7 +78,7 @@ class Float8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """The config of the same model in FP8; the one that is given stays as it is.
+        """Return the config of the same model in FP8; the given config is not changed.
 
         Args:
             model_config: Config of the whole model.

@@ -1,9 +1,10 @@
 """Wraps torchtitan's function that spreads a model over ranks, for a converted model.
 
-A ``parallelize_fn`` of torchtitan does this, of which only activation checkpointing is given to it as an object:
+A ``parallelize_fn`` of torchtitan takes these steps. Only activation checkpointing is passed to it as an object, so
+`fsdp_float8_all_gather` runs as a part of that object:
 
     tensor and expert parallel -> activation checkpointing -> torch.compile of each block -> fully_shard
-                                  ^ here weights that FSDP2 gathers as codes are told so
+                                  ^ fsdp_float8_all_gather
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NO_CODES = (
 
 @dataclass(frozen=True)
 class _BeforeCompile:
-    """A policy of activation checkpointing, or None, with a function to run at the same moment."""
+    """Applies a policy of activation checkpointing (or none), after FP8 weights are prepared for FSDP2's gathers."""
 
     policy: ActivationCheckpointing | None
     gather: bool
@@ -51,21 +52,21 @@ class _BeforeCompile:
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """A config of activation checkpointing for a model in FP8: selective checkpointing keeps its products.
+    """A config of activation checkpointing for a model in FP8. Selective checkpointing keeps FP8 products too.
 
     Attributes:
-        plain: The config that it stands for, or None for no checkpointing.
-        gather: Whether FSDP2, which comes next, is to gather weights as codes.
+        plain: The user's config; None for no checkpointing.
+        gather: Whether FSDP2 will gather weights as codes.
     """
 
     plain: ActivationCheckpointing.Config | None
     gather: bool = False
 
     def build(self, **kwargs: Any) -> _BeforeCompile:
-        """The object on which torchtitan calls ``apply(model)``."""
+        """Build the object on which torchtitan calls ``apply(model)``."""
         policy = None if self.plain is None else self.plain.build(**kwargs)
         if isinstance(policy, SelectiveAC):
-            own = policy.get_save_ops  # its config is the user's, from the command line too: only the object is ours
+            own = policy.get_save_ops  # changed on this object, because the config belongs to the user
             policy.get_save_ops = lambda: {*own(), *GEMM_OPS}
         return _BeforeCompile(policy, self.gather)
 
@@ -79,14 +80,14 @@ def _say_whose_scales(model: nn.Module, parallel_dims: ParallelDims) -> None:
 
 @dataclass(frozen=True)
 class Float8Parallelize:
-    """A ``parallelize_fn`` for a model that is in FP8: what another one does, and what the layers need besides.
+    """A ``parallelize_fn`` for a model in FP8. It calls the model's own function, and adds three things.
 
-    - Delayed scaling has one state for all ranks that have parts of the same tensors.
+    - With delayed scaling, all ranks that have parts of the same tensors share one state.
     - ``SelectiveAC`` keeps the products of FP8 layers, ``fp8compile.ops.GEMM_OPS``.
-    - FSDP2 gathers weights as codes, if that is asked for and there is more than one rank.
+    - FSDP2 gathers weights as codes, if that is asked for and FSDP is enabled.
 
     Attributes:
-        parallelize_fn: That of the model.
+        parallelize_fn: The model's own ``parallelize_fn``.
         fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes.
     """
 
@@ -97,7 +98,7 @@ class Float8Parallelize:
         """Parallelize a model, as torchtitan calls it.
 
         Raises:
-            ValueError: Weights are to be gathered as codes, and the mechanism of torchtitan is not partial_dtensor.
+            ValueError: Weights are to be gathered as codes, and torchtitan's ``spmd_backend`` is not partial_dtensor.
         """
         gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
         if gather and parallel_dims.spmd_backend != "partial_dtensor":

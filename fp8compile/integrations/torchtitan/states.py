@@ -1,4 +1,4 @@
-"""Placement of delayed scaling's states, as torchtitan spreads tensors over ranks."""
+"""Tells torchtitan and the layers how states of delayed scaling lie over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _with_state(model: nn.Module) -> Iterator[Linear]:
 
 
 def declare_states(model: nn.Module) -> None:
-    """Declare each layer's state as replicated in its sharding config, which torchtitan needs for each buffer."""
+    """Declare each layer's state of delayed scaling as replicated, in the sharding config that torchtitan reads."""
     for layer in _with_state(model):
         sharding: Any = layer._sharding_config
         if sharding is not None:
@@ -34,7 +34,7 @@ def declare_states(model: nn.Module) -> None:
 
 
 def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
-    """The ranks that share a tensor's amaxes, beside those of the DTensor's mesh."""
+    """The group that reduces a tensor's amaxes, in addition to the DTensor's mesh; None if there is no other rank."""
     if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
         mesh = parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
@@ -51,11 +51,11 @@ def share_states(model: nn.Module, parallel_dims: ParallelDims) -> None:
     """Reduce amaxes of delayed scaling over all ranks that have a part of the same tensor.
 
     Args:
-        model: Built, not parallelized yet.
+        model: A model that is built and not parallelized yet.
         parallel_dims: torchtitan's parallel dims of the run.
 
     Raises:
-        ValueError: Under spmd_types, with tensor and pipeline parallel at once.
+        ValueError: ``spmd_backend`` is spmd_types, and tensor and pipeline parallelism are both enabled.
     """
     layers = list(_with_state(model))
     group = _group(parallel_dims) if layers else None

@@ -1,4 +1,4 @@
-"""Modules that convert knows by the way in which another library writes them: experts, and linears by another name."""
+"""Modules of other libraries that convert knows: experts, and linear layers that are not a ``nn.Linear``."""
 
 from fp8compile.nn.experts.converted_class import (
     ConvertedExperts,

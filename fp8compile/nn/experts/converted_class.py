@@ -1,4 +1,4 @@
-"""The class of a converted module of another library: its own, with the method that multiplies in FP8."""
+"""The class of a converted module of another library: a subclass of its class whose method multiplies in FP8."""
 
 from __future__ import annotations
 
@@ -41,26 +41,27 @@ __all__ = [
 
 
 class ConvertedModule(CodesInState, MadeClass):
-    """Base of converted modules, beside their own class. Parameters and the state dict stay.
+    """Base class of converted modules, next to the module's own class.
 
-    Only ``fp8compile.convert`` with ``quantized_parameters=True`` makes the weights codes and scales.
+    Parameters and the state dict stay as they were, unless ``fp8compile.convert`` is called with
+    ``quantized_parameters=True``, which makes the weights codes and scales.
 
     Attributes:
-        recipe: Quantizers for the operands of each product; another may be set.
+        recipe: Quantizers for the operands of each product. It can be set to another recipe.
     """
 
-    _plain_class: ClassVar[type[nn.Module]]  # what `revert` makes of it
-    _host: ClassVar[Host]  # by which it was converted
+    _plain_class: ClassVar[type[nn.Module]]  # the class that `revert` restores
+    _host: ClassVar[Host]  # the host by which the module was converted
     _recipe: Recipe
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
-        """Raise a ValueError if no module of this kind can have the recipe."""
+        """Raise a ValueError if modules of this kind can't have the recipe."""
         raise NotImplementedError
 
     @property
     def recipe(self) -> Recipe:
-        """Quantizers for the operands of each product; another may be set."""
+        """The recipe: quantizers for the operands of each product. It can be set to another recipe."""
         return self._recipe
 
     @recipe.setter
@@ -75,17 +76,17 @@ class ConvertedModule(CodesInState, MadeClass):
 
 
 class ConvertedExperts(ConvertedModule):
-    """Base of converted experts, beside their own class.
+    """Base class of converted experts, next to their own class.
 
     Attributes:
-        dispatch_options: How rows travel, where ranks have different experts.
+        dispatch_options: How rows are sent to experts on other ranks.
     """
 
     dispatch_options: DispatchOptions = DispatchOptions()
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
-        """Raise a ValueError if experts take no such recipe."""
+        """Raise a ValueError if experts can't have the recipe."""
         check_recipe_of_groups(recipe)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -95,15 +96,15 @@ class ConvertedExperts(ConvertedModule):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        place_counter(self)  # assign=True brings parameters on another device
+        place_counter(self)  # with assign=True, parameters may be on another device now
 
 
 class ConvertedLinearLike(ConvertedModule):
-    """Base of converted linears by another name, beside their own class."""
+    """Base class of converted linear layers that are not a ``nn.Linear``, next to their own class."""
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
-        """Raise a ValueError if the recipe has delayed scaling, whose state a ``fp8compile.Linear`` keeps."""
+        """Raise a ValueError if the recipe has delayed scaling, because only ``fp8compile.Linear`` keeps its state."""
         if recipe.history():
             raise ValueError(
                 "recipe: delayed scaling keeps its state in a fp8compile.Linear, and this is a linear of another "
@@ -115,7 +116,7 @@ OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quanti
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method that multiplies in FP8; it warns first if FSDP does not manage the module as announced."""
+    """Wrap the method that multiplies in FP8, so that it first warns if FSDP was announced but does not manage it."""
 
     @wraps(replacement)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +127,7 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
-    """The class that modules of a class get when they are converted.
+    """The converted class for a module class.
 
     Args:
         plain: A class that a host takes.
@@ -138,7 +139,7 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
 
 @cache
 def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
-    """The converted class by one host; a host that is registered later makes another one of the same plain class."""
+    """The converted class for a module class and a host. A host that is registered later gets another class."""
     base = ConvertedLinearLike if host.is_linear else ConvertedExperts
     names = {
         "__module__": __name__,
@@ -152,17 +153,17 @@ def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
     return types.new_class(plain.__name__, (base, plain), exec_body=lambda space: space.update(names))
 
 
-experts_class = hosted_class  # the name in modules that were pickled before there were other hosts
+experts_class = hosted_class  # older pickles have this name
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    """The name of a method that is stored on the instance and would hide the class's, or None."""
+    """The name of the method that multiplies, if the instance overrides it and would hide the class's; else None."""
     host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 
 
 def cannot_convert_hosted(module: nn.Module) -> str | None:
-    """Why a module can't be converted by any recipe, or None."""
+    """The reason why a module can't be converted with any recipe, or None."""
     if is_parametrized(module):
         return "a weight is parametrized; convert first and parametrize what convert returns"
     if is_sharded_class(type(module)):
@@ -185,7 +186,7 @@ def cannot_convert_hosted(module: nn.Module) -> str | None:
 
 
 def cannot_take_experts(recipe: Recipe) -> str | None:
-    """Why no experts can be converted by this recipe, or None."""
+    """The reason why experts can't be converted with this recipe, or None."""
     try:
         check_recipe_of_groups(recipe)
     except ValueError as error:
@@ -194,7 +195,7 @@ def cannot_take_experts(recipe: Recipe) -> str | None:
 
 
 def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
-    """Why a module can't be converted by this recipe, or None."""
+    """The reason why a module can't be converted with this recipe, or None."""
     if is_experts(module):
         return cannot_take_experts(recipe)
     try:
@@ -205,7 +206,7 @@ def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
 
 
 def cannot_revert_hosted(module: Any) -> str | None:
-    """Why a converted module can't be reverted, or None."""
+    """The reason why a converted module can't be reverted, or None."""
     if "_plain_class" not in vars(type(module)):
         return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
     if module.is_quantized():
@@ -218,7 +219,7 @@ def cannot_revert_hosted(module: Any) -> str | None:
 
 
 def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
-    """Swap the class of a module for the one in FP8, in place."""
+    """Convert a module in place: replace its class by the FP8 one, and set the recipe."""
     converted: Any = module
     converted.__class__ = hosted_class(type(module))
     converted.recipe = recipe
@@ -226,7 +227,7 @@ def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
 
 
 def become_plain_hosted(module: nn.Module) -> None:
-    """Undo `become_float8_hosted`."""
+    """Undo `become_float8_hosted` for a module, in place."""
     vars(module).pop("_recipe", None)
     CONVERTED.discard(module)
     module.__class__ = vars(type(module))["_plain_class"]

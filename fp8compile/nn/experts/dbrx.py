@@ -16,14 +16,14 @@ FORWARD = ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts.forward")
 
 
 def _layout(module: Any) -> Layout:
-    """``w1`` and ``v1`` hold (hidden, in) of each expert, ``w2`` the same shape and is multiplied the other way."""
+    """The layout of DBRX's experts. ``w2`` has the shape of ``w1`` and ``v1``, but is multiplied transposed."""
     names, up = ("mlp.w1", "mlp.v1", "mlp.w2"), (module.ffn_hidden_size, module.hidden_size)
     weights = {name: module.mlp.get_parameter(name.removeprefix("mlp.")) for name in names}
     return Layout(weights=weights, matrices=(up, up, up[::-1]), num_experts=module.num_experts)
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """(batch, ..., hidden) to (batch, tokens / batch, hidden), as DBRX gives it."""
+    """Map (batch, ..., hidden) to (batch, tokens / batch, hidden), the shape that DBRX's own forward returns."""
     tokens = hidden_states.reshape(-1, self.hidden_size)
     rows = sorted_rows(tokens, top_k_index, top_k_weights, num_experts=self.num_experts, recipe=self.recipe)
     w1, v1, w2 = (

@@ -1,4 +1,4 @@
-"""Experts of transformers' Llama 4: every expert is given all tokens, those that it was not chosen for as zeros."""
+"""Experts of transformers' Llama 4: every expert gets all tokens; tokens that did not choose it are zeros."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts.forwa
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """(experts * tokens, hidden) to the same shape: the tokens of the first expert, then those of the second."""
+    """Map (experts * tokens, hidden) to the same shape. All rows of the first expert come first, then the second's."""
     experts, hidden, _ = self.gate_up_proj.shape
     tokens = hidden_states.view(experts, -1, hidden).shape[1]
     offsets = torch.arange(1, experts + 1, device=hidden_states.device, dtype=torch.int32) * tokens

@@ -1,4 +1,4 @@
-"""Host: how a library writes a module that multiplies, such as experts or a linear by another name."""
+"""Host: describes how another library writes a module that multiplies, such as experts or its own linear layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Host", "Layout", "code_of", "inherits", "stacks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a module multiplies by.
+    """The matrices that a module multiplies by.
 
     Attributes:
-        weights: The parameters that hold the matrices, by their names in the module; ``"mlp.w1"`` is a child's.
+        weights: The parameters that hold the matrices, by name; ``"mlp.w1"`` is the parameter of a child.
         matrices: (out_features, in_features) of each matrix that a row is multiplied by.
         num_experts: How many experts there are; 0 for a module that is one linear.
     """
@@ -29,15 +29,15 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A way to write a module that multiplies by parameters of its own.
+    """Describes a kind of module that multiplies by its own parameters, and the method that does it in FP8.
 
     Attributes:
-        takes: Returns whether a class is written in this way. It looks at the class only, and imports nothing.
+        takes: Returns whether a class is of this kind. It looks at the class only, and imports nothing.
         method: The name of the method that multiplies.
-        replacement: That method in FP8. It finds the recipe in ``self.recipe``.
-        is_transposed: Whether a module keeps its matrices as (in_features, out_features).
-        layout: Returns what a module multiplies by, if that is not its own 3-D parameters.
-        is_linear: Whether it is one linear layer by another name, and not experts.
+        replacement: The method in FP8. It finds the recipe in ``self.recipe``.
+        is_transposed: Returns whether a module keeps its matrices as (in_features, out_features).
+        layout: Returns the matrices that a module multiplies by; None if they are its own 3-D parameters.
+        is_linear: Whether the module is one linear layer, and not experts.
     """
 
     takes: Callable[[type[nn.Module]], bool]
@@ -49,7 +49,7 @@ class Host:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that are stacks of matrices, by name; the original of a parametrized one."""
+    """The parameters of a module that are stacks of matrices, by name; for a parametrized one, its original."""
     own = dict(module.named_parameters(recurse=False))
     for name, computed in getattr(module, "parametrizations", {}).items():
         own.update((name, original) for original in computed.parameters(recurse=False))
@@ -57,12 +57,12 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """The module and the qualified name of the function that is the forward of a class, under any decorator."""
+    """The module and the qualified name of a class's forward; of a decorated forward, those of the wrapper's code."""
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")
 
 
 def inherits(cls: type[nn.Module], base: type[nn.Module], method: str) -> bool:
-    """Whether a class is another one, or inherited this method from it."""
+    """Whether ``cls`` is ``base``, or a subclass that inherits this method from ``base``."""
     return issubclass(cls, base) and getattr(cls, method, None) is getattr(base, method)

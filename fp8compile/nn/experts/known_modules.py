@@ -34,12 +34,12 @@ HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
 
 @cache
 def host_of_class(plain: type[nn.Module]) -> Host | None:
-    """The host of a class; None if convert knows none."""
+    """The host that takes a class; None if convert does not know the class."""
     return next((host for host in HOSTS if host.takes(plain)), None)
 
 
 def add_host(host: Host) -> None:
-    """Add a host; it is asked before those that convert knows."""
+    """Add a host. It takes precedence over the hosts that were there before."""
     HOSTS.insert(0, host)
     host_of_class.cache_clear()
 
@@ -50,13 +50,13 @@ def host_of(module: nn.Module) -> Host | None:
 
 
 def is_hosted(module: nn.Module) -> bool:
-    """Whether a module, converted or not, is one that convert knows by its host."""
+    """Whether a host takes a module, converted or not, and the module has matrices."""
     host = host_of(module)
     return host is not None and (host.layout is not None or bool(stacks(module)))
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is one of experts, converted or not, that `convert` knows how to convert."""
+    """Whether a module, converted or not, holds experts that `convert` can convert."""
     return is_hosted(module) and not _host(module).is_linear
 
 
@@ -67,7 +67,7 @@ def _host(module: nn.Module) -> Host:
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:
-    """Why the weights of experts can't be kept or gathered as codes, outside of a product; None if they can."""
+    """The reason why a module's experts can't be kept or gathered as codes; None if they are its 3-D parameters."""
     host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
         return None
@@ -81,7 +81,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
-    """The quantizer of a module's matrices as memory has them: transposed if the module keeps them transposed."""
+    """The quantizer for a module's matrices as they are in memory; transposed if the module keeps them transposed."""
     return quantizer.transposed() if is_transposed(module) else quantizer
 
 
@@ -102,5 +102,5 @@ def num_experts(module: nn.Module) -> int:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """The name of the method that multiplies."""
+    """The name of the method in which a hosted module multiplies by its matrices."""
     return _host(module).method

@@ -1,6 +1,6 @@
-"""Linears by another name: ``weight``, perhaps transposed, and ``bias``, in a class that is no ``nn.Linear``.
+"""Linear layers that are not a ``nn.Linear``: a class with ``weight``, possibly transposed, and ``bias``.
 
-The Conv1D of transformers is one, which GPT-2 is made of. Others are registered: ``fp8compile.library``.
+The Conv1D of transformers, which GPT-2 uses, is known. Other classes can be registered: see ``fp8compile.library``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ FORWARD = ("transformers.pytorch_utils", "Conv1D.forward")
 
 
 def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool) -> Host:
-    """A class whose forward is ``x @ weight.T + bias`` and nothing else; transposed, ``x @ weight + bias``."""
+    """The host for classes whose forward is ``x @ weight.T + bias``, or if transposed ``x @ weight + bias``.
+
+    Args:
+        takes: Returns whether a class has such a forward.
+        is_transposed: Whether ``weight`` is (in_features, out_features).
+    """
 
     def layout(module: nn.Module) -> Layout:
         weight: Any = getattr(module, "weight", None)

@@ -1,6 +1,7 @@
-"""Experts that multiply by a method ``_grouped_mm(self, *, A, B_t, offs)``, as torchtitan's ``GroupedExperts`` do.
+"""Experts that multiply in a method ``_grouped_mm(self, *, A, B_t, offs)``, as torchtitan's ``GroupedExperts`` do.
 
-torchtitan gives the method for others to override. Whoever writes such a method, the module is taken by its signature.
+torchtitan has this method so that other libraries can override it. convert takes every class with a method of this
+name and signature.
 """
 
 from __future__ import annotations

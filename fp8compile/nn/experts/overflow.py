@@ -1,7 +1,7 @@
-"""Counters of the rows that did not fit into the messages of a module of experts, on this rank so far.
+"""Count the rows of this rank that did not fit into the messages of a module of experts.
 
-The counter is no buffer: DistributedDataParallel would send one rank's to all, ``to_empty`` would leave in it what
-memory held. It is a tensor of the module beside them, on the device of its parameters.
+The counter is a plain tensor attribute of the module, on the device of its parameters. It is not a buffer, because
+DistributedDataParallel would overwrite it with one rank's counter, and ``to_empty`` would leave it uninitialized.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "overflowed_rows"
 
 
 def counter_of(module: nn.Module) -> Tensor | None:
-    """The counter, () int64; None for a module whose messages have no capacity."""
+    """A module's counter, () int64; None if its messages have no capacity."""
     return vars(module).get(NAME)
 
 
@@ -27,12 +27,12 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def start_counting(module: nn.Module) -> None:
-    """Give a module a counter, at 0."""
+    """Give a module a counter that starts at 0."""
     setattr(module, NAME, keep_address(torch.zeros((), dtype=torch.int64, device=_device(module))))
 
 
 def place_counter(module: nn.Module) -> None:
-    """Move a module's counter, if it has one, to the device of its parameters; it is 0 after the meta device."""
+    """Move a module's counter, if any, to the device of its parameters. A counter on the meta device becomes 0."""
     counter = counter_of(module)
     if counter is None or counter.device == _device(module):
         return
@@ -42,11 +42,11 @@ def place_counter(module: nn.Module) -> None:
 
 
 def count(module: nn.Module, rows: Tensor) -> None:
-    """Add rows to the counter; a forward that checkpointing repeats adds none.
+    """Add a number of rows to the counter. A forward that checkpointing repeats adds nothing.
 
     Args:
         module: The module of experts.
-        rows: (), int64.
+        rows: The number of rows, () int64.
     """
     counter = getattr(module, NAME)
     counter.copy_(counted(counter, rows))

@@ -1,4 +1,4 @@
-"""Experts that are spread over ranks; the placements of their parameters say which ranks."""
+"""Spread experts over ranks; the placements of their parameters tell over which ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["DispatchOptions", "check_mesh", "group_of_experts", "is_spread", "local_stack", "spread_experts"]
 
-SPREAD = "_experts_are_spread"  # an attribute of a module whose parameters were given to ranks
+SPREAD = "_experts_are_spread"  # attribute of a module whose experts were spread over ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """How rows travel to the ranks of their experts.
+    """How rows are sent to the ranks of their experts.
 
     Attributes:
-        capacity: How many rows a rank may send to another; None: as many as there are.
-        codes: Whether codes of the recipe travel, where all products that read the rows take codes.
-        same_tokens: The mesh whose ranks have the same tokens, of which each sends a share; None: all ranks have
-            tokens of their own.
+        capacity: The number of rows that a rank may send to another; None for no limit.
+        codes: Whether to send codes instead of values, if all products that read the rows take codes.
+        same_tokens: A mesh whose ranks have the same tokens, so that each rank sends a share of them. None if each
+            rank has its own tokens.
     """
 
     capacity: int | None = None
@@ -38,7 +38,7 @@ class DispatchOptions:
 
 
 def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
-    """Raise a ValueError, in the function's name, unless each rank of the mesh can have the same number of experts."""
+    """Raise a ValueError that names ``function``, unless each rank of the mesh can have the same number of experts."""
     if mesh.ndim != 1:
         raise ValueError(
             f"{function}: the mesh has {mesh.ndim} dims, {mesh.mesh_dim_names}; take the one over which experts "
@@ -54,16 +54,16 @@ def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
 def spread_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
     """Give each rank of a mesh some of the experts, in place: parameters become DTensors with ``Shard(0)``.
 
-    For a module that is handed its rows sorted by expert, such as torchtitan's: its caller sends rows where their
-    experts are, by `expert_routes`. `ExpertParallel` does both for experts that route tokens themselves.
+    This is for a module that gets its rows sorted by expert, such as torchtitan's. Its caller sends the rows to the
+    ranks of their experts with `expert_routes`. For experts that route tokens themselves, `ExpertParallel` does both.
 
     Args:
         module: A module whose own parameters are stacks, (experts, ...); converted or not.
-        mesh: One dim; experts are a multiple of its ranks.
-        src_data_rank: The rank whose values all get; None: each cuts its own.
+        mesh: A mesh with one dim. The number of experts is a multiple of its ranks.
+        src_data_rank: The rank whose values are sent to all ranks; None if each rank cuts its own values.
 
     Raises:
-        ValueError: The mesh has more than one dim, or experts are no multiple of its ranks.
+        ValueError: The mesh has more than one dim, or the number of experts is not a multiple of its ranks.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -88,7 +88,7 @@ def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
     """The ranks over which experts are spread; None if each rank has all of them.
 
     Args:
-        stack: A parameter (experts, ...), as its module sees it in a forward.
+        stack: A parameter (experts, ...), as the module's forward reads it.
     """
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
@@ -103,7 +103,7 @@ def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
 
 
 def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
-    """This rank's part of a parameter of experts, or the stack that it gathers for a product."""
+    """This rank's part of a parameter of experts; under graph_fsdp, the stack that each product gathers."""
     stack = getattr(module, name)
     if isinstance(stack, UngatheredStack):
         return stack.to_local()

@@ -1,4 +1,4 @@
-"""Registration of other libraries' modules with convert: experts, and linears by another name."""
+"""Register other libraries' modules with convert: experts, and linear layers that are not a ``nn.Linear``."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def _check(function: str, cls: object, method: str) -> None:
 
 
 def register_linear_like(cls: type[nn.Module], *, is_transposed: bool = False) -> type[nn.Module]:
-    """Have ``fp8compile.convert`` take the modules of a class that is a linear layer by another name.
+    """Make ``fp8compile.convert`` take the modules of a class that is a linear layer, but not a ``nn.Linear``.
 
-    Its forward is ``x @ weight.T + bias``, x of any leading dims, and does nothing else. ``weight`` and ``bias`` are
-    its parameters of these names; the bias may be missing or None. Subclasses that inherit the forward are taken too.
-    The Conv1D of transformers is known already.
+    The forward of the class computes ``x @ weight.T + bias`` for x with any leading dims, and does nothing else. Its
+    parameters are named ``weight`` and ``bias``; the bias may be missing or None. Subclasses that inherit the forward
+    are converted too. The Conv1D of transformers is registered already.
 
     Args:
         cls: The class.
         is_transposed: Whether ``weight`` is (in_features, out_features), and the forward ``x @ weight + bias``.
 
     Returns:
-        The class, so that this is a decorator too.
+        The class, so that this can be used as a decorator.
 
     Raises:
-        TypeError: It is no class of modules, is a ``nn.Linear``, or has no forward.
+        TypeError: ``cls`` is not a class of modules, is a ``nn.Linear``, or has no forward.
     """
     _check("register_linear_like", cls, "forward")
     add_host(linear_host(lambda other: inherits(other, cls, "forward"), is_transposed=is_transposed))
@@ -53,28 +53,30 @@ def register_experts(
     is_transposed: bool = False,
     layout: Callable[[nn.Module], Layout] | None = None,
 ) -> type[nn.Module]:
-    """Have ``fp8compile.convert`` take the modules of a class that holds experts in a way of its own.
+    """Make ``fp8compile.convert`` take the modules of a class that holds experts.
 
-    A converted module gets a class that is a subclass of its own, in which ``replacement`` stands in the place of
-    ``method``. Subclasses that inherit the method are taken too.
+    A converted module gets a subclass of its class, in which ``replacement`` replaces ``method``. Subclasses that
+    inherit the method are converted too.
 
-    Where the module's own 3-D parameters are the stacks, (experts, out_features, in_features), and ``replacement``
-    does nothing but multiply by them, FSDP gathers codes of them, and ``quantized_parameters=True`` keeps codes.
+    If the matrices are the module's own 3-D parameters, (experts, out_features, in_features), and ``replacement`` only
+    multiplies by them, then FSDP gathers their codes, and ``quantized_parameters=True`` keeps them as codes.
 
     Args:
         cls: The class.
         method: The name of the method that multiplies.
-        replacement: That method in FP8, given ``self`` and its arguments: it multiplies by
+        replacement: The method in FP8, called with ``self`` and the arguments of ``method``. It multiplies with
             ``fp8compile.grouped_linear(..., recipe=self.recipe)`` or ``fp8compile.grouped_mm``.
         is_transposed: Whether each matrix is kept as (in_features, out_features).
-        layout: What a module multiplies by, where that is not its own 3-D parameters, such as matrices that stand
-            below one another in one 2-D parameter. Such weights are gathered and kept in high precision.
+        layout: Returns the matrices that a module multiplies by, if they are not its own 3-D parameters but, for
+            example, the rows of one 2-D parameter. FSDP gathers such weights in high precision, and convert can't
+            keep them as codes.
 
     Returns:
         The class.
 
     Raises:
-        TypeError: It is no class of modules, is a ``nn.Linear``, or has no such method, or ``replacement`` is none.
+        TypeError: ``cls`` is not a class of modules, is a ``nn.Linear``, or has no such method, or ``replacement`` is
+            not callable.
     """
     _check("register_experts", cls, method)
     if not callable(replacement):

@@ -1,8 +1,8 @@
 """Experts of transformers: each token goes to the few experts that its router chose.
 
-`use_experts_implementation` of transformers writes flags into each such module (transposed weights, biases, a gate, a
-norm behind), and replaces the forward by one that looks up an implementation in the config of the whole model. This
-forward takes the place of the latter, in one module, and reads the same flags.
+`use_experts_implementation` of transformers sets flags on each such module: transposed weights, biases, a gate, a norm
+after the experts. It replaces the forward by one that looks up an implementation in the config of the whole model. The
+forward in this file replaces that forward in one module, and reads the same flags.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
 
 
 def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """Raise unless the tokens and their routing fit one another and the experts."""
+    """Raise unless the tokens and their routing fit each other and the experts."""
     what = f"{type(self).__name__}:"
     weight = getattr(self, "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj")
     features = weight.shape[-2 if self.is_transposed else -1]
@@ -65,7 +65,7 @@ def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 
 def _rows(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
-    """Rows of all tokens or of this rank's share. Errors are found here, before any rank sends."""
+    """Sort the rows of all tokens, or of this rank's share. Wrong arguments raise here, before any rank sends."""
     given: tuple[Any, ...] = (hidden_states, top_k_index, top_k_weights)
     _check_given(self, *given)
     if (mesh := self.dispatch_options.same_tokens) is not None:
@@ -74,7 +74,7 @@ def _rows(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
 
 def _products(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
-    """The results of experts for their rows."""
+    """Compute the experts' results for their rows."""
     has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
     inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
     inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
@@ -83,7 +83,7 @@ def _products(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup) -> Tensor:
-    """The weighted sums, by way of the ranks of the experts: rows go there and come back."""
+    """Send rows to the ranks of their experts, multiply there, send the results back, and sum them by weight."""
     experts, capacity = self.down_proj.shape[0], self.dispatch_options.capacity
     if error is None:
         counts = sizes_of_groups(rows.offsets)
@@ -100,13 +100,15 @@ def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts' results for all tokens; if ranks have the same tokens, each computes a share and all get all.
+    """Compute the weighted sum of the experts' results for each token.
+
+    If ranks have the same tokens, each rank computes a share of them, and all ranks get the results of all tokens.
 
     Args:
         self: The module.
         hidden_states: (tokens, hidden).
-        top_k_index: (tokens, top_k): which experts.
-        top_k_weights: (tokens, top_k): what each result is multiplied by.
+        top_k_index: (tokens, top_k), the experts of each token.
+        top_k_weights: (tokens, top_k), the factor of each expert's result.
 
     Returns:
         (tokens, hidden), the dtype of ``hidden_states``.

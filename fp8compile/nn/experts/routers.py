@@ -1,10 +1,10 @@
-"""Routers, which score the experts for each token; they cost next to nothing, and stay in high precision.
+"""Find routers, which score the experts for each token. They cost next to nothing and stay in high precision.
 
-No class says that it is a router. It stands beside its experts, or beside the module that they are a part of, and all
-its matrices have as many rows as there are experts, on all ranks:
+A router has no class of its own, so it is found by its place and shape. It is a sibling of its experts, or of a module
+that contains them. All its matrices have as many rows as there are experts on all ranks together:
 
     model -> block -> attention, MoE -> router, wrapper -> wrapper -> experts
-                                        ^ the first module above the experts that has other matrices in it too
+                                        the MoE is the first module above the experts that has other matrices too
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fp8compile.nn.experts.known_modules import is_experts, num_experts
 
 __all__ = ["routers"]
 
-LEVELS = 2  # how many modules above the experts are looked at, of those that have other matrices in them too
+LEVELS = 2  # number of modules above the experts to search; modules without other matrices do not count
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -24,7 +24,7 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
-    """The numbers of experts that a router may score: those of this module, or those of all ranks together."""
+    """The possible numbers of a router's scores: the experts of this module, or of all ranks together."""
     own = num_experts(experts)
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
     return {own} | {count for count in said if type(count) is int and count % max(own, 1) == 0}
@@ -42,7 +42,7 @@ def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
 
 
 def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
-    """Climb from the experts to the first parent with another child that has matrices; wrappers have none."""
+    """Search the siblings of the experts and of their ancestors, up to `LEVELS` that have siblings with matrices."""
     below, level = {experts}, 0
     while below and level < LEVELS:
         above = [(module, parent) for module in below for parent in parents.get(module, ())]
@@ -55,7 +55,7 @@ def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -
 
 
 def routers(model: nn.Module) -> set[nn.Module]:
-    """The routers of a model's experts, and all modules in them."""
+    """The routers of a model's experts, and all modules inside the routers."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for parent in model.modules():
         for child in parent.children():

@@ -1,4 +1,4 @@
-"""Experts of transformers' JetMoE: one product a module, of rows sorted by expert with the size of each group."""
+"""Experts of transformers' JetMoE: a module has one product, and gets rows sorted by expert with each group's size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JETMOE = ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts.f
 
 
 def _forward(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
-    """(rows, in_features) to (rows, out_features): the first ``expert_size[0]`` rows are those of the first expert."""
+    """Map (rows, in_features) to (rows, out_features). The first ``expert_size[0]`` rows go to the first expert."""
     rows = sum(expert_size)
     if not torch.compiler.is_compiling() and rows != inputs.shape[0]:  # a graph knows no sizes
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Tokens as rows that are sorted by expert, and the weighted sum of the experts' results."""
+"""Sort tokens into rows by expert, and sum the experts' results by weight."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class SortedRows(NamedTuple):
     """Rows of tokens, sorted by expert.
 
     Attributes:
-        x: (R, hidden).
-        weights: (R, 1): what each result is multiplied by.
-        pairs: (R,): which pair of a token and an expert comes where.
-        places: (R,): where each pair went.
-        offsets: (E,), int32: where each expert's rows end.
+        x: (R, hidden), the rows; R = tokens * top_k.
+        weights: (R, 1), the factor of each row's result.
+        pairs: (R,), for each row, the index of its pair of a token and an expert, token * top_k + k.
+        places: (R,), for each pair, the index of its row; the inverse permutation of ``pairs``.
+        offsets: (E,), int32, the end of each expert's rows.
         shape: (tokens, top_k).
     """
 
@@ -35,7 +35,7 @@ class SortedRows(NamedTuple):
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:
-    """Raise unless each index is that of an expert, or the number of experts, which means an expert elsewhere."""
+    """Raise unless each index is an expert's, or the number of experts, which stands for an expert elsewhere."""
     is_right = ((index >= 0) & (index <= num_experts)).all()
     rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":
@@ -47,29 +47,29 @@ def _check_index(index: Tensor, num_experts: int) -> None:
 def sorted_rows(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, num_experts: int, recipe: Recipe
 ) -> SortedRows:
-    """A row for each pair of a token and an expert that it goes to, sorted by expert.
+    """Make a row for each pair of a token and one of its experts, sorted by expert.
 
-    Rows of experts of other ranks, or of none, have an index behind the last expert. They are sorted behind all
-    groups, where `grouped_linear` reads nothing and gives zeros, in gradients too.
+    A row for an expert of another rank, or for none, has the index ``num_experts``. Such rows come after all groups,
+    where `grouped_linear` reads nothing and returns zeros; their gradients are zeros too.
 
     Args:
         hidden_states: (tokens, hidden).
-        top_k_index: (tokens, top_k): which experts.
-        top_k_weights: (tokens, top_k): what each result is multiplied by.
-        num_experts: Those that this rank has.
-        recipe: The quantizers that rows are multiplied by.
+        top_k_index: (tokens, top_k), the experts of each token.
+        top_k_weights: (tokens, top_k), the factor of each expert's result.
+        num_experts: Number of this rank's experts.
+        recipe: The recipe of the products that read the rows.
 
     Raises:
-        ValueError: In eager mode, an index is that of no expert; on a GPU an assertion on the device.
+        ValueError: In eager mode, an index is out of range. On a GPU this is an assertion on the device.
     """
-    if not (torch.compiler.is_compiling() or _compat.is_traced(top_k_index)):  # data, which no graph looks at
+    if not (torch.compiler.is_compiling() or _compat.is_traced(top_k_index)):  # a graph can't look at the data
         _check_index(top_k_index, num_experts)
-    # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
+    # stable, so that an expert's rows have the same order on every device: blocks along tokens depend on it
     experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
     every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
     offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
     places = torch.empty_like(pairs)
-    places[pairs] = torch.arange(pairs.shape[0], device=pairs.device)  # scatter_ would be no code of Inductor's own
+    places[pairs] = torch.arange(pairs.shape[0], device=pairs.device)  # Inductor has no code of its own for scatter_
     x = routed_rows(hidden_states, pairs, places, recipe)
     weights = routed_rows(top_k_weights.reshape(-1, 1), pairs, places, recipe)
     tokens, top_k = top_k_index.shape
@@ -77,12 +77,15 @@ def sorted_rows(
 
 
 def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
-    """The weighted sum of each token's results, (tokens, hidden).
+    """Sum the results of each token's experts by weight.
 
     Args:
-        y: (R, hidden): what experts made of the rows.
+        y: (R, hidden), the experts' results for the rows.
         rows: The rows.
-        recipe: The quantizers that they were multiplied by.
+        recipe: The recipe of the products that read the rows.
+
+    Returns:
+        (tokens, hidden).
     """
     y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
     return y.view(*rows.shape, y.shape[-1]).sum(dim=1)

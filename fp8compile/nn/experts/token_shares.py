@@ -1,8 +1,8 @@
-"""Tokens that several ranks share, such as tensor parallel ranks: each sends its share of them to the experts.
+"""Divide tokens that several ranks have, such as tensor parallel ranks: each rank sends a share to the experts.
 
     all tokens --own_share--> (tokens / R, ...) --experts, wherever they are--> --all_shares--> all tokens, everywhere
 
-Sent by all R ranks, each token would count R times in the experts' gradients.
+If all R ranks sent all tokens, each token would count R times in the experts' gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["all_shares", "own_share"]
 
 
 def own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a tensor that all ranks have.
+    """Cut this rank's share of rows out of a tensor that all ranks have.
 
     Args:
         tensor: (tokens, ...), the same on all ranks of the mesh.
-        mesh: One dim.
+        mesh: A mesh with one dim.
 
     Returns:
-        (about tokens / R, ...). Gradients of all shares become that of the whole, on each rank.
+        (about tokens / R, ...). In the backward, the gradients of all shares are gathered on each rank.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -34,15 +34,15 @@ def own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
-    """Gather the rows of all ranks to the whole tensor, on each rank.
+    """Gather the shares of all ranks to the whole tensor, on each rank.
 
     Args:
-        local: (about tokens / R, features), as `own_share` cut them.
-        mesh: One dim.
-        tokens: Rows of the whole.
+        local: (about tokens / R, features), this rank's share as `own_share` cuts it.
+        mesh: A mesh with one dim.
+        tokens: Number of rows of the whole tensor.
 
     Returns:
-        (tokens, features). Its gradient, the same on all ranks, is cut likewise.
+        (tokens, features). Its gradient is the same on all ranks, and each rank cuts its share of it.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

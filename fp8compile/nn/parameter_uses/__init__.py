@@ -1,4 +1,4 @@
-"""What the forwards of a model do with each parameter, as it is seen while they run or are compiled."""
+"""Watch what a model's forwards do with each parameter, while they run in eager mode or are compiled."""
 
 from fp8compile.nn.parameter_uses.first_forward import stop_watching, untold, watch_first_forward, watched
 from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, known_past_forward, past_forward, settled

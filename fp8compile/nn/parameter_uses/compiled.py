@@ -1,4 +1,4 @@
-"""What a forward does with parameters, read from the graphs that Dynamo makes of it, before they are compiled."""
+"""Find out what a forward does with parameters from the graphs that Dynamo makes of it, before they are compiled."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["uses_in_graph"]
 
 
 def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type[Any]) -> Uses:
-    """What a graph does with the parameters among its inputs.
+    """Find the uses of the parameters among a graph's inputs.
 
     Args:
-        graph: One that Dynamo made.
-        inputs: Those that it was traced for, in the order of its placeholders.
+        graph: A graph that Dynamo made.
+        inputs: The inputs that the graph was traced for, in the order of its placeholders.
         owners: The parameters of the watched modules, by their memory.
         traced: The class whose method was traced.
     """
@@ -38,10 +38,10 @@ def _value_of_input(given: Any, owners: Owners) -> Value:
 
 
 class _Reading:
-    """Follows parameters through a graph, and through the graphs in it.
+    """Follows parameters through a graph, and through the graphs inside it.
 
     Args:
-        traced: The class whose method was traced: nodes of its own have no modules' names.
+        traced: The class whose method was traced. A node without an ``nn_module_stack`` belongs to this method.
     """
 
     def __init__(self, traced: type[Any]) -> None:
@@ -57,15 +57,15 @@ class _Reading:
                 values[node] = self._called(graph, node, values)
 
     def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
-        """What a node gives; what it does with parameters is noted."""
-        given: list[fx.Node] = []  # one that is given twice is there twice
+        """Return the value of a node, and note what the node does with parameters."""
+        given: list[fx.Node] = []  # a node that is given twice is in the list twice
         fx.map_arg((node.args, node.kwargs), given.append)
         arguments = [each for each in given if each in values]
         if all(values[each] is DATA for each in arguments):
             return DATA
         value, met = result_of(node.target, [values[each] for each in arguments if not _is_number(each)])
         inner = next(_graphs_in(graph, node), None) if isinstance(node.target, HigherOrderOperator) else None
-        if inner is not None:  # its inputs are the last arguments
+        if inner is not None:  # the inputs of the inner graph are the last arguments
             count = len(inner.graph.find_nodes(op="placeholder"))
             self.follow(inner, [values[each] for each in arguments[max(len(arguments) - count, 0) :]])
         else:
@@ -89,7 +89,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _graphs_in(graph: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """The graphs that an operator is called with: what is checkpointed, a region, a forward before its backward."""
+    """The graphs among the arguments of an operator, such as the body of a checkpoint or of a region."""
     for each in node.all_input_nodes:
         if each.op == "get_attr" and isinstance(found := getattr(graph, str(each.target), None), fx.GraphModule):
             yield found

@@ -1,7 +1,7 @@
-"""The first forward after `convert`: what it does with weights is watched, told of, and kept for the report.
+"""Watch the first forward after `convert`: warn about weights that it multiplies itself, and keep uses for the report.
 
-In eager mode hooks on the model begin and end it, and leave after it. Compiled code is read where
-Dynamo has made a graph: nothing is added to the graph, to its guards or to the key of a cache.
+In eager mode, hooks on the model begin and end the watching, and remove themselves after the first forward. For
+compiled code, the graphs that Dynamo has made are read. Nothing is added to a graph, its guards or its cache key.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from fp8compile.nn.parameter_uses.uses import Uses, keep_uses, uses_seen
 __all__ = ["stop_watching", "untold", "watch_first_forward", "watched"]
 
 STRICT = "_fp8compile_strict"  # on a layer: convert was called with strict=True
-ROOTS: WeakSet[nn.Module] = WeakSet()  # what convert was given
-WATCHED = "_fp8compile_watched"  # on a module whose next forward is watched, and its copies: `_Traced.count` by then
+ROOTS: WeakSet[nn.Module] = WeakSet()  # models that convert was given
+# on a module whose next forward is watched, and on its copies: `_Traced.count` when the hooks were registered
+WATCHED = "_fp8compile_watched"
 
 
 class _Traced:
-    count = 0  # how often Dynamo has traced a hook, of any module
+    count = 0  # how often Dynamo has traced a hook of any module
 
 
 class _Running(threading.local):
-    """The forward that is being watched in this thread.
+    """The forward that is watched in this thread.
 
     Attributes:
-        module: The module whose call ends it; None if no module's call does.
-        watching: What sees it; None if none is watched.
-        is_untold: Whether somebody else tells of what runs.
+        module: The module whose call ends the watching; None if `watched` ends it.
+        watching: The mode that watches; None if no forward is watched.
+        is_untold: Whether the running code is inside `untold`, so that it warns about nothing.
     """
 
     module: nn.Module | None = None
@@ -66,7 +67,7 @@ RUNNING = _Running()
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Let no forward inside count as the first one: who runs it tells of weights by other means."""
+    """Context in which no forward counts as the first one and nothing is warned about: the caller reports uses."""
     before, RUNNING.is_untold = RUNNING.is_untold, True
     try:
         yield
@@ -76,7 +77,7 @@ def untold() -> Iterator[None]:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watching]:
-    """Watch what runs inside, and warn of nothing."""
+    """Context that watches what runs inside, without warnings."""
     with untold():
         watching = RUNNING.begin(model, None)
         try:
@@ -89,14 +90,14 @@ def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: boo
     """Watch the next forward of a model.
 
     Args:
-        model: What convert was given.
-        layers: Those in it that were converted.
-        strict: Whether a weight that is multiplied past its layer raises, instead of warning.
+        model: The model that convert was given.
+        layers: The layers of the model that were converted.
+        strict: Whether to raise, instead of warning, if the forward multiplies a layer's weight outside of the layer.
     """
     ROOTS.add(model)
     for layer in layers if strict else ():
         setattr(layer, STRICT, True)
-    # not its children: blocks that share compiled code would be guarded by hooks of their own
+    # no hooks on its children: blocks that share compiled code would get guards on hooks of their own
     if model not in layers and not layers.isdisjoint(model.modules()):
         _hook(model)
 
@@ -109,10 +110,10 @@ def _hook(module: nn.Module) -> None:
 
 
 def stop_watching(model: nn.Module) -> None:
-    """Take from a model what `watch_first_forward` gave it, but whether it was strict.
+    """Remove the hooks that `watch_first_forward` registered; the layers keep the mark that they are strict.
 
-    Code that was compiled is guarded by the number of hooks that it was traced with. If Dynamo has traced any since,
-    they stay and do nothing.
+    Compiled code has a guard on the number of hooks. If Dynamo has traced hooks since they were registered, the hooks
+    stay and do nothing.
     """
     if vars(model).pop(WATCHED, None) != _Traced.count:
         return
@@ -124,9 +125,9 @@ def stop_watching(model: nn.Module) -> None:
 
 @_compat.constant_when_traced
 def _note_traced() -> None:
-    """Note that Dynamo has traced a module's hooks, and has their number in its guards.
+    """Note that Dynamo has traced a module's hooks and has a guard on their number.
 
-    Which module it was is not asked: an attribute of it would be guarded, and blocks that share code would not.
+    The module itself is not noted: an attribute of it would become a guard, and blocks could no longer share code.
     """
     _Traced.count += 1
 
@@ -144,14 +145,14 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """A function that Dynamo does not trace, if it is there at all."""
+    """Wrap a function so that Dynamo does not trace it; unchanged if Dynamo was not imported."""
     return _compat.untraced(fn) if "torch._dynamo" in sys.modules else fn
 
 
 def _start(module: nn.Module) -> None:
     if RUNNING.watching is not None or RUNNING.is_untold or WATCHED not in vars(module):
         return
-    if not _compat.is_in_mode():  # a tracer's is no forward yet
+    if not _compat.is_in_mode():  # under a tracer's mode, the call is no real forward
         RUNNING.begin(module, module)
 
 
@@ -166,7 +167,7 @@ def _finish(module: nn.Module) -> None:
 
 
 def _in_graph(graph: fx.GraphModule, inputs: Sequence[Any], traced: object) -> None:
-    """Read a graph of Dynamo's."""
+    """Read the uses of parameters from a graph that Dynamo made, and warn if there is something to report."""
     if not any(isinstance(each, nn.Parameter) for each in inputs):
         return
     modules = dict.fromkeys(module for model in (*ROOTS, *CONVERTED) for module in model.modules())
@@ -178,10 +179,18 @@ _compat.when_graph_is_made(_in_graph)
 
 
 def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
-    """What there is to say of layers whose weight is multiplied past their forward; what was seen is kept.
+    """Keep the uses that were seen, and return the warning about weights that are multiplied outside of their layers.
+
+    Args:
+        uses: The uses that were seen.
+        owners: The parameters of the watched modules.
+        error: The class of the error to raise.
+
+    Returns:
+        The text, empty if there is nothing new to warn about.
 
     Raises:
-        RuntimeError: The layers are strict.
+        RuntimeError: ``error`` with this text, if one of the layers is strict.
     """
     uses = settled(uses, owners)
     weights = {slot for layer in CONVERTED for slot in weight_slots(layer)}

@@ -1,13 +1,14 @@
 """How parameters flow through the operators of a forward, one operator at a time.
 
-A value is the set of parameters that it was computed from, or DATA. A weight that is scaled, cut, cast or joined with
-another is a form of these weights. A product of a form and data is what is looked for.
+Each tensor of the forward has a value: the set of parameters that it was computed from, or DATA if anything else went
+into it. A tensor that is computed from weights alone, by scaling, slicing, casting or concatenation, is called a form
+of these weights. The search is for products of a form and data.
 
-    x @ weight.t()                      data times a form of weight: a product
-    x @ cat(a.weight, b.weight).t()     a product with both
-    x * weight.mean()                   data meets a form in no product
-    x @ layer(query).t()                data meets data, since a layer in FP8 gives data whatever it is called on
-    weight @ weight.t()                 a form, since no data is in it
+    x @ weight.t()                      a product of data and a form of weight
+    x @ cat(a.weight, b.weight).t()     a product of data and a form of both weights
+    x * weight.mean()                   data meets a form, but not in a product
+    x @ layer(query).t()                data meets data, because the result of an FP8 layer is always data
+    weight @ weight.t()                 a form, because there is no data in it
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["DATA", "IN_FLOAT8", "Value", "result_of"]
 Value = frozenset[Slot] | None
 Met = dict[Kind | str, frozenset[Slot]]
 DATA: Value = None
-IN_FLOAT8 = "in float8"  # in place of a kind: an operator of this library, or one registered with it
+IN_FLOAT8 = "in float8"  # used instead of a kind for an operator of this library, or one registered with it
 PRODUCTS = frozenset({
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "addmm", "_addmm_activation",
     "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "inner", "bilinear", "_trilinear", "chain_matmul",
@@ -39,9 +40,10 @@ CONVOLUTIONS = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
     "_convolution", "convolution_overrideable",
 })  # fmt: skip
-LAYERS = frozenset(op.name() for op in GEMM_OPS)  # and other products in FP8
-ADDING = frozenset({"addmm", "_addmm_activation", "addmv", "addbmm", "baddbmm"})  # to their first operand
-# operators whose names say what they do, and those that send
+LAYERS = frozenset(op.name() for op in GEMM_OPS)  # this library's layers and other FP8 products
+# they add the product to their first operand
+ADDING = frozenset({"addmm", "_addmm_activation", "addmv", "addbmm", "baddbmm"})
+# namespaces of PyTorch's operators, whose names tell what they do, and of collectives
 TORCH = frozenset({
     "aten", "prims", "prim", "c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor",
     "fsdp", "profiler", "rngprims", "inductor",
@@ -60,7 +62,7 @@ def _name_and_namespace(op: Any) -> tuple[str, str]:
 
 
 def _kind_of(op: Any) -> Kind | str:
-    """What an operator does to a parameter that it is called with beside data; `IN_FLOAT8` for ours."""
+    """The kind of use of a parameter that an operator takes together with data; `IN_FLOAT8` for this library's ops."""
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in OPS:
         return IN_FLOAT8
@@ -70,12 +72,20 @@ def _kind_of(op: Any) -> Kind | str:
 
 
 def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
-    """What an operator gives, and which parameters meet data in it, by what becomes of them."""
+    """Find the value of an operator's result, and the parameters that meet data in the operator.
+
+    Args:
+        op: The operator.
+        operands: The values of its tensor arguments.
+
+    Returns:
+        The value of the result, and the parameters by kind of use.
+    """
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in LAYERS:
         return DATA, {IN_FLOAT8: _all(operands)}
     if name.endswith("_like") or name.startswith("new_"):
-        return DATA, {}  # takes no more than sizes and a dtype
+        return DATA, {}  # the op reads only sizes and dtype of its operand
     if DATA not in operands:
         return _all(operands), {}
     if name in ADDING:

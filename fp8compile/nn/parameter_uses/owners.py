@@ -1,4 +1,4 @@
-"""Find the module of a parameter: found by its memory, for views and gathered weights are other objects."""
+"""Find the module of a parameter by the parameter's memory, because views and gathered weights are other objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ __all__ = ["Owners", "memory_of", "tensors_in"]
 
 
 def memory_of(tensor: Tensor) -> Hashable | None:
-    """The memory of a tensor, or of what a DTensor wraps, as a key that does not keep it; None if it has none."""
+    """A key for the memory of a tensor, or of a DTensor's local tensor, that does not keep the memory alive.
+
+    It is None if the tensor has no storage.
+    """
     try:
         return StorageWeakRef(local_itself(tensor).untyped_storage())
     except (RuntimeError, NotImplementedError):  # sparse ones and the like
@@ -30,7 +33,7 @@ class Owners:
     """The parameters of some modules, by their memory.
 
     Args:
-        modules: All of them, each once.
+        modules: The modules, each of them once.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -39,7 +42,7 @@ class Owners:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look once more: FSDP makes parameters while a model runs."""
+        """Look for parameters again, because FSDP makes new ones while a model runs."""
         for module in self.modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None and not is_lazy(parameter):
@@ -51,14 +54,14 @@ class Owners:
         own = local_itself(parameter)
         part: tuple[int, int] = (own.storage_offset(), own.storage_offset() + own.numel())
         slots = self.parts.setdefault(memory, {}).setdefault(part, set())
-        if parameter.ndim > 1 and not has_codes(parameter):  # codes are multiplied as such, by their class
+        if parameter.ndim > 1 and not has_codes(parameter):  # a QuantizedTensor handles its products itself
             slots.add((module, name))
 
     def of(self, memory: Hashable, tensor: Any) -> Value:
-        """The parameters that have this memory; DATA if none has."""
+        """The value of a tensor: the parameters that have its memory; DATA if none has."""
         if memory not in self.parts and isinstance(tensor, nn.Parameter):
             self.refresh()
-            self.parts.setdefault(memory, {})  # somebody else's parameter
+            self.parts.setdefault(memory, {})  # a parameter of another model
         parts = self.parts.get(memory)
         if parts is None:
             return DATA
@@ -68,13 +71,13 @@ class Owners:
         return frozenset().union(*(slots for (start, stop), slots in parts.items() if start <= first < stop))
 
     def sharing(self, slot: Slot) -> frozenset[Slot]:
-        """All names of a parameter: a tied one has several."""
+        """All slots (module and name) that hold the same parameter; a tied parameter has several."""
         groups = (slots for parts in self.parts.values() for slots in parts.values() if slot in slots)
         return frozenset().union(*groups)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Tensors among arguments, and in lists of them."""
+    """The tensors among arguments, and in lists or tuples among them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Weights that are multiplied past their layer's forward, where the layer's FP8 does not reach."""
+"""Find layers whose weight other code multiplies without calling the layer, so that the product is not in FP8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8compile.nn.parameter_uses.uses import Slot, Uses
 __all__ = ["PAST_FORWARD", "known_past_forward", "past_forward", "settled"]
 
 PAST_FORWARD = "reads its weight itself, past the layer's forward"
-# modules of PyTorch that multiply the weights of these children themselves
+# PyTorch modules, and the names of their children whose weights they multiply themselves
 KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     nn.MultiheadAttention: ("out_proj",),
     nn.TransformerEncoderLayer: ("linear1", "linear2"),
@@ -22,7 +22,7 @@ KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
-    """Layers whose weight a module of PyTorch multiplies, and the method that does, before anything runs."""
+    """The layers whose weight a PyTorch module is known to multiply, each with the name of the method that does it."""
     return {
         getattr(module, name): f"{cls.__name__}.forward"
         for module in model.modules()
@@ -34,15 +34,16 @@ def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def past_forward(layer: nn.Module, uses: Uses) -> str | None:
-    """The method that multiplies a layer's weights itself; None if none was seen."""
+    """The method that multiplies a layer's weights instead of calling the layer; None if none was seen."""
     found = (uses.found.get(slot) for slot in weight_slots(layer))
     return next((use.method for use in found if use is not None and use.multiplies), None)
 
 
 def settled(uses: Uses, owners: Owners, layers: Iterable[nn.Module] = CONVERTED) -> Uses:
-    """Uses, without those of a tied weight that its layer multiplies in FP8 and somebody else by another name.
+    """Remove the uses of tied weights that are no mistake.
 
-    An embedding whose matrix is the head's too may be multiplied as the embedding's.
+    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it by its own name.
+    For example, an embedding that shares its matrix with the head may multiply the matrix itself.
     """
     of_layers = {slot for layer in layers for slot in weight_slots(layer)}
 

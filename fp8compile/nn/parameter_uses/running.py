@@ -1,4 +1,4 @@
-"""What a forward does with parameters while it runs in eager mode: every operator is looked at, none is changed."""
+"""Find out what a forward does with parameters while it runs in eager mode. No operator is changed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fp8compile.nn.parameter_uses.uses import Kind, Slot, Use, Uses
 
 __all__ = ["Watching"]
 
-CALLS = nn.modules.module.__file__  # frames of __call__ and of hooks
+CALLS = nn.modules.module.__file__  # the file with the frames of __call__ and of hooks
 
 
 def running_method() -> str:
-    """The innermost method of a module that is running."""
+    """Name of the innermost method of a module on the call stack; ``"a function"`` if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -36,7 +36,7 @@ class Watching(_compat.OnlookingMode):
     """Follows parameters through every operator that runs inside.
 
     Attributes:
-        uses: What was seen.
+        uses: The uses that were seen.
         owners: The parameters of the watched modules, by their memory.
     """
 
@@ -47,7 +47,7 @@ class Watching(_compat.OnlookingMode):
         self.forms: dict[Hashable, Value] = {}
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the operator, and follow the parameters that it is called with."""
+        """Call the operator, and follow the parameters among its arguments."""
         result = func(*args, **kwargs)
         given = tensors_in([*args, *kwargs.values()])
         if given and not any(map(_compat.is_traced, given)):

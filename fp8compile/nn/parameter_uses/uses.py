@@ -1,4 +1,4 @@
-"""Uses of parameters: what was seen, and what is kept of each module for the report."""
+"""Uses of parameters: records of what was seen, and the uses that are kept for each module for the report."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Slot = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
 
 class Kind(enum.IntEnum):
-    """What becomes of a parameter; of several uses the greatest one counts."""
+    """How a parameter is used together with data. If it has several uses, the greatest kind counts."""
 
-    OTHER = 1  # it meets data, but in no product
-    HANDED = 2  # it is given with data to an operator of a library that is unknown here
+    OTHER = 1  # in an operator that is no product
+    HANDED = 2  # in an operator of an unknown library
     CONVOLUTION = 3
     PRODUCT = 4
 
 
 @dataclass(frozen=True)
 class Use:
-    """One use.
+    """One use of a parameter.
 
     Attributes:
-        kind: What becomes of the parameter.
-        method: The method of a module that uses it, such as ``"MultiheadAttention.forward"``.
+        kind: How the parameter is used.
+        method: The method of a module that uses the parameter, such as ``"MultiheadAttention.forward"``.
     """
 
     kind: Kind
@@ -38,16 +38,16 @@ class Use:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it is a product, or may be one."""
+        """Whether the use is a product, or may be one."""
         return self.kind > Kind.OTHER
 
 
 @dataclass
 class Uses:
-    """Uses in high precision of parameters, and the parameters that operators in FP8 multiply.
+    """Uses of parameters in high precision, and the parameters that FP8 operators multiply.
 
     Attributes:
-        found: The use that counts, for each parameter.
+        found: For each parameter, the use with the greatest kind.
         in_float8: Parameters that an operator of this library, or one registered with it, has read.
     """
 
@@ -55,25 +55,30 @@ class Uses:
     in_float8: set[Slot] = field(default_factory=set)
 
     def add(self, slot: Slot, use: Use) -> None:
-        """Keep a use, unless one is known that counts as much."""
+        """Keep a use, unless a use of the same or a greater kind is known."""
         known = self.found.get(slot)
         if known is None or known.kind < use.kind:
             self.found[slot] = use
 
     def update(self, other: Uses) -> None:
-        """Keep what others have seen too."""
+        """Add all uses that another object has recorded."""
         for slot, use in other.found.items():
             self.add(slot, use)
         self.in_float8 |= other.in_float8
 
     def kind(self, module: nn.Module, name: str) -> Kind | None:
-        """The use of a parameter that counts; None if none was seen."""
+        """The greatest kind of use of a parameter; None if no use was seen."""
         use = self.found.get((module, name))
         return None if use is None else use.kind
 
 
 def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
-    """Keep what was seen of parameters; if they are weights of layers, only products."""
+    """Keep uses for the report; for the weights of layers, only those that multiply.
+
+    Args:
+        uses: The uses that were seen.
+        of_layers: The weights of layers.
+    """
     for slot, use in uses.found.items():
         module, name = slot
         if use.multiplies or slot not in of_layers:
@@ -81,7 +86,7 @@ def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
 
 
 def uses_seen(modules: Iterable[nn.Module]) -> Uses:
-    """What is kept of these modules."""
+    """The uses that are kept for the parameters of these modules."""
     uses = Uses()
     for module in modules:
         for name, use in USES.get(module, {}).items():
@@ -90,5 +95,5 @@ def uses_seen(modules: Iterable[nn.Module]) -> Uses:
 
 
 def forget_uses(module: nn.Module) -> None:
-    """Undo `keep_uses` for a module."""
+    """Drop the uses that `keep_uses` kept for a module."""
     USES.pop(module, None)

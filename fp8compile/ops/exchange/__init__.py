@@ -1,1 +1,1 @@
-"""Rows that go to the ranks of their experts, and come back."""
+"""Ops that send rows to the ranks of their experts, and send results back."""

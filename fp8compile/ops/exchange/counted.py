@@ -1,8 +1,8 @@
 """fp8compile::counted: adds to a counter, except in a forward that activation checkpointing repeats.
 
-Activation checkpointing runs a forward twice, the second time in a backward, whether it is compiled or not. When this
-op runs in a backward, it leaves the counter as it is. If the checkpoint is inside of a graph, only the forward writes
-the counter.
+Activation checkpointing runs a forward a second time in the backward, in eager and in compiled code. When this op runs
+in a backward, it leaves the counter as it is. If the checkpoint is inside a graph, only the forward graph writes the
+counter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ counted: OpOverload = register_op(
     _kernel,
     fake=lambda counter, more: counter.new_empty(counter.shape),
     backward=None,
-    decompose=None,  # when it runs decides
+    decompose=None,  # stays an op, because it checks at run time whether a backward is running
     sharding=None,
     samples=_samples,
 )

@@ -1,20 +1,21 @@
-"""fp8compile::dispatch, fp8compile::combine: rows to the ranks of their experts, and back; each the other's gradient.
+"""fp8compile::dispatch sends rows to the ranks of their experts, fp8compile::combine sends them back.
 
-    dispatch   rows_NK  --codes--> ranks --sorted by expert--> grouped_MK     its gradient comes back in its own dtype
-    combine    grouped_MK --> ranks --in the order of rows--> rows_NK         codes of its gradient are sent
+    dispatch   rows_NK  --codes--> ranks --sorted by expert--> grouped_MK     its gradient is sent in its own dtype
+    combine    grouped_MK --> ranks --in the order of rows--> rows_NK         its gradient is sent as codes
 
-    arguments of both, behind the rows
-    sent        (R, E), int64: rows that this rank has for each of the E experts of each of the R ranks
-    received    (R, E), int64: rows that each rank has for each expert of this one
-    sizes       (2, R), int64, on the host: the sums over experts of the two, and messages are as long as they say;
-                None: messages have one length, and what is left of it holds zeros
-    length      how many rows come out; None: as many as come
-    slot        (dispatch) what the rows are for the layer that reads them: "input" or "grad_output"
-    recipe      says whether rows, or the gradient of combine, travel as codes: see `sent_as`
-    group       the name of the group; it isn't looked at where R is 1
+Each op is the gradient of the other. Arguments of both after the rows:
 
-In a group of one rank nothing is sent, and what would travel as codes is rounded all the same: one rank computes what
-many do.
+    sent        (R, E), int64: number of rows that this rank has for each of the E experts of each of the R ranks
+    received    (R, E), int64: number of rows that each rank has for each expert of this rank
+    sizes       (2, R), int64, on the host: the sums of `sent` and of `received` over experts, the lengths of messages;
+                None: all messages have the same length, and unused places hold zeros
+    length      number of rows that come out; None: as many as arrive
+    slot        (dispatch) slot of the layer that reads the rows: "input" or "grad_output"
+    recipe      decides whether rows, or the gradient of combine, are sent as codes: see `sent_as`
+    group       name of the group; ignored if R is 1
+
+A group of one rank sends nothing. Values that other groups would send as codes are still rounded to codes, so that one
+rank computes the same values as many.
 
 Letters: N rows of this rank, M rows of its experts, K features.
 """
@@ -44,7 +45,7 @@ OUTPUT, GRAD_INPUT = GEMMS[:2]
 
 
 def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
-    """Exchange rows; returns what came, in the order of ranks."""
+    """Exchange rows; returns the rows that arrived, in the order of ranks."""
     if sizes is not None:
         return exchange_rows(rows, sizes, back, length, group)
     return all_to_all(rows, None, None, group) if ranks > 1 else rows
@@ -139,7 +140,7 @@ dispatch: OpOverload = register_op(
     setup_context=_setup_context,
     backward=_dispatch_backward,
     decompose=_dispatch,
-    sharding=None,  # its rows are this rank's
+    sharding=None,  # takes rows of this rank alone, never DTensors
     samples=_samples,
 )
 
@@ -156,12 +157,12 @@ combine: OpOverload = register_op(
 
 
 def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tuple[torch.dtype, int]:
-    """Dtype of what `dispatch` sends, and its number of elements.
+    """Dtype and number of elements of the messages that `dispatch` sends.
 
     Args:
         rows: The rows that are sent.
-        length: Number of places in messages if there is a capacity; else None.
-        slot: Slot of the recipe by which the layer reads the rows.
+        length: Number of places in messages if there is a capacity; otherwise None.
+        slot: Slot of the layer that reads the rows.
         recipe: Recipe of the layer.
     """
     quantizer, features = sent_as(recipe, slot), rows.shape[1]

@@ -1,7 +1,7 @@
-"""fp8compile::exchange_rows: each rank gets the rows that the others have for it.
+"""fp8compile::exchange_rows: each rank gets the rows that the other ranks have for it.
 
-The numbers of rows are data, and the host needs them to send messages of the right sizes, so they are given in its
-memory. The number of rows that arrive is a symbol of the graph, and no guard depends on it.
+The numbers of rows are data. The host needs them to send messages of the right sizes, so they are given as a CPU
+tensor. The number of rows that arrive is an unbacked symbol of the graph, and no guard depends on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8compile.ops.registry import register_op
 
 __all__ = ["BACK", "THERE", "exchange_rows"]
 
-THERE, BACK = False, True  # which way rows go
+THERE, BACK = False, True  # values of `back`: rows go to experts, or return from them
 
 
 def _kernel(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: str) -> Tensor:
@@ -28,7 +28,7 @@ def _kernel(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: 
     if len(sent) > 1:
         found = all_to_all(found, received, sent, group)
     if length is None or length == found.shape[0]:
-        return found if len(sent) > 1 else found.clone()  # what came is new already
+        return found if len(sent) > 1 else found.clone()  # all_to_all has returned a new tensor
     return torch.cat((found, found.new_zeros((length - found.shape[0], *found.shape[1:]))))
 
 
@@ -54,15 +54,15 @@ exchange_rows: OpOverload = register_op(
     backward=None,
     decompose=None,
     portable="rows travel between ranks, as many as the data says. Export a model whose experts are all on one rank",
-    sharding=None,  # its rows are this rank's
+    sharding=None,  # takes rows of this rank alone, never DTensors
     samples=_samples,
 )
-"""Send rows, in the order of ranks, and get those of all ranks, in their order.
+"""Send rows to all ranks, and return the rows that all ranks sent to this one, in the order of ranks.
 
 Args:
-    rows: (rows, ...), what goes to the first rank first; rows behind the last one stay.
-    sizes: (2, R), int64, on the host: rows sent to each rank, and rows received from each.
-    back: Whether rows go the other way: the second line of ``sizes`` is what is sent.
-    length: Rows of the result, zeros behind those that came; None: as many as come.
+    rows: (rows, ...), sorted by the rank to which they go. Rows beyond the sum of sent sizes are not sent.
+    sizes: (2, R), int64, on the host: number of rows sent to each rank, and number received from each rank.
+    back: Whether rows go the other way: the second line of ``sizes`` then holds the numbers of sent rows.
+    length: Number of rows of the result, with zeros after the rows that arrived. None: as many as arrive.
     group: The name of the group.
 """

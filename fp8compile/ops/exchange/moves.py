@@ -1,15 +1,16 @@
-"""Where rows go between what a rank has, what it sends, what it gets, and what its experts read.
+"""The order of rows when a rank has them, when it sends them, when it receives them, and when its experts read them.
 
-    rows       sorted by expert, of all ranks' experts         e0 e0 e1 e2 e2 e2 e3
-    slots      what goes to one rank after the other           to rank 0: e0 e0 e1     to rank 1: e2 e2 e2 e3
-    buffer     what came, from one rank after the other        from rank 0: e0 e0 e1   from rank 1: e0 e1 e1
-    grouped    what came, sorted by expert of this rank        e0 e0 e0 e1 e1 e1
+    rows       sorted by expert, over all ranks' experts       e0 e0 e1 e2 e2 e2 e3
+    slots      in the order of the ranks to which they go      to rank 0: e0 e0 e1     to rank 1: e2 e2 e2 e3
+    buffer     received, in the order of sending ranks         from rank 0: e0 e0 e1   from rank 1: e0 e1 e1
+    grouped    received, sorted by expert of this rank         e0 e0 e0 e1 e1 e1
 
-Rows of an expert keep the order of ranks and, from one rank, the order that they had there. It is the order that one
-process has them in, if ranks have parts of its tokens one after the other: blocks along tokens are the same ones.
+Rows of an expert stay in the order of ranks, and rows from one rank stay in the order that they had there. A single
+process that has the tokens of all ranks, one rank after the other, gets the same order, and so the same blocks along
+tokens.
 
-Where each rank's part has a fixed number of places, its capacity, places that are left over hold zeros. Otherwise
-parts lie one behind the other, and slots are the rows as they are.
+With a capacity each rank's part has a fixed number of places, and unused places hold zeros. Without a capacity parts
+follow one another without gaps, and slots are equal to rows.
 
 Letters: R ranks of the group, E experts of each rank.
 """
@@ -27,29 +28,31 @@ __all__ = ["Moves", "fitting", "take"]
 
 
 def fitting(counts: Tensor, capacity: int) -> Tensor:
-    """Number of rows of each expert that fit, (R, E) int64; the first experts of a rank come first.
+    """Number of rows of each expert that fit into a capacity, (R, E) int64.
+
+    The places of a rank are filled in the order of its experts.
 
     Args:
         counts: Number of rows of each expert, (R, E) int64.
-        capacity: Number of rows that fit for each of the R ranks.
+        capacity: Number of places for each of the R ranks.
     """
     ends = counts.cumsum(1).clamp(max=capacity)
     return torch.diff(ends, dim=1, prepend=ends.new_zeros((ends.shape[0], 1)))
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Offset of each part if parts lie one behind the other, in the order of the flattened tensor."""
+    """Offset of each part if parts follow one another without gaps, in the order of the flattened tensor."""
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
-    """Index of the row that each place takes, (length,) int64; -1 for a place that stays empty.
+    """Index of the row that goes to each place, (length,) int64; -1 for a place that stays empty.
 
     Args:
         length: Number of places.
-        to: Offset at which each part is put, (parts,), not decreasing.
-        at: Offset of each part now, (parts,).
+        to: Offset of each part in the result, (parts,), not decreasing.
+        at: Offset of each part in the source, (parts,).
         sizes: Number of rows in each part, (parts,).
     """
     place = torch.arange(length, device=to.device)
@@ -67,12 +70,12 @@ def take(rows: Tensor, sources: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moves:
-    """The four ways between rows, slots, buffer and grouped rows.
+    """Indices that move rows between the four orders: rows to slots and back, buffer to grouped rows and back.
 
     Attributes:
         sent: Number of rows that this rank has for each expert of each rank, (R, E) int64.
         received: Number of rows that each rank has for each expert of this rank, (R, E) int64.
-        capacity: Number of places for each rank's part; None if parts lie one behind the other.
+        capacity: Number of places for each rank's part; None if parts follow one another without gaps.
     """
 
     sent: Tensor
@@ -83,7 +86,10 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each rank: offset of its rows, offset of its slots, and number of rows that go there, (R,) each."""
+        """Returns three tensors (R,), with a value for each receiving rank.
+
+        They are the offset of its rows, the offset of its slots, and the number of rows that go to it.
+        """
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -91,7 +97,10 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each rank and expert: offset in the buffer, offset among grouped rows, number of rows; (R, E) each."""
+        """Returns three tensors (R, E), with a value for each sending rank and each expert.
+
+        They are the offset in the buffer, the offset among grouped rows, and the number of rows.
+        """
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:
@@ -100,21 +109,21 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """Index of the row in each of ``length`` slots."""
+        """For each of ``length`` slots, the index of its row."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 
     def slots_of_rows(self, length: int) -> Tensor:
-        """Index of the slot of each of ``length`` rows."""
+        """For each of ``length`` rows, the index of its slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, rows, slots, sizes)
 
     def buffer_of_grouped(self, length: int) -> Tensor:
-        """Index in the buffer of each of ``length`` grouped rows."""
+        """For each of ``length`` grouped rows, its index in the buffer."""
         buffer, grouped, sizes = (each.t().flatten() for each in self._pieces())
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """Index of the grouped row at each of ``length`` places of the buffer."""
+        """For each of ``length`` places of the buffer, the index of its grouped row."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

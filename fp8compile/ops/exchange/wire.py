@@ -1,14 +1,14 @@
-"""Rows as they travel: codes and scales of each row side by side, as bytes, in one message.
+"""The format in which rows are sent as codes: codes and scales of each row side by side, as bytes, in one message.
 
-    row of K values, bfloat16   -->   K codes | scales, 4 bytes each, or one byte of an MX format
+    row of K values, bfloat16   -->   K codes | scales, 4 bytes each, or one byte each in an MX format
 
-Codes are those that the recipe has for the product that reads the rows. Where another product reads them in high
-precision, such as grad_weight of ``rowwise_bf16_wgrad``, rows travel as they are: codes beside them would only add
-bytes. So do those in two levels of scales, whose codes wait for the amax of an expert's rows from all ranks. A product
-along tokens (grad_weight of ``rowwise``, ``blockwise``, ``mxfp8``) makes its codes of the values that came.
+The codes are those that the recipe makes for the product that reads the rows. Rows are sent uncoded in two cases. If
+another product reads them in high precision, such as grad_weight of ``rowwise_bf16_wgrad``, codes would only add
+bytes. With two levels of scales, codes need the amax of an expert's rows from all ranks first. A product along tokens
+(grad_weight of ``rowwise``, ``blockwise``, ``mxfp8``) makes its codes from the values of the rows that arrived.
 
-A tensorwise quantizer has one scale for the rows of an expert, wherever they are: their amax is the largest over the
-ranks, and the scale is sent along with each row.
+A tensorwise quantizer has one scale for all rows of an expert, on all ranks. The amax of these rows is therefore
+reduced over ranks, and the scale is sent with each row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
-    """The quantizer of rows that travel as codes; None for rows that travel as they are.
+    """The quantizer of rows that are sent as codes; None for rows that are sent in their own dtype.
 
     Args:
         recipe: Recipe of the products that read the rows.
@@ -42,7 +42,7 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
 
 
 def wire_width(features: int, quantizer: Quantizer) -> int:
-    """Bytes of a row in a message: its codes and its scales."""
+    """Number of bytes of a row in a message, for its codes and its scales."""
     of_rows = by_row(quantizer)
     scales = of_rows.scale_shape((1, features))[1] * of_rows.scale_dtype().itemsize
     return of_rows.codes_shape((1, features))[1] + scales
@@ -53,10 +53,10 @@ def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase
 
     Args:
         rows: (rows, K), sorted by expert.
-        counts: (R, E), int64: rows of each expert of each rank.
-        quantizer: Blocks within a row, or tensorwise.
-        group: The ranks.
-        phase: In which code the steps run.
+        counts: (R, E), int64: number of rows for each expert of each rank.
+        quantizer: Quantizer with blocks within a row, or tensorwise.
+        group: Name of the group of ranks.
+        phase: The kind of code in which the steps run.
     """
     steps = STEPS[phase]
     if quantizer.block[0] == 1:
@@ -71,25 +71,26 @@ def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase
 
 
 def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    """The values of rows that came as codes and scales, (rows, features); see `packed`."""
+    """The values of rows that arrived as codes and scales, (rows, features); the inverse of `packed`."""
     of_rows = by_row(quantizer)
     codes = of_rows.codes_shape((1, features))[1]
     scale = _seen_as(wire[:, codes:], of_rows.scale_dtype())
-    # not by the op, which ends in a rounding barrier: each kernel that reads the values would first copy them for
-    # itself. What reads them rounds them itself.
+    # The quantizer's own method runs instead of the op fp8compile::dequantize, which ends in a rounding barrier: with
+    # a barrier, each kernel that reads the values would first copy them. Readers of the values round them themselves.
     values = of_rows.dequantize(wire[:, :codes].contiguous(), scale)
-    if dtype == torch.float16:  # under a scale that is a power of two, the largest values may be rounded beyond it
+    if dtype == torch.float16:  # with a power of two as scale, codes of the largest values may exceed float16
         values = values.clamp(-FLOAT16_MAX, FLOAT16_MAX)
     return values.to(dtype)
 
 
 def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of rows as another dtype, copied.
+    """Copy rows and reinterpret their bytes as another dtype.
 
-    It copies, because a slice of a row may begin at any byte. It flattens first, because only a last dim without gaps
-    can be viewed so: `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses its own for a column.
+    The copy is needed because a slice of a row may begin at any byte. The copy is flattened before the view, because a
+    view as another dtype needs a last dim without gaps: `contiguous` keeps odd strides of a single row, and Inductor
+    (2.11) chooses its own strides for a single column.
     """
     shape = x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize
-    if guard_or_false(x.shape[0] == 0):  # of which Inductor (2.11) has no such view
+    if guard_or_false(x.shape[0] == 0):  # Inductor (2.11) can't view a tensor without rows as another dtype
         return x.new_empty(shape, dtype=dtype)
     return x.clone(memory_format=torch.contiguous_format).flatten().view(dtype).view(shape)

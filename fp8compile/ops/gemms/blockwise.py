@@ -1,4 +1,4 @@
-"""Hopper's blockwise GEMM: `torch._scaled_mm` with a scale for 128 values of the sum, or for a tile of 128 by 128."""
+"""Hopper's blockwise GEMM: `torch._scaled_mm` with a scale for each 128 values of the sum, or for a 128 x 128 tile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 128
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
     is_blockwise = float8_kind(a, b) == "blockwise" and a.block[1] == BLOCK
-    return is_blockwise and not a.block[0] == b.block[1] == BLOCK  # tiles on one side at most
+    return is_blockwise and not a.block[0] == b.block[1] == BLOCK  # at most one side has tiles
 
 
 def _lacks(problem: GemmProblem) -> str | None:
@@ -27,7 +27,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _block_scales(operand: Quantized, rows: int) -> Tensor:
-    """Scales of blocks along the sum, in the layout of Hopper's GEMM."""
+    """Scales of blocks along the summed dim, in the layout of Hopper's GEMM."""
     values = operand.scale_values()
     if operand.quantizer.block[0] == BLOCK:
         return rows_of_fours(values)

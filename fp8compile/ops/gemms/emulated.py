@@ -1,7 +1,7 @@
-"""Emulation: the float64 product of what `dequantize` gives, rounded once.
+"""Emulation: dequantizes both operands to float64, multiplies them and rounds once.
 
-It takes the codes of every quantizer. A CPU emulates whatever it has no kernel for; a GPU only if that is asked for,
-and otherwise this GEMM says why no other one takes the operands.
+It takes the codes of every quantizer. A CPU emulates every product for which it has no kernel. A GPU emulates only if
+the user asks for it (``emulate=True``); otherwise this GEMM says why no other GEMM takes the operands.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _exact(operand: Quantized) -> Tensor:
-    # realized: PyTorch 2.11 drops the float32 rounding of a scale that float64 code reads next
+    # `realize`, because PyTorch 2.11 drops the float32 rounding of a scale that float64 code reads next
     return operand.quantizer.dequantize(operand.codes, realize(operand.grid()), torch.float64)
 
 
 def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = _exact(a) @ _exact(b)
     outer = [operand.outer_scale.double() for operand in (a, b) if operand.outer_scale is not None]
-    # their product is exact in float64; codes times scales of blocks are small numbers, whose sum is exact, too
+    # the product of outer scales is exact in float64; so is the sum of codes times scales, which have few digits
     return (product * math.prod(outer) if outer else product).to(out_dtype)
 
 

@@ -1,10 +1,10 @@
 """Which GPU runs which product, and in which build of PyTorch: one table, from PyTorch's sources.
 
-Sources: aten/src/ATen/native/cuda/{ScaledBlas,GroupedBlas}.cpp (checks and dispatch), RowwiseScaledMM.cu,
-ScaledGroupMM.cu and cmake/Codegen.cmake (what a kernel is built for), torch/testing/_internal/common_cuda.py (which
-GPUs upstream tests skip), of PyTorch 2.11 to 2.15. What a check admits and a kernel does not run is left out: rowwise
-groups on 10.x trap and take the process's CUDA context along (pytorch#187095), and float16 out of the rowwise kernel
-is bfloat16 bits before 2.15 (pytorch#187569).
+Sources, of PyTorch 2.11 to 2.15: aten/src/ATen/native/cuda/{ScaledBlas,GroupedBlas}.cpp (checks and dispatch),
+RowwiseScaledMM.cu, ScaledGroupMM.cu and cmake/Codegen.cmake (for which GPUs a kernel is built),
+torch/testing/_internal/common_cuda.py (which GPUs upstream tests skip). The table leaves out products that PyTorch's
+checks admit but its kernels do not run: rowwise groups on 10.x trap and destroy the process's CUDA context
+(pytorch#187095), and before 2.15 the rowwise kernel returns bfloat16 bits for float16 (pytorch#187569).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A kernel for a product, and what has to hold for it to run.
+    """A kernel that computes a product, and the conditions under which it runs.
 
     Attributes:
-        kernel: Whose it is, as tables show it.
-        capabilities: Compute capabilities of the GPUs that it runs on.
-        out_dtypes: Dtypes of its result.
-        b_is_e4m3: Whether the right operand's codes have to be e4m3; the left ones may be e5m2.
+        kernel: The kernel's origin, such as ``"cuBLASLt"``, as tables show it.
+        capabilities: Compute capabilities of the GPUs on which the kernel runs.
+        out_dtypes: Dtypes that the result may have.
+        b_is_e4m3: Whether the right operand's codes have to be e4m3; the left operand's codes may be e5m2.
         cuda: The oldest CUDA that PyTorch may be built with, (major, minor).
         torch: The oldest PyTorch, (major, minor).
-        on_windows: Whether PyTorch builds it for Windows.
-        needs_mslk: Whether PyTorch has to be built with MSLK, Meta's kernels.
+        on_windows: Whether PyTorch builds the kernel for Windows.
+        needs_mslk: Whether PyTorch has to be built with MSLK, Meta's kernel library.
     """
 
     kernel: str
@@ -62,7 +62,10 @@ class Gate:
     needs_mslk: bool = False
 
     def lacks(self, build: Build) -> str | None:
-        """What a build of PyTorch lacks for this kernel, as the rest of a sentence about it; None if nothing."""
+        """What a build of PyTorch lacks to run this kernel; None if it lacks nothing.
+
+        The text completes an error message that begins with the operands.
+        """
         if build.cuda is not None and build.cuda < self.cuda:
             return f"needs a PyTorch built with CUDA {_dotted(self.cuda)} or later; this one has {_dotted(build.cuda)}"
         if build.torch < self.torch:
@@ -80,13 +83,13 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A product that PyTorch, or a kernel of ours, computes from codes and scales.
+    """A product of codes and scales that PyTorch, or a kernel of this package, computes.
 
     Attributes:
-        name: As the tables of GEMMs have it.
-        gates: The kernels, in the order in which PyTorch takes them.
-        needs: How an error begins that says where it runs.
-        instead: What to do if none runs, a sentence.
+        name: Name of the product, as in the tables of GEMMs.
+        gates: The kernels, in the order in which PyTorch tries them.
+        needs: Beginning of the error text that says on which GPUs the product runs.
+        instead: A sentence that says what to do if no kernel runs.
     """
 
     name: str
@@ -148,7 +151,10 @@ def _names(capabilities: tuple[tuple[int, int], ...]) -> str:
 
 
 def _lacks_nvidia(target: Target) -> str | None:
-    """Why a device is no NVIDIA GPU, or None if it is one. AMD's GPUs report capabilities that look like NVIDIA's."""
+    """The error text if a device is not an NVIDIA GPU, or None.
+
+    AMD GPUs are told apart by ``target.hip``, because they report compute capabilities that look like NVIDIA's.
+    """
     if target.type != "cuda":
         return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
     if target.hip is not None:
@@ -160,7 +166,7 @@ def _lacks_nvidia(target: Target) -> str | None:
 
 
 def lacks_tensor_cores(problem: GemmProblem) -> str | None:
-    """Why a device has no tensor cores for float8 codes of these formats; None if it has them."""
+    """Why a device has no tensor cores for the float8 codes of a problem, as an error text; None if it has them."""
     target, formats = problem.target, (problem.a.gemm_format(), problem.b.gemm_format())
     if (lacking := _lacks_nvidia(target)) is not None:
         return lacking
@@ -175,7 +181,7 @@ def lacks_tensor_cores(problem: GemmProblem) -> str | None:
 
 
 def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
-    """The kernels that run a product, a key of ``PRODUCTS``, on a GPU by its build of PyTorch."""
+    """The kernels that run a product on a GPU with the target's build of PyTorch; ``product`` is a key of PRODUCTS."""
     return tuple(
         gate
         for gate in PRODUCTS[product].gates
@@ -184,7 +190,9 @@ def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
 
 
 def why_not(product: str, problem: GemmProblem) -> str | None:
-    """Why a product does not run on a problem's target: the rest of a sentence about its operands; None if it runs.
+    """Why a product does not run on a problem's target; None if it runs.
+
+    The reason completes an error message that begins with the operands.
 
     Args:
         product: A key of ``PRODUCTS``.

@@ -1,4 +1,4 @@
-"""What a GEMM is to this package: a value that says which operands it takes, where it runs and how it multiplies."""
+"""GemmKernel: describes a GEMM: which operands it takes, where it runs and how it multiplies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Gemm", "GemmKernel", "GemmProblem"]
 
 @dataclass(frozen=True, kw_only=True)
 class GemmProblem:
-    """A product (m, k) by (k, n) as far as it is known before there are tensors.
+    """What is known about a product (m, k) by (k, n) before there are tensors.
 
     Attributes:
         a: Quantizer of the left operand, over (m, k).
         b: Quantizer of the right operand, over (k, n).
-        target: The device that code is made for.
+        target: The device on which the product will run.
         out_dtype: Dtype of the product.
-        config: What the GEMM is allowed.
+        config: Options of the GEMM, such as emulation.
     """
 
     a: Quantizer
@@ -36,16 +36,17 @@ class GemmProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """What a table of GEMMs has of each.
+    """Description of one GEMM in a table of GEMMs.
 
     Attributes:
-        name: What `select_gemm` and reports call it.
-        detail: How it runs, in the words of ``fp8compile doctor``.
-        takes: ``(a, b) -> bool`` of the quantizers over (m, k) and (k, n): whether it reads their codes and scales, on
-            any device.
-        lacks: ``(problem) -> str | None``, asked if it takes the operands. It returns None if the device can run it;
-            otherwise the reason, as the rest of a sentence about the operands, and what to do.
-        calls: Names of the PyTorch operators that multiply, by which reports find it in generated code and profiles.
+        name: Name of this GEMM in reports.
+        detail: How the GEMM runs, in the words of ``fp8compile doctor``.
+        takes: ``(a, b) -> bool``. Takes two quantizers, over (m, k) and (k, n), and returns whether this GEMM reads
+            their codes and scales, whatever the device.
+        lacks: ``(problem) -> str | None``. Called only if the GEMM takes the operands. Returns None if the device can
+            run the GEMM. Otherwise it returns the reason, as the rest of a sentence about the operands, and what to
+            do instead.
+        calls: Names of the PyTorch operators that multiply; reports look for them in generated code and profiles.
     """
 
     name: str

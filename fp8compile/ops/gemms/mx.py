@@ -1,6 +1,6 @@
-"""Blackwell's MX GEMM: `torch._scaled_mm` with a power of two, an E8M0 byte, for 32 values of the sum.
+"""Blackwell's MX GEMM: `torch._scaled_mm` with an E8M0 scale, a power of two, for 32 values of the sum.
 
-The scale of a block of 32 x 32 is repeated for each of its rows.
+If a block has 32 x 32 values, its scale is repeated for each of its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCKS = ((1, MX_BLOCK), (MX_BLOCK, 1), (MX_BLOCK, MX_BLOCK))
 
 
 def is_mx(quantizer: Quantizer) -> bool:
-    """Whether scales are E8M0 bytes for 32 values along one dim, or for 32 x 32."""
+    """Whether a quantizer stores E8M0 scales for blocks of 32 values along one dim, or of 32 x 32 values."""
     return quantizer.block in BLOCKS and quantizer.stores_e8m0()
 
 
@@ -35,7 +35,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _row_scales(operand: Quantized) -> Tensor:
-    """Scales of 1 x 32 codes in tiles, also of blocks of 32 x 32."""
+    """Put scales of rows into tiles; the scale of a 32 x 32 block is repeated for its rows."""
     return swizzled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[0]))
 
 

@@ -1,4 +1,4 @@
-"""Blackwell's NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values of the sum, a float32 scale of each tensor."""
+"""Blackwell's NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values of the sum, a float32 scale for each tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8compile.scale_layouts import for_each_row, tiled
 
 __all__ = ["NVFP4"]
 
-SUM_TO = 2 * ALIGNMENT  # codes of 16 bytes
+SUM_TO = 2 * ALIGNMENT  # number of codes in 16 bytes
 
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
@@ -32,7 +32,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
-    """Codes (rows, sum / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
+    """Codes (rows, k / 2), two codes of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
     quantizer: Any = operand.quantizer  # TwoLevelScaling
     codes, per_byte = operand.codes, 2 if quantizer.packed == "rows" else 1
     if quantizer.packed == "columns":
@@ -44,10 +44,10 @@ def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
 
 
 def _tiled_scales(operand: Quantized, rows: int, codes: Tensor) -> Tensor:
-    """Scales of 1 x 16 codes in tiles, also of blocks of 16 x 16."""
+    """Put scales of rows into tiles; the scale of a 16 x 16 block is repeated for its rows."""
     scale = operand.scale
     if scale.ndim == 1:
-        return scale  # what codes are padded by ends within the last tiles
+        return scale  # already in tiles, whose padding covers the padding of the codes
     scale = for_each_row(scale, operand.quantizer.block[0], rows)
     blocks = codes.shape[1] * 2 // NV_BLOCK
     return tiled(padded(scale, codes.shape[0] - rows, blocks - scale.shape[1])).reshape(-1)

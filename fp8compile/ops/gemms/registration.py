@@ -1,4 +1,4 @@
-"""Checks of another package's GEMM: of its parts when it is registered, and of each answer that it gives."""
+"""Check the GEMM of another package: its functions when it is registered, and each value that they return."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8compile.quantizers.constant import salt_with
 
 __all__ = ["new_gemm", "new_grouped_gemm"]
 
-# what to write for a function that was left out, and what it is called with
+# for each function: the names of its arguments, and a description for error messages
 FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "takes": (
         ("a", "b"),
@@ -61,7 +61,7 @@ def _check_name(function: str, name: str, taken: Container[str]) -> None:
 
 def _check_function(function: str, name: str, argument: str, given: Any) -> None:
     parameters, what = FUNCTIONS[argument]
-    if not inspect.isfunction(given):  # whose module is known: its source has to be in the keys of caches
+    if not inspect.isfunction(given):  # a function has a module, whose source goes into the keys of compile caches
         raise TypeError(f"{function}: {name}: {argument} is {given!r}; it is {what}.")
     signature = inspect.signature(given)
     try:
@@ -98,7 +98,7 @@ def _lacking(name: str, lacks: Callable[..., Any], problem: GemmProblem) -> str 
 
 
 def _is_contiguous(x: Tensor) -> bool:
-    """Whether a tensor is contiguous, if its sizes are numbers; True if they are symbols."""
+    """Whether a tensor is contiguous; True if its sizes or strides are symbols, because the answer is then unknown."""
     return not all(type(size) is int for size in (*x.shape, *x.stride())) or x.is_contiguous()
 
 
@@ -124,7 +124,7 @@ def _product(
 def _check_parts(
     function: str, name: str, taken: Container[str], functions: dict[str, Any], detail: str, calls: tuple[str, ...]
 ) -> None:
-    """Check the parts that both kinds of GEMMs have, and put their sources into the keys of compile caches."""
+    """Check the arguments that both kinds of GEMMs share, and put the functions' sources into compile cache keys."""
     _check_name(function, name, taken)
     for argument, given in functions.items():
         _check_function(function, name, argument, given)
@@ -142,7 +142,7 @@ def new_gemm(
     detail: str,
     calls: tuple[str, ...],
 ) -> GemmKernel:
-    """Check the parts of a GEMM, put it into the table and its source into the keys of compile caches.
+    """Check the arguments of a new GEMM, add it to the table, and put its source into the keys of compile caches.
 
     The arguments are those of `fp8compile.library.register_gemm`.
     """
@@ -179,7 +179,7 @@ def new_grouped_gemm(
     calls: tuple[str, ...],
     is_opaque: bool,
 ) -> GroupedGemm:
-    """Check the parts of a grouped GEMM; the caller puts it into its table.
+    """Check the arguments of a new grouped GEMM and make it; the caller adds it to the table of grouped GEMMs.
 
     The arguments are those of `fp8compile.library.register_grouped_gemm`.
     """

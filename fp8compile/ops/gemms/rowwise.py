@@ -1,8 +1,8 @@
 """The rowwise GEMM: `torch._scaled_mm` with a scale for each row of a and each column of b.
 
-On a CPU a tensorwise scale is repeated for each row: with one scale, oneDNN multiplies e4m3 by e4m3 in a reference
-loop, much slower and with the same bits (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only that loop, so the CPU
-emulates.
+On a CPU a tensorwise scale is repeated for each row. With a single scale oneDNN would multiply e4m3 by e4m3 in a
+reference loop, which gives the same bits but is much slower (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only
+that loop, so this package emulates there.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _row_scales(operand: Quantized, rows: int) -> Tensor:
-    """A scale for each row, (rows, 1), from one scale or a scale for each; padded rows get 1."""
+    """One scale for each row, (rows, 1), from a single scale or from a scale for each row; padded rows get 1."""
     m, scale = operand.codes.shape[0], operand.scale_values()
     if not _compat.statically_equal(scale.stride(), (1, 1)):
-        scale = scale.reshape(-1).unsqueeze(1)  # a (1, m) scale that was turned, whose strides would not do
+        scale = scale.reshape(-1).unsqueeze(1)  # a transposed (1, m) scale has strides that `_scaled_mm` refuses
     if operand.quantizer.block[0] != 1:
         scale = scale.expand(m, 1)
     return padded(scale, rows - m, 0, value=1.0).contiguous()

@@ -1,6 +1,7 @@
-"""Rowwise operands on a GPU without a GEMM for them: `torch._scaled_mm` in float32 without scales, then both scales.
+"""The GEMM for rowwise operands on a GPU without a rowwise kernel.
 
-That is three roundings to float32, the sum's and one a scale, before the one to the dtype of the product.
+`torch._scaled_mm` multiplies the codes without scales, in float32, and then the product is multiplied by both scales.
+It is rounded to float32 three times, for the sum and for each scale, before it is rounded to the output's dtype.
 """
 
 from __future__ import annotations

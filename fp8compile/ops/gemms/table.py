@@ -1,6 +1,7 @@
-"""The table of GEMMs, in the order in which a product asks them, and the one loop over it.
+"""The table of GEMMs, in the order in which they are tried for a product, and the one loop over the table.
 
-Ours come first, so a GEMM that is registered changes no product that has one; emulation comes last.
+GEMMs of this package come first, so a GEMM that another package registers changes no product that has a GEMM already.
+Emulation comes last.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from fp8compile.quantizers import Quantizer
 __all__ = ["NATIVE", "REGISTERED", "first_running", "gemm_for", "gemm_table", "multiplying_calls"]
 
 NATIVE = (TENSORWISE, ROWWISE, SCALED_AFTER, BLOCKWISE, MX, NVFP4)
-REGISTERED: dict[str, GemmKernel] = {}  # of other packages, by name
+REGISTERED: dict[str, GemmKernel] = {}  # GEMMs that other packages registered, by name
 
 
 def gemm_table() -> tuple[GemmKernel, ...]:
-    """All GEMMs, in the order in which they are asked."""
+    """All GEMMs, in the order in which they are tried."""
     return (*NATIVE, *REGISTERED.values(), EMULATED)
 
 
@@ -55,14 +56,14 @@ def first_running(
     """The first GEMM of a table that takes the operands of a product and runs on its target.
 
     Args:
-        function: In whose name errors are.
+        function: Name of the function for error messages.
         problem: The product.
-        tiers: The GEMMs, of `GemmKernel` or `GroupedGemm`, in the order in which they are asked.
-        registered: Names of other packages' GEMMs. If two of them take the operands, it raises.
+        tiers: The GEMMs, all `GemmKernel` or all `GroupedGemm`, in tiers that are tried one after the other.
+        registered: Names of the GEMMs that other packages registered.
 
     Raises:
-        RuntimeError: None runs; the text is the reason of the first one that takes the operands. Or two packages have
-            registered one for these operands.
+        RuntimeError: No GEMM runs; the message is the reason of the first GEMM that takes the operands. Or two
+            registered GEMMs of one tier run.
     """
     reasons = {gemm.name: gemm.lacks(problem) for tier in tiers for gemm in tier if gemm.takes(problem.a, problem.b)}
     running = [[gemm for gemm in tier if reasons.get(gemm.name, "") is None] for tier in tiers]
@@ -80,10 +81,10 @@ def gemm_for(problem: GemmProblem) -> GemmKernel:
     """The first GEMM of the table that takes the operands and runs on the target.
 
     Args:
-        problem: The product; some GEMM can undo its blocks.
+        problem: The product. Its blocks must fit together, as `gemm_kind` checks.
 
     Raises:
-        RuntimeError: None does; the text is the reason of the first one that takes the operands. Or two packages have
-            registered one for these operands, and which to take is not for us to say.
+        RuntimeError: No GEMM runs; the message is the reason of the first GEMM that takes the operands. Or two
+            packages have registered a GEMM for these operands, and this package can't choose between them.
     """
     return first_running("scaled_mm", problem, (NATIVE, tuple(REGISTERED.values()), (EMULATED,)), REGISTERED)

@@ -1,4 +1,4 @@
-"""The tensorwise GEMM: `torch._scaled_mm` with two numbers, on a GPU."""
+"""The tensorwise GEMM on a GPU: `torch._scaled_mm` with one scale for each operand."""
 
 from __future__ import annotations
 

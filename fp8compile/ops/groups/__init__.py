@@ -1,1 +1,1 @@
-"""Groups of tokens, such as those of an expert: how they are quantized and multiplied without padding activations."""
+"""Ops that quantize and multiply groups of tokens, such as the tokens of each expert, without padding activations."""

@@ -1,7 +1,7 @@
 """fp8compile::checked_offsets: returns the ends of groups unchanged, or raises if they can't be ends of groups.
 
-Sizes of groups are data, which a graph doesn't look at. This op checks them, and readers of its result wait for that.
-A CPU raises; a GPU stops by an assertion on the device, and the host does not wait.
+Sizes of groups are data, so tracing can't check them. This op checks them when the graph runs, before any op that
+reads its result. A CPU raises. A GPU stops by an assertion on the device, and the host does not wait for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """fp8compile::group_amax: the largest magnitude in each group, or in each column of each group.
 
-Rows behind the last group are not read. On a GPU this op is one Triton kernel that reads the tokens once; on a CPU,
-and as the reference, it is the quantizer's own amax of each group's rows.
+Rows after the last group are not read. On a GPU this op is one Triton kernel that reads the tokens once. On a CPU, and
+as the reference, it computes the quantizer's own amax of each group's rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch._ops import OpOverload
 
 from fp8compile.ops.amax import empty_grid
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
+from fp8compile.ops.groups.layout import spans
 from fp8compile.ops.groups.portable import masks_of_groups
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer

@@ -1,7 +1,7 @@
-"""fp8compile::group_cast: casts tokens by the multipliers of their groups, to transposed codes at padded columns.
+"""fp8compile::group_cast: casts tokens by the multipliers of their groups, to transposed codes in padded columns.
 
-`fp8compile.ops.groups.layout` says where the columns of a group are; zeros lie between. On a GPU this op is one Triton
-kernel; on a CPU, and as the reference, it is the quantizer's own cast of each group's rows.
+`fp8compile.ops.groups.layout` says at which columns a group lies; columns between groups are zeros. On a GPU this op
+is one Triton kernel. On a CPU, and as the reference, it runs the quantizer's own cast of each group's rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch._ops import OpOverload
 from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
-from fp8compile.ops.groups.layout import alignment, padded_length
+from fp8compile.ops.groups.layout import alignment, padded_length, spans
 from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer

@@ -1,7 +1,8 @@
-"""fp8compile::group_outer_amaxes: the amax of each group's tokens, as they are and as they are transformed.
+"""fp8compile::group_outer_amaxes: the amax of each group's tokens, before and after the Hadamard transform.
 
-Codes of two levels wait for the amax of their whole group, so tokens are read twice: this is the first read, for codes
-along rows and along tokens. On a GPU it is one Triton kernel; in a graph that kernel computes the tokens too.
+Codes with two levels of scales need the amax of their whole group first, so tokens are read twice. This op is the
+first read, for codes along rows and for codes along tokens. On a GPU it is one Triton kernel. In a graph, Inductor can
+fuse the computation of the tokens into that kernel.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
+from fp8compile.ops.groups.layout import spans
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.outer_amaxes import outer_amax_of_values
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
@@ -30,27 +31,27 @@ DIRECTIONS = ("both", "rows", "tokens")
 
 
 def rows_of_two_levels(quantizer: Quantizer | None) -> bool:
-    """Whether the kernel serves a quantizer along rows."""
+    """Whether the GPU kernel can quantize along rows with this quantizer."""
     return type(quantizer) is TwoLevelScaling and quantizer.block == (1, GROUP) and not quantizer.hadamard
 
 
 def tokens_of_two_levels(quantizer: Quantizer | None) -> bool:
-    """Whether the kernel serves a quantizer along tokens."""
+    """Whether the GPU kernel can quantize along tokens with this quantizer."""
     return type(quantizer) is TwoLevelScaling and quantizer.block == (GROUP, 1)
 
 
 def is_two_level_pair(rows: Any, columns: Any) -> bool:
-    """Whether the kernel serves both quantizers at once, because they have one rule of scales."""
+    """Whether the GPU kernel can quantize with both quantizers at once; both must have the same rule of scales."""
     return rows_of_two_levels(rows) and tokens_of_two_levels(columns) and rows.scale == columns.scale
 
 
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
-    """Raise a ValueError unless the kernels serve these quantizers in these directions.
+    """Raise a ValueError unless the GPU kernels take these quantizers in these directions.
 
     Args:
-        op: Name of the op, for the error.
-        rows: Its quantizer along rows.
-        columns: Its quantizer along columns.
+        op: Name of the op, for the error message.
+        rows: Quantizer along rows.
+        columns: Quantizer along columns: along tokens.
         directions: ``"both"``, ``"rows"`` or ``"tokens"``.
     """
     allowed = {
@@ -85,13 +86,13 @@ def _wanted(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Any, 
 
 
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
-    """Outer amaxes along rows, then along tokens, (2, E) float32; zeros for a direction that is left out.
+    """Compute outer amaxes along rows, then along tokens, (2, E) float32; zeros for a direction that is left out.
 
     Args:
-        x: (R, K), sorted by group; rows behind the last group are in no amax.
+        x: (R, K), sorted by group; rows after the last group are in no amax.
         offsets: Ends of the groups, (E,) int32.
-        rows: Block (1, 16), no transform.
-        columns: Block (16, 1).
+        rows: Quantizer along rows, block (1, 16), no transform.
+        columns: Quantizer along tokens, block (16, 1).
         directions: ``"both"``, ``"rows"`` or ``"tokens"``.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
@@ -107,7 +108,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
 
 
 def two_level_samples() -> Iterator[tuple[Any, ...]]:
-    """Samples of this op, and of the op that makes the codes."""
+    """Sample arguments of this op, and of `group_quantize_two_levels`."""
     noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
     line, pillar = TwoLevelScaling(**noisy), TwoLevelScaling(block=(GROUP, 1), packed="columns")
     for number, (x, offsets) in enumerate(tokens()):

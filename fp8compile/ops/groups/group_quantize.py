@@ -2,10 +2,10 @@
 
     tokens, blocks of 4     a a a a a a b b b b b . .
     columns of codes        a a a a a a 0 0 b b b b b 0 0 0
-    rows of scales          a       a       b       b            the second of each from 2 tokens and from 1
+    rows of scales          a       a       b       b            the second block of a has 2 tokens, of b 1 token
 
-`fp8compile.ops.groups.layout` says where the columns of a group are. On a GPU this op is one Triton kernel that reads
-the tokens once; on a CPU, and as the reference, it is the steps of the quantizer on each group's rows.
+`fp8compile.ops.groups.layout` says at which columns a group lies. On a GPU this op is one Triton kernel that reads the
+tokens once. On a CPU, and as the reference, it runs the steps of the quantizer on each group's rows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
-from fp8compile.ops.groups.layout import alignment, padded_length
+from fp8compile.ops.groups.layout import alignment, padded_length, spans
 from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
@@ -32,7 +31,7 @@ __all__ = ["empty_outputs", "group_quantize"]
 
 
 def empty_outputs(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Codes (K, C) and scales (C / block, K), without values."""
+    """Returns codes (K, C) and scales (C / block, K) without values."""
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
     return (
         empty_codes(x, quantizer, columns),

@@ -1,8 +1,8 @@
 """fp8compile::group_quantize_both: codes and scales of tokens along rows and along the tokens of each group.
 
 It is `fp8compile.ops.quantize_both` for groups: a gradient is multiplied along its rows for grad_input and along its
-tokens for grad_weight. On a GPU this op is one Triton kernel that reads the
-tokens once; on a CPU, and as the reference, it is the two casts. Rows behind the last group have codes along rows.
+tokens for grad_weight. On a GPU this op is one Triton kernel that reads the tokens once. On a CPU, and as the
+reference, it runs two casts. Rows after the last group get codes along rows, but none along tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["group_quantize_both", "is_group_pair"]
 
 
 def is_group_pair(rows: Quantizer | None, columns: Any) -> bool:
-    """Whether the kernel serves both quantizers, each over one group's matrix."""
+    """Whether the GPU kernel takes both quantizers, each over one group's matrix."""
     return is_pair(rows, columns) and has_block_kernel(columns)
 
 
@@ -38,7 +38,7 @@ def _fake(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tu
     blocks = rows.scale_shape(x.shape)[1]
     return (
         x.new_empty(x.shape, dtype=torch.uint8),
-        x.new_empty((blocks, x.shape[0]), dtype=rows.scale_dtype()).t(),  # as grouped GEMMs read it
+        x.new_empty((blocks, x.shape[0]), dtype=rows.scale_dtype()).t(),  # grouped GEMMs read scales column by column
         *empty_outputs(x, offsets, columns),
     )
 

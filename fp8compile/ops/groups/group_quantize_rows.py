@@ -1,8 +1,9 @@
 """fp8compile::group_quantize_rows: codes and scales of rows, and the amax of each column of each group.
 
-A product over tokens with a scale a column needs the amax of a whole group before it can cast, and a product of rows
-needs codes of the same tokens along rows. On a GPU this op is one Triton kernel that reads the tokens once for both;
-on a CPU, and as the reference, it is the steps themselves. Rows behind the last group have codes, and are in no amax.
+Two products need the same tokens. One multiplies codes along rows. The other sums over tokens, with a scale for each
+column, so its cast has to wait for the amax of a whole group. On a GPU this op is one Triton kernel that reads the
+tokens once for both. On a CPU, and as the reference, it runs the quantizers' steps. Rows after the last group get
+codes, and are in no amax.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ __all__ = ["group_quantize_rows", "is_row_pair"]
 
 
 def is_row_pair(rows: Quantizer | None, columns: Any, width: int) -> bool:
-    """Whether the kernel quantizes rows by the first quantizer and takes amaxes of groups' columns for the other.
+    """Whether the GPU kernel can quantize rows by ``rows`` and compute the amaxes of groups' columns for ``columns``.
 
     Args:
         rows: Quantizer along rows, over one group's matrix.
-        columns: Quantizer along columns, over one group's matrix; `group_cast` casts by it.
+        columns: Quantizer along columns, over one group's matrix; `group_cast` casts with it later.
         width: Number of columns.
     """
     return is_weight_pair(rows, columns, width) and columns.block == COLUMNS and has_group_kernel(columns)

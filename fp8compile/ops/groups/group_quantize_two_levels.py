@@ -1,12 +1,12 @@
-"""fp8compile::group_quantize_two_levels: four-bit codes of groups of tokens as a GPU's grouped product reads them.
+"""fp8compile::group_quantize_two_levels: four-bit codes of groups of tokens, laid out for a GPU's grouped product.
 
-    along rows      codes (R, K / 2), two of a row a byte      scales in tiles of each group's rows
-    along tokens    codes (K, C / 2), two of a column a byte   scales in tiles of each group's tokens
+    along rows      codes (R, K / 2), a byte holds two codes of a row      scales in tiles of each group's rows
+    along tokens    codes (K, C / 2), a byte holds two codes of a column   scales in tiles of each group's tokens
 
-Both directions come from one read; the outer amaxes, one for each group, come from a read before
+Both directions come from one read of the tokens. The outer amaxes, one for each group, come from an earlier read
 (`fp8compile.ops.groups.group_outer_amaxes`). K is rounded up to a multiple of 32; `fp8compile.ops.groups.tiles`
-defines C. Padding behind a group is zeros. On a GPU this op is one Triton kernel; on a CPU, and as the reference, it
-is the steps of `group_two_levels` in that layout.
+defines C. Padding after a group is zeros. On a GPU this op is one Triton kernel. On a CPU, and as the reference, it
+runs the steps of `group_two_levels` and writes their results in this layout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fp8compile.target import target_of
 __all__ = ["group_quantize_two_levels", "quantize_groups_in_two_levels"]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-ROW_BYTES = 16  # of codes, a multiple of which a row has
+ROW_BYTES = 16  # a row of codes is a multiple of this many bytes
 
 
 def _up(size: int, multiple: int) -> int:
@@ -65,7 +65,7 @@ def _empty_outputs(
 
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of one group's tokens, one a byte, with scales and outer scale."""
+    """Quantize one group's tokens; returns codes, one a byte, scales and the outer scale."""
     return by_outer_amax(x, outer_amax, quantizer.unpacked() or quantizer)
 
 
@@ -110,21 +110,21 @@ def _group_by_group(
 
 
 def _words(codes: Tensor) -> Tensor:
-    """View codes as numbers of 64 bits, sixteen codes each, as the kernel writes them."""
+    """View codes as 64-bit integers of sixteen codes each, because the kernel writes such integers."""
     return codes.view(torch.int64) if codes.numel() else codes
 
 
 def _kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales in tiles and outer scales along rows, then the same along tokens.
+    """Returns codes, scales in tiles and outer scales along rows, then the same three along tokens.
 
     Args:
-        x: (R, K), sorted by group; rows behind the last group are not read.
+        x: (R, K), sorted by group; rows after the last group are not read.
         offsets: Ends of the groups, (E,) int32.
         amaxes: Outer amaxes of each group, (2, E) float32, as `group_outer_amaxes` returns them.
-        rows: Block (1, 16), no transform.
-        columns: Block (16, 1).
+        rows: Quantizer along rows, block (1, 16), no transform.
+        columns: Quantizer along tokens, block (16, 1).
         directions: ``"both"``, ``"rows"`` or ``"tokens"``; results of a direction that is left out have no elements.
     """
     if target_of(x.device).type == "cpu":
@@ -158,6 +158,9 @@ group_quantize_two_levels: OpOverload = register_group_op(
 def quantize_groups_in_two_levels(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> Outputs:
-    """Codes, scales in tiles and outer scales by both ops; forward and backward of a graph share one call."""
+    """Compute outer amaxes, and from them codes, scales in tiles and outer scales.
+
+    Forward and backward of a graph share one call. Arguments and results are those of `group_quantize_two_levels`.
+    """
     amaxes = group_outer_amaxes(x, offsets, rows, columns, directions)
     return group_quantize_two_levels(x, offsets, amaxes, rows, columns, directions)

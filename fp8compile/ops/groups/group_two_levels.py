@@ -1,11 +1,11 @@
 """fp8compile::group_two_levels: codes and both levels of scales; each group is quantized as if it were alone.
 
-    quantizer of rows, or square    codes (R, K)     scales (R / block, ...)     a group's rows begin with a block
-    quantizer along tokens          codes (K, C)     scales (C / block, K)       at padded columns, as `group_quantize`
+    blocks along rows, or square    codes (R, K)     scales (R / block, ...)     a block begins with each group
+    blocks along tokens             codes (K, C)     scales (C / block, K)       padded columns, see `group_quantize`
 
-Each group has an outer scale of its own, (E,). Codes are one a byte. Transforms, and positions for stochastic
-rounding, begin anew with each group. A CPU runs the quantizer's steps group by group; a GPU has
-`group_quantize_two_levels`, for `TwoLevelScaling`.
+Each group has its own outer scale, (E,). A byte holds one code. Transforms, and positions for stochastic rounding,
+begin anew with each group. A CPU runs the quantizer's steps group by group. A GPU runs `group_quantize_two_levels`
+instead, for `TwoLevelScaling` only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.ops.groups.group_quantize import empty_outputs
-from fp8compile.ops.groups.layout import alignment, group_to_read, zero_behind
+from fp8compile.ops.groups.layout import alignment, group_to_read, spans, zero_behind
 from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
@@ -37,7 +36,7 @@ NO_GROUPS_OF_TWO_LEVELS = (
 
 
 def token_columns(columns: slice, quantizer: Quantizer) -> slice:
-    """Number of columns of a group's codes along tokens; a transform fills the last block."""
+    """The columns of a group's codes along tokens; with a transform, they include all of the last block."""
     missing = (columns.start - columns.stop) % quantizer.block[0] if quantizer.transform() else 0
     return slice(columns.start, columns.stop + missing)
 
@@ -51,13 +50,13 @@ def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) 
 
 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales of blocks and outer scales.
+    """Returns codes, scales of blocks and outer scales.
 
     Args:
         x: (R, K), sorted by group.
-        offsets: Ends of the groups, (E,) int32; multiples of the block's rows, but along tokens.
-        quantizer: Quantizer of two levels, one code a byte.
-        along_tokens: Whether codes are transposed, at padded columns.
+        offsets: Ends of the groups, (E,) int32. Unless ``along_tokens``, they are multiples of the block's rows.
+        quantizer: Quantizer with two levels of scales that stores one code a byte.
+        along_tokens: Whether codes are transposed and lie in padded columns.
     """
     if target_of(x.device).type != "cpu":
         raise RuntimeError(f"fp8compile::group_two_levels: {quantizer!r} {NO_GROUPS_OF_TWO_LEVELS}")
@@ -82,7 +81,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
 
 
 def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the elementwise rules on all groups at once; each row of blocks takes its group's outer amax."""
+    """The op in an exported program: rules run on all groups at once, with the outer amax of each block's group."""
     if along_tokens or type(quantizer) is not TwoLevelScaling or quantizer.rounding != "nearest":
         why = OF_BACKWARD if along_tokens else f"{quantizer!r} is no TwoLevelScaling that rounds to nearest"
         raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be taken apart: {why}.")

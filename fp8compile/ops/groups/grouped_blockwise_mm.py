@@ -1,10 +1,10 @@
-"""fp8compile::grouped_blockwise_mm: products group by group of codes with a scale for 128 values of the sum.
+"""fp8compile::grouped_blockwise_mm: products group by group of codes with one scale for every 128 values of the sum.
 
-    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row by the matrix of its group; rows behind the last are zeros
-    b (K, C)       d_eNK = a_NC @ b_KC^T      over the tokens of each group; a group without tokens has zeros
+    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group; 0 in rows after the last group
+    b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group; 0 for a group without tokens
 
-PyTorch has none. On a GPU this op is a Triton kernel, for Hopper; on a CPU, and as the reference, it is float64
-products of what the codes mean, rounded once.
+PyTorch has no such product. On a GPU this op is a Triton kernel for Hopper. On a CPU, and as the reference, it
+multiplies the values of the codes in float64 and rounds once.
 """
 
 from __future__ import annotations

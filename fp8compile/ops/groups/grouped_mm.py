@@ -1,11 +1,11 @@
 """fp8compile::grouped_mm: products in high precision, group by group, and fp8compile::group_sum.
 
-    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a by the matrix of its group
-    b (R, K)       d_eNK = a_RN^T @ b_RK      over the rows of each group
-    group_sum      s_eN                       the rows of each group, summed
+    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
+    b (R, K)       d_eNK = a_RN^T @ b_RK      sums over the rows of each group
+    group_sum      s_eN                       sums the rows of each group
 
-`torch._grouped_mm` leaves what is behind the last group unwritten and takes bfloat16 alone where it is traced. Here
-rows behind the last group are never read and are zeros in the result; a CPU takes every dtype.
+`torch._grouped_mm` leaves rows after the last group unwritten, and takes only bfloat16 when it is traced. Here rows
+after the last group are never read and are zeros in the result, and a CPU takes every dtype.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops.gemms.grouped.float8 import padded_features
-from fp8compile.ops.groups.layout import zero_behind, zero_where_empty
+from fp8compile.ops.groups.layout import spans, zero_behind, zero_where_empty
 from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
-from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import GemmConfig
 from fp8compile.target import target_of
 
 __all__ = ["group_sum", "grouped_mm"]
 
-ALIGNMENT = 8  # `torch._grouped_mm`: rows of bfloat16 are multiples of 16 bytes
+ALIGNMENT = 8  # `torch._grouped_mm` wants rows that are multiples of 16 bytes: 8 values of bfloat16
 
 
 def _one_by_one(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -70,7 +69,7 @@ def _fake(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
 
 def _decompose(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
     if target_of(a.device).type == "cpu":
-        return NotImplemented  # stays one call, which reads the sizes of the groups
+        return NotImplemented  # the op stays one call, because its kernel reads the sizes of the groups
     return _kernel(a, b, offsets, config)
 
 
@@ -93,7 +92,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
             yield a, torch.randn(3, 20, 24).to(dtype), offsets, GemmConfig()
             yield a, torch.randn(12, 21).to(dtype), offsets, GemmConfig()
     yield torch.randn(24, 12).t(), torch.randn(3, 24, 20).transpose(1, 2), offsets + 12, GemmConfig()
-    yield a[:0], torch.randn(3, 20, 24), offsets, GemmConfig()  # offsets are those of no rows
+    yield a[:0], torch.randn(3, 20, 24), offsets, GemmConfig()  # the last offsets: all groups are empty
 
 
 grouped_mm: OpOverload = register_op(
@@ -114,7 +113,7 @@ inductor.register_fallback(grouped_mm)
 def _sum_kernel(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
     if target_of(a.device).type == "cpu":
         return torch.stack([a[rows].sum(0) for rows, _ in spans(offsets, 1)])
-    # a product with ones: its order of summation is the same each time, that of atomics isn't
+    # a product with ones sums in the same order each time, which atomics do not
     return _by_torch(a, a.new_ones((a.shape[0], ALIGNMENT)), offsets)[:, :, 0].contiguous()
 
 

@@ -1,10 +1,11 @@
 """fp8compile::grouped_nvfp4_mm: products of four-bit codes group by group, as Blackwell's tensor cores multiply them.
 
-    b (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row by the matrix of its group
-    b (K, C / 2)       d_eNK = a_NC @ b_KC^T      over the columns of each group
+    b (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group
+    b (K, C / 2)       d_eNK = a_NC @ b_KC^T      sums over the columns of each group
 
-One call of `torch._scaled_grouped_mm_v2`, for which PyTorch 2.13 has no shapes without data, and no version a
-lowering; so the op stays one call. On a CPU it multiplies the same operands exactly, for tests.
+The op calls `torch._scaled_grouped_mm_v2` once. PyTorch 2.13 has no meta kernel for that function, and no version of
+PyTorch has an Inductor lowering, so the op stays one call in graphs. On a CPU it multiplies the same operands exactly,
+for tests.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from fp8compile.target import target_of
 
 __all__ = ["grouped_nvfp4_mm"]
 
-MOST_GROUPS = 1024  # one block of threads prepares all of them
+MOST_GROUPS = 1024  # PyTorch prepares all groups in one thread block, of at most 1024 threads
 
 
 def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bool) -> Iterator[Tensor]:
-    """The values of each group's rows or columns; its tiles lie behind those of the group before."""
+    """The values of each group's rows or columns. Tiles of a group follow those of the group before it."""
     flat, start, at = tiles.contiguous().view(-1), 0, 0
     for end in offsets.tolist():
         own = codes[:, start // 2 : end // 2] if over_tokens else codes[start:end]
@@ -72,16 +73,17 @@ def _kernel(
     offsets: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """A product for each group; a GPU leaves rows behind the last group unwritten.
+    """Multiply group by group; a GPU leaves rows after the last group unwritten.
 
     Args:
         a: (R, K / 2) uint8, two codes of a row a byte, K a multiple of 32; or (N, C / 2).
         b: (E, N, K / 2) uint8, N a multiple of 16; or (K, C / 2), K a multiple of 16.
-        a_scale: e4m3 bytes of 1 x 16 codes in tiles: (rows in tiles, blocks of a row in fours) of rows, each group
-            from a tile on; or (N in tiles, C / 16), a group's tiles together.
-        b_scale: (E, bytes of a matrix's tiles), or (K in tiles, C / 16).
-        a_outer_scale: (E,) float32, a number for each group.
-        b_outer_scale: (E,) float32, a number for each group.
+        a_scale: e4m3 scales of blocks of 1 x 16 codes, as bytes in tiles. For rows: (rows rounded up to tiles, blocks
+            of a row rounded up to 4), and each group begins with a new tile. Over tokens: (N rounded up to tiles,
+            C / 16), and the tiles of a group are contiguous.
+        b_scale: The same scales of b: (E, bytes of a matrix's tiles), or (K rounded up to tiles, C / 16).
+        a_outer_scale: (E,) float32, one for each group.
+        b_outer_scale: (E,) float32, one for each group.
         offsets: Ends of the groups, (E,) int32: among the rows, or among C columns, where each group has whole tiles.
         out_dtype: Dtype of the product; bfloat16 on a GPU.
     """
@@ -119,7 +121,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         size = tiles_numel(features, row_bytes * 2 // NV_BLOCK)
         scales = torch.randint(120, (groups, size), generator=generator, dtype=torch.uint8)
         yield codes, matrices.transpose(1, 2), scale, scales, outer, torch.rand(groups), offsets, torch.bfloat16
-        half = features // 2  # of a matrix whose tiles are those of more rows
+        half = features // 2  # codes of fewer rows than their tiles have
         of_half = turned[0][:half], turned[1][:TILE_ROWS]
         yield of_half[0], turned[0], of_half[1], turned[1], turned[2], turned[2], tile_ends(offsets), torch.float32
 
@@ -131,7 +133,7 @@ grouped_nvfp4_mm: OpOverload = register_op(
     backward=None,
     decompose=None,  # one call on every device
     portable=ON_GPU,
-    sharding=None,  # its operands are laid out for one GPU
+    sharding=None,  # operands are laid out for one GPU
     samples=_samples,
 )
 inductor.register_fallback(grouped_nvfp4_mm, contiguous=True)

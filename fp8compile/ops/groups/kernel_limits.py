@@ -1,4 +1,4 @@
-"""Which quantizers the kernels over groups take on a GPU; on a CPU any quantizer's own steps run."""
+"""Which quantizers the GPU kernels over groups take. On a CPU any quantizer works, because its own steps run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _is_nearest(quantizer: Quantizer) -> bool:
 
 
 def has_group_kernel(quantizer: Quantizer) -> bool:
-    """Whether `group_amax` and `group_cast` take it on a GPU."""
+    """Whether `group_amax` and `group_cast` take a quantizer on a GPU."""
     return _is_nearest(quantizer) and quantizer.block in ((-1, 1), (-1, -1))
 
 
 def has_block_kernel(quantizer: Quantizer) -> bool:
-    """Whether `group_quantize` takes it on a GPU."""
+    """Whether `group_quantize` takes a quantizer on a GPU."""
     n, columns = quantizer.block
     return _is_nearest(quantizer) and n > 1 and columns == 1 and LARGEST_BLOCK % alignment(quantizer) == 0
 
@@ -31,8 +31,8 @@ def check_has_kernel(op: str, quantizer: Quantizer) -> None:
     """Raise a ValueError if an op's kernel does not take a quantizer.
 
     Args:
-        op: Name of the op.
-        quantizer: The quantizer that it was given.
+        op: Name of the op, without its namespace.
+        quantizer: The quantizer that the op was given.
     """
     is_blocks = op == "group_quantize"
     if not (has_block_kernel if is_blocks else has_group_kernel)(quantizer):

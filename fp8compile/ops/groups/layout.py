@@ -1,18 +1,19 @@
 """The layout of transposed codes of groups: each group begins at a multiple of `align` columns.
 
-Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. A GEMM that sums over tokens of a
-group reads codes along tokens, from addresses that are multiples of 16 bytes; blocks of 32 or 128 tokens begin with
-each group. So the cast that transposes the codes writes a group's tokens from the next multiple of ``align``, with
-zeros in between, and no activation is ever padded or copied:
+Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. A GEMM that sums over the tokens of
+a group reads codes along tokens, from addresses that are multiples of 16 bytes; and blocks of 32 or 128 tokens begin
+with each group. The cast that transposes the codes therefore writes each group from the next multiple of ``align`` on,
+with zeros between groups. No activation is padded or copied:
 
-    tokens (R)      a a a b b b b b . .          offsets (3, 8), rows behind the last group belong to none
+    tokens (R)      a a a b b b b b . .          offsets (3, 8), rows after the last group belong to none
     columns (C)     a a a 0 b b b b b 0 0 0      align 4: starts 0, 4
 
-The number of columns, ``padded_length``, is known from sizes alone; where groups lie in them is data.
+The number of columns, ``padded_length``, follows from shapes alone. Where each group lies depends on the data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import lcm
 
 import torch
@@ -31,15 +32,16 @@ __all__ = [
     "padded_offsets",
     "row_of_columns",
     "sizes_of_groups",
+    "spans",
     "zero_behind",
     "zero_where_empty",
 ]
 
-TOKEN_ALIGNMENT = 16  # bytes, so codes: where a grouped GEMM may begin to read along tokens
+TOKEN_ALIGNMENT = 16  # in bytes, and so in codes: a grouped GEMM begins to read along tokens at multiples of it
 
 
 def alignment(quantizer: Quantizer) -> int:
-    """The ``align`` of a quantizer: GEMMs read, and blocks of tokens begin, at multiples of it."""
+    """The ``align`` of a quantizer: the smallest number of columns at whose multiples GEMMs and blocks may begin."""
     rows = quantizer.block[0]
     return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
 
@@ -49,23 +51,42 @@ def padded_length(rows: int, groups: int, align: int) -> int:
     return (rows + groups * (align - 1)) // align * align
 
 
+def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
+    """The rows of each group, and the columns of its transposed codes without padding, as numbers on the host.
+
+    CPU kernels take one group after the other by them.
+
+    Args:
+        offsets: Ends of the groups among the rows, (E,) int32; read on the host.
+        align: Number whose multiples groups begin at.
+    """
+    row = column = 0
+    for end in offsets.tolist():
+        size = end - row
+        yield slice(row, end), slice(column, column + size)
+        row, column = end, column + (size if align == 1 else padded_length(size, 1, align))
+
+
 def sizes_of_groups(offsets: Tensor) -> Tensor:
     """Number of rows of each group, (E,), in the dtype of ``offsets``."""
     return torch.diff(offsets, prepend=offsets.new_zeros(1))
 
 
 def padded_offsets(offsets: Tensor, align: int) -> Tensor:
-    """End of each group among the columns, (E,) int32; a group begins at the end of the one before."""
+    """End of each group among the columns, (E,) int32. A group begins where the group before it ends."""
     return ((sizes_of_groups(offsets) + (align - 1)) // align * align).cumsum(0, dtype=torch.int32)
 
 
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The group of each of ``rows`` rows, (rows,) int64; a row behind the last group gets the number of groups."""
+    """The group of each of ``rows`` rows, (rows,) int64; a row after the last group gets the number of groups."""
     return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
 
 
 def group_to_read(offsets: Tensor, rows: int) -> Tensor:
-    """The group of each row, to index tensors by group; a row behind the last group gets the last group."""
+    """The group of each row, as an index into tensors with a value for each group.
+
+    Rows after the last group get the last group, so that every index is valid.
+    """
     return group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
 
 
@@ -74,12 +95,12 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 
     Args:
         offsets: Ends of the groups among the rows, (E,) int32.
-        align: Number whose multiples groups begin at.
+        align: Groups begin at multiples of this number of columns.
         columns: Number of columns, ``padded_length``.
 
     Returns:
-        The row of each column, (columns,) int32, -1 for padding; and its group, (columns,) int32. Padding belongs to
-        the group before it.
+        The row of each column, (columns,) int32, -1 for padding; and the group of each column, (columns,) int32.
+        Padding belongs to the group before it.
     """
     ends = padded_offsets(offsets, align)
     column = torch.arange(columns, dtype=torch.int32, device=offsets.device)
@@ -91,9 +112,10 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 
 
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Zero the rows behind the last group, which PyTorch's products leave unwritten.
+    """Zero the rows after the last group, which PyTorch's products leave unwritten.
 
-    The backward makes the mask again. If it were kept, the forward would write both the product and the masked copy.
+    The backward computes the mask again. If the mask's result were kept, the forward would write both the product and
+    the masked copy.
     """
     with inductor.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -103,11 +125,11 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
 def zero_where_empty(matrices: Tensor, ends: Tensor) -> Tensor:
     """Zero the products of groups without rows.
 
-    PyTorch's grouped products write those zeros on compute capability 9.0. From 10.0 on they skip such a group and
-    leave what was in memory (pytorch#172439).
+    PyTorch's grouped products write these zeros on compute capability 9.0. From 10.0 on they skip a group without
+    rows, and leave its memory as it was (pytorch#172439).
 
     Args:
-        matrices: A product for each group, (E, ...).
+        matrices: The products, one for each group, (E, ...).
         ends: End of each group, (E,) int32.
     """
     if target_of(matrices.device).capability < (10, 0):

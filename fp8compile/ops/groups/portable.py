@@ -1,6 +1,8 @@
-"""Grouped ops for programs that leave this package: no size of a group is read, so each step takes all rows.
+"""Masks for grouped ops in exported programs, which run without this package and can't read sizes of groups.
 
-rows    a a b b b .     group 0: all rows as if they were its own, of which a a are taken;  group 1: b b b
+Each step therefore computes all rows for every group, and a mask selects the rows of the group:
+
+    rows    a a b b b .     mask of group 0: 1 1 0 0 0 0     mask of group 1: 0 0 1 1 1 0
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ ON_GPU = "it is a kernel of this package for groups of rows on a GPU. Export the
 
 
 def masks_of_groups(offsets: Tensor, rows: int) -> Iterator[Tensor]:
-    """Masks of the groups' rows, (rows, 1) bool, one for each group.
+    """The mask of each group's rows, (rows, 1) bool.
 
     Args:
         offsets: Ends of the groups, (E,).

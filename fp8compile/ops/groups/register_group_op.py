@@ -23,18 +23,19 @@ def register_group_op(
     samples: Samples,
     launch: Callable[..., TileLaunch | None] | None = None,
 ) -> torch._ops.OpOverload:
-    """Make an operator over groups: a kernel on a GPU; on a CPU, and as the reference, a loop over the groups.
+    """Register an operator over groups: a kernel on a GPU, and a loop over the groups on a CPU and as the reference.
 
-    That loop reads where groups end, so the op stays one call in compiled code. It has no derivative, and no sharding
-    rule, because groups are whole on a rank.
+    The loop reads where groups end, so the op stays one call in compiled code. The op has no derivative. It has no
+    sharding rule either, because groups are whole on a rank.
 
     Args:
         name: ``namespace::name``.
-        impl: What runs on all devices, as `register_op` takes it.
-        fake: Shapes and dtypes of the result.
-        portable: What an exported program has in the op's place, or why there is nothing.
+        impl: The implementation for all devices, as `register_op` takes it.
+        fake: Computes shapes and dtypes of the result.
+        portable: The computation that replaces the op in an exported program, or the reason why there is none.
         samples: Argument tuples for tests.
-        launch: The op's arguments; the launch of a kernel that may compute its input too, or None if none serves them.
+        launch: Takes the op's arguments and returns the launch of a kernel into which Inductor may fuse the
+            computation of the input, or None if no kernel takes these arguments.
     """
     op = register_op(
         name, impl, fake=fake, backward=None, decompose=None, portable=portable, sharding=None, samples=samples

@@ -1,10 +1,11 @@
-"""fp8compile::routed_rows: rows of tokens in the order of their experts, whose gradient is read and not scattered.
+"""fp8compile::routed_rows: puts rows of tokens into the order of their experts; its gradient gathers, not scatters.
 
-    order (R,)    index of the pair of a token and an expert at each of R places
+    order (R,)    index of the (token, expert) pair at each of R places
     places (R,)   place of each pair, the inverse of `order`
 
-In PyTorch, the gradient of ``x[order // top_k]`` adds each row to its token's, in the dtype of x and, on a GPU, in any
-order. Because the inverse is known, each token reads its rows here and sums them once, always to the same bits.
+In PyTorch, the gradient of ``x[order // top_k]`` adds each row to the row of its token, in the dtype of x and, on a
+GPU, in an arbitrary order. Here the inverse is known, so each token's gradient gathers its rows and sums them once,
+which always gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["routed_rows"]
 
 
 def _times(pairs: int, tokens: int) -> int:
-    """Number of pairs of each token."""
+    """Number of (token, expert) pairs of each token."""
     return pairs // tokens if tokens else 1
 
 

@@ -1,10 +1,10 @@
 """fp8compile::scaled_grouped_mm: products of quantized tensors, group by group.
 
-    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a by the matrix of its group
-    b (K, C)       d_eNK = a_NC @ b_KC^T      over the tokens of each group
+    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
+    b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group
 
-How codes, scales and groups lie is said by `fp8compile.ops.gemms.grouped.kernel.Quantized`. Rows behind the last
-group are never read, and zeros in the result; a group without tokens has zeros.
+`fp8compile.ops.gemms.grouped.kernel` describes the layout of codes, scales and groups. Rows after the last group are
+never read, and are zeros in the result. The product of a group without tokens is zeros.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _fake(*args: Any) -> Tensor:
 
 def _decompose(*args: Any) -> Tensor:
     a, b, _, _, _, *how = args[:9]
-    # opaque: it stays one call, which reads the sizes of the groups
+    # an opaque GEMM stays one call, because it reads the sizes of the groups
     return NotImplemented if _gemm(a, b, *how).is_opaque else _kernel(*args)
 
 
@@ -81,7 +81,7 @@ def _portable(*args: Any) -> Tensor:
 
 
 def sample_offsets() -> Iterator[Tensor]:
-    """Ends of three groups of at most 12 rows: even, skewed with rows behind, empty ones, none at all."""
+    """Ends of three groups of at most 12 rows: equal sizes, skewed with rows left over, some empty, all empty."""
     for ends in ((4, 8, 12), (1, 1, 9), (0, 12, 12), (0, 0, 0)):
         yield torch.tensor(ends, dtype=torch.int32)
 
@@ -104,7 +104,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield x, y, torch.rand(3, 20), torch.rand(3, 24), offsets, of_tokens, of_tokens, *last
     row, weight = CurrentScaling(block=(1, -1)), torch.zeros(3, 20, 24, dtype=torch.uint8)
     no_rows = torch.empty(0, 24, dtype=torch.uint8), weight, torch.empty(0, 1), torch.ones(3, 20, 1)
-    yield *no_rows, offsets, row, row, *last  # offsets are those of no rows
+    yield *no_rows, offsets, row, row, *last  # the last offsets: all groups are empty
     turned = torch.randint(0, 120, (24, 12), dtype=torch.uint8).t()
     yield (
         turned,
@@ -132,7 +132,7 @@ inductor.register_fallback(scaled_grouped_mm)
 
 
 def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """The op, called with operands."""
+    """Call `scaled_grouped_mm` on two `Quantized` operands, whose codes and scales it unpacks."""
     outer = outer_scales_of(a, b)
     how = a.quantizer, b.quantizer, out_dtype, config
     return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, *how, *outer)

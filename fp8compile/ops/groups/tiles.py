@@ -1,13 +1,13 @@
-"""The layout of groups that a GPU's four-bit grouped product reads: whole tiles of 128 columns, at least one a group.
+"""The layout of groups for a GPU's four-bit grouped product: each group has whole tiles of 128 columns, at least one.
 
     tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
     columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
 
-Codes of a group's tokens begin at a multiple of 128 columns: scales lie in tiles of 128 rows by 4 blocks of 16
-(`fp8compile.scale_layouts`), so a group has whole tiles both along its rows and along its tokens, and begins at
-multiples of 16 bytes, as loads by TMA want it. A group without tokens has a tile of zeros, whose product is the zeros
-of its grad_weight: the GEMM skips a group whose sum is empty, and leaves its result unwritten. Scales of rows have no
-tile for such a group.
+Codes of a group's tokens begin at a multiple of 128 columns, because scales lie in tiles of 128 rows by 4 blocks of 16
+(`fp8compile.scale_layouts`). A group thus has whole tiles both along its rows and along its tokens, and begins at a
+multiple of 16 bytes, which loads by TMA need. A group without tokens gets one tile of zeros, whose product is its
+grad_weight of zeros: without that tile the GEMM would skip the group and leave its result unwritten. Scales along rows
+have no tile for a group without tokens.
 
 Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`, whose
 groups for NVFP4 are multiples of 128, too.
@@ -32,13 +32,13 @@ def tile_columns(rows: int, groups: int) -> int:
 
 
 def tile_ends(offsets: Tensor) -> Tensor:
-    """End of each group among the columns, (E,) int32; a group begins at the end of the one before."""
+    """End of each group among the columns, (E,) int32. A group begins where the group before it ends."""
     tiles = ((sizes_of_groups(offsets) + (TILE_ROWS - 1)) // TILE_ROWS).clamp(min=1)
     return (tiles * TILE_ROWS).cumsum(0, dtype=torch.int32)
 
 
 def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The rows of each group, and all of its columns; ``offsets`` are read on the host."""
+    """For each group, the slices of its rows and of its columns with padding; reads ``offsets`` on the host."""
     start, column = 0, 0
     for end, column_end in zip(offsets.tolist(), tile_ends(offsets).tolist(), strict=True):
         yield slice(start, end), slice(column, column_end)
@@ -46,13 +46,13 @@ def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Tensor:
-    """The scales of each row, (rows, blocks), from the tiles of all groups; no size of a group is read on the host.
+    """The scales of each row, (rows, blocks), from the tiles of all groups; the host reads no size of a group.
 
     Args:
-        tiles: Bytes (C, at least blocks), the tiles of one group behind those of another.
+        tiles: Bytes (C, at least blocks); the tiles of each group follow those of the group before it.
         offsets: Ends of the groups, (E,) int32.
-        rows: How many there are. A row behind the last group gets some scale.
-        blocks: Scales of a row.
+        rows: Number of rows. A row after the last group gets an arbitrary scale.
+        blocks: Number of scales of a row.
     """
     group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
     first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))

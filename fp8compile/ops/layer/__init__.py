@@ -1,16 +1,16 @@
-"""The linear layer: its ops in graphs, for every placement of its tensors, and what they are made of.
+"""The linear layer: its ops in graphs for every placement of its tensors, and the steps that the ops consist of.
 
-layers.py           the ops, a line a placement
-register_layer.py   a placement becomes ops: kernel, decomposition, fake, derivative
-layer.py            the three products, for all of them
-placements.py       where tensors lie, and what follows: over a group of ranks, over FSDP
-stateful_placements.py, write_state.py   the same with the state of delayed scaling
-products.py         what a product of parts gathers and sums: one table
-operands.py         codes and scales of a product's operands: one provider
-quantize.py         amax, scale and cast of a part, of a matrix or of a stack
-quantize_groups.py  the same of rows of groups
+layers.py           registers the ops, one line for each placement
+register_layer.py   turns a placement into ops: kernel, decomposition, fake, derivative
+layer.py            the three products, for every placement
+placements.py       where tensors lie and what follows: over a group of ranks, over FSDP
+stateful_placements.py, write_state.py   placements with the state of delayed scaling
+products.py         what ranks gather and sum for a product of their parts: one table
+operands.py         codes and scales of a product's operands
+quantize.py         amax, scale and cast of a rank's part of a matrix or of a stack
+quantize_groups.py  amax, scale and cast of rows that are sorted by group
 one_read.py         kernels that read a tensor once for two purposes
-over_ranks.py       parts that ranks put together
+over_ranks.py       gathers the parts of a tensor over ranks, or narrows it to one part
 kept_input.py       the codes that eager mode keeps of an input
 """
 

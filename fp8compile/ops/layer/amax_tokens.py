@@ -3,12 +3,12 @@
     forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> fsdp_delayed_linear --> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
-A token is zeros that nothing reads, and its gradient is an amax. So autograd brings the amaxes of all layers together
-before ranks send them, and updates states last, in whatever order layers run. A layer has two tokens, because its
-activations' amaxes and its weight's are reduced over different ranks:
+A token is a tensor of zeros that nothing reads; its gradient carries amaxes. Autograd therefore collects the amaxes of
+all layers before ranks send them, and updates the states last, in whatever order layers run. A layer has two tokens,
+because the amaxes of activations and the amax of the weight are reduced over different ranks. Their gradients are:
 
-    of activations (3,)    1 if the layer's backward ran, amax of x, amax of grad_output
-    of the weight (1,)     amax of this rank's rows
+    activations (3,)    1 if the layer's backward ran, amax of x, amax of grad_output
+    weight (1,)         amax of this rank's rows
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ fsdp_tokens: OpOverload = register_op(
     setup_context=_tokens_setup_context,
     backward=_tokens_backward,
     decompose=_tokens_kernel,
-    sharding=None,  # its tensors are this rank's
+    sharding=None,  # takes tensors of this rank alone, never DTensors
     samples=_tokens_samples,
     updates=("amax_history", "multiplier"),
 )
@@ -90,7 +90,7 @@ def _together_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -
 
 
 def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
-    # those of weights are known before the backward, where compilers would send them from the forward
+    # amaxes of weights are known before the backward; without this mark compilers would send them in the forward
     with sent_in_backward():
         return all_reduce_amaxes([amaxes], [ctx.groups.names])[0], None
 

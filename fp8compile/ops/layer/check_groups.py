@@ -1,4 +1,4 @@
-"""Checks of recipes for groups: each group of tokens is quantized by itself, and not every recipe can do that."""
+"""Check that a recipe can quantize each group of tokens by itself, as layers with groups need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
         _check_recipe(recipe)
 
 
-@lru_cache(maxsize=256)  # each eager call asks
+@lru_cache(maxsize=256)  # every call of an eager layer checks its recipe
 def _check_recipe(recipe: Recipe) -> None:
     if recipe.history():
         raise ValueError(
@@ -43,7 +43,7 @@ def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> N
             f"grouped_linear: {slot} packs codes of several values in a byte, by {quantizer!r}, and groups begin "
             "anywhere. Let its unpacked() return a quantizer of the same codes, one a byte."
         )
-    # of two levels a group is quantized as if it were alone, noise and all
+    # with two levels of scales, noise depends on an element's place in its own group
     if getattr(quantizer, "rounding", "nearest") != "nearest" and not quantizer.has_outer_scale():
         raise ValueError(
             f"grouped_linear: {slot} rounds stochastically, by noise of an element's place, which "
@@ -59,7 +59,7 @@ def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> N
 
 
 def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
-    """Raise a ValueError if ranks share each matrix and the recipe has outer scales, which would span those ranks."""
+    """Raise a ValueError if ranks share each matrix and the recipe has outer scales, which would span the ranks."""
     if ranks == 1 or _compat.is_stand_in(recipe):
         return
     if any(quantizer.has_outer_scale() for gemm in GEMMS for quantizer in recipe.quantizers(gemm) or ()):

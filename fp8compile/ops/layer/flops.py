@@ -1,7 +1,7 @@
-"""How many floating-point operations our products are, for `torch.utils.flop_counter`.
+"""FLOP formulas of this package's products, for `torch.utils.flop_counter`.
 
-`FlopCounterMode`, and tools that measure utilization by it, then count a converted model like the unconverted one.
-Quantizing is no product and counts nothing, as elsewhere.
+With them `FlopCounterMode`, and tools that measure utilization by it, count a converted model like the unconverted
+one. Quantizing counts nothing, because `FlopCounterMode` counts products only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Shape = Sequence[int]
 
 
 def _formula(op: LayerOp) -> Callable[..., int]:
-    """2 * tokens * in_features * out_features on this rank; rows behind the last group count too."""
+    """The formula of a layer's op: 2 * tokens * in_features * out_features on this rank.
+
+    Rows after the last group count too.
+    """
 
     def formula(*args: Any, **_: Any) -> int:
         tensors, ends, place, last = op.split(args)
@@ -45,18 +48,18 @@ def _formula(op: LayerOp) -> Callable[..., int]:
 
 
 def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
-    """Count by the shapes of values, because two codes may share a byte."""
+    """FLOPs of `scaled_mm`, by the shapes of values, because two codes may share a byte."""
     _, _, a_quantizer, b_quantizer, *_ = rest
     return 2 * prod(a_quantizer.values_shape(a)) * b_quantizer.values_shape(b)[1]
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """Count every row, because how many rows belong to no group is data."""
+    """FLOPs of a grouped product. Every row counts, because only the data say how many rows belong to no group."""
     return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
 
 
 def _in_pairs(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """Count for codes that are packed two to a byte along the summed dim."""
+    """FLOPs of a product whose codes are packed in pairs along the summed dim, one pair a byte."""
     return 2 * _grouped(a, b)
 
 
@@ -81,5 +84,5 @@ def _register() -> None:
         register_flop_formula(op.overloadpacket)(formula)
 
 
-# importing it costs 0.15 s, which `import fp8compile` must not pay
+# importing torch.utils.flop_counter costs 0.15 s, which `import fp8compile` must not pay
 _compat.when_imported("torch.utils.flop_counter", _register)

@@ -1,4 +1,4 @@
-"""fp8compile::fsdp_amax: this rank's contribution to the amaxes of a sharded weight.
+"""fp8compile::fsdp_amax: this rank's contribution to the amaxes of a weight that FSDP shards.
 
 Ranks reduce the contributions of all layers in one message, before the layers run.
 """
@@ -23,7 +23,7 @@ __all__ = ["fsdp_amax"]
 
 
 def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
-    """This rank's contribution to the whole weight's amaxes, shape ``grid``, float32: see `whole_amax`."""
+    """This rank's contribution to the whole weight's amaxes, float32 of shape ``grid``; see `whole_amax`."""
     part = Plain(shard.to(dtype), TensorLayout((*placed_cuts(rows.placed), rows_cut(rows))))
     return whole_amax(part, getattr(recipe, slot)).clone()
 
@@ -49,6 +49,6 @@ fsdp_amax: OpOverload = register_op(
     fake=_fake,
     backward=None,
     decompose=_kernel,
-    sharding=None,  # its tensors are this rank's
+    sharding=None,  # takes tensors of this rank alone, never DTensors
     samples=_samples,
 )

@@ -1,10 +1,10 @@
-"""fp8compile::fsdp_gather: gather a parameter that ranks share by rows; its gradient is reduced and scattered back.
+"""fp8compile::fsdp_gather: gather a parameter whose rows ranks share; its gradient is reduced and scattered back.
 
     forward    shard --cast to dtype--> all-gather --> the parameter
     backward   gradient --cast to reduce_dtype--> reduce-scatter, mean --> mean over replicas --> shard's dtype
 
-These are the steps of `torch.distributed.fsdp.fully_shard` around a module, as nodes of the graph. In compiled code
-the gather is repeated in the backward: only the shard is kept.
+These are the steps of `torch.distributed.fsdp.fully_shard` around a module, as nodes of the graph. Compiled code keeps
+only the shard for the backward, and repeats the gather there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 
 
 def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
-    """Gather all rows in the shard's dtype; compiled code gathers again in the backward instead of keeping them."""
+    """Gather all rows in the shard's dtype.
+
+    Compiled code does not keep the gathered rows for the backward, but gathers them again there.
+    """
     if len(rows.sizes) == 1:
         return shard
     with inductor.recomputed(in_backward=in_backward):
@@ -34,7 +37,10 @@ def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
 
 
 def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
-    """Divisors before and after a sum over ranks, so that it can't overflow: about sqrt(ranks) each, as in FSDP2."""
+    """Returns the divisors before and after a sum over ranks, each about sqrt(ranks), so that the sum can't overflow.
+
+    They are those of FSDP2.
+    """
     before = 1
     while ranks % before == 0 and ranks / before > before:
         before *= 2
@@ -42,18 +48,20 @@ def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
 
 
 def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
-    """This rank's rows of the mean gradient over the ranks of both groups, by the arithmetic of `fully_shard`.
+    """This rank's rows of the mean gradient over the ranks that share rows and over replicas.
+
+    The arithmetic is that of `fully_shard`.
 
     Args:
         grad: Gradient of the whole parameter, from this rank's data.
         dtype: Dtype of the result.
         rows: How the parameter is cut.
     """
-    replicas: Any = rows.replicas  # a name
+    replicas: Any = rows.replicas  # the name of a group
     copies = _resolve_process_group(replicas).size() if replicas else 1
     ranks = len(rows.sizes) * copies
     reduce_dtype = getattr(torch, rows.reduce_dtype)
-    # float32 and bfloat16 have room for a sum; which divides first, NCCL's mean or we, is not to differ from FSDP2
+    # float32 and bfloat16 can't overflow in a sum; as in FSDP2, NCCL's mean divides for them, and we for other dtypes
     has_room = reduce_dtype in (torch.float32, torch.bfloat16)
     reduction = "avg" if has_room else "sum"
     before, after = (1.0, 1.0) if has_room else _divisors(reduce_dtype, ranks)
@@ -92,7 +100,7 @@ fsdp_reduce: OpOverload = register_op(
     fake=_reduce_fake,
     backward=None,
     decompose=_reduce_kernel,
-    sharding=None,  # its tensors are this rank's
+    sharding=None,  # takes tensors of this rank alone, never DTensors
     samples=lambda: _reduce_samples(),
 )
 

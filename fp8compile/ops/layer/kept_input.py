@@ -1,14 +1,15 @@
-"""The codes that eager mode keeps of a layer's input, in its place.
+"""The codes that eager mode keeps for the backward in place of a layer's input.
 
     x_MK --cast along tokens, in the forward--> codes, scale, outer scale --kept--> grad_weight_of_codes
 
-A layer that saves its input for grad_weight keeps two bytes an element, which the backward would read for nothing but
-codes. Codes of four bits are made in the forward and kept in the input's place: 0.56 bytes with their scales. They are
-the same codes, so all bits stay. Three layers that read one input, such as q, k and v, each keep codes and are still
-below the input; with codes of eight bits they would not be, so those recipes keep the input.
+A layer that saves its input for grad_weight keeps two bytes an element, and the backward reads it only to make codes.
+With codes of four bits, the forward makes the codes and keeps them in place of the input: 0.56 bytes an element,
+scales included. The backward would have made the same codes, so results are equal bit for bit. If three layers read
+one input, such as q, k and v, each keeps its own codes, and together they still take less memory than the input. With
+codes of eight bits they would take more, so recipes with eight bits keep the input.
 
-Compiled code does not need it: there the partitioner sees input and codes, and keeps what is smaller. The weight is a
-parameter, which is in memory anyway, so eager mode keeps no codes of it.
+Compiled code does not need this: its partitioner sees the input and the codes, and keeps what is smaller. The weight
+is a parameter, which is in memory anyway, so eager mode keeps no codes of the weight.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Kept = tuple[Tensor, Tensor, Tensor]
 
 
 def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
-    """Whether a layer keeps codes of this input in its place: in eager mode, of four bits."""
+    """Whether a layer keeps codes in place of this input: in eager mode, if grad_weight's codes have four bits."""
     if _compat.is_stand_in(recipe):
         return False
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -51,23 +52,23 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
-    """Whether grad_weight reads the values of the codes that the forward multiplied."""
+    """Whether the kept codes are cast along rows: grad_weight then reads the values that the forward multiplied."""
     return quantizer.block[1] != 1
 
 
 def packed_while_kept(layout: TensorLayout, quantizer: Quantizer) -> int:
-    """The dim of codes, one a byte, whose neighbours share a byte while they are kept."""
+    """The dim along which two neighbouring codes share a byte while they are kept."""
     if layout.ends is not None:
-        return -1  # of tokens, or of features along rows
+        return -1  # tokens if codes are cast along tokens, features if along rows
     return packed_dim(quantizer) or DIMS["columns" if quantizer.block[1] == 1 else "rows"]
 
 
 def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
-    """Whether codes of an input that lies so can be packed to be kept; all ranks come to the same answer.
+    """Whether codes of an input with this layout can be packed two to a byte; all ranks give the same answer.
 
-    Two codes a byte stand for an even number. Codes along tokens are padded, unless ranks cut a matrix.
+    Packing needs an even size. Codes along tokens are padded to one, unless ranks cut a matrix.
     """
-    if _compat.is_dtensor(x):  # however a mesh cuts that many, each part is even
+    if _compat.is_dtensor(x):  # a multiple of 2 * ranks has even parts, however a mesh cuts it
         return x.ndim > 1 and x.shape[packed_while_kept(layout, quantizer)] % (2 * x.device_mesh.size()) == 0
     if _is_along_rows(quantizer):
         return _is_even(x, layout, -1)
@@ -77,14 +78,17 @@ def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
 
 
 def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
-    """Whether every rank has an even size along a dim: one that keeps codes sends amaxes in its forward."""
+    """Whether every rank has an even size along a dim.
+
+    All ranks must agree, because a rank that keeps codes exchanges amaxes in its forward.
+    """
     dim %= x.ndim
     sizes = [cut.sizes for cut in layout.cuts if cut is not None and cut.dim == dim]
     return all(size % 2 == 0 for size in (*(size for each in sizes for size in each), x.shape[dim]))
 
 
 def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
-    """Codes of an input for grad_weight, the scales of their blocks and the outer scale.
+    """Quantize an input for grad_weight; returns the codes, the scales of their blocks and the outer scale.
 
     Args:
         part: The input as the layer holds it.
@@ -107,13 +111,13 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
 
 
 def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, rows: int) -> Quantized:
-    """What `keep_input` returned, as an operand of grad_weight.
+    """Turn what `keep_input` returned into an operand of grad_weight.
 
     Args:
         kept: What `keep_input` returned.
         quantizer: The quantizer that `keep_input` was given.
         layout: Layout of the input.
-        rows: Tokens of this rank; read for a whole matrix alone.
+        rows: Number of this rank's tokens; needed only for a whole matrix without groups.
     """
     codes, scale, outer_scale = kept
     if layout.ends is not None:
@@ -139,7 +143,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, ro
 
 
 def features_of(codes: Sequence[int], quantizer: Quantizer, layout: TensorLayout) -> int:
-    """Columns of the input, from the shape of its kept codes."""
+    """Number of the input's columns, from the shape of its kept codes."""
     if not _is_along_rows(quantizer):
         return codes[-1 if layout.ends is None else 0]
     is_packed = packed_dim(quantizer) is not None or layout.cuts or layout.ends is not None

@@ -4,13 +4,13 @@
     grad_input   dx = dy @ w
     grad_weight  dw = dy^T @ x
 
-Each is taken apart into amax, scale, cast and scaled_mm: by its kernel in eager mode, by its decomposition under
-Inductor, and wherever else someone needs to look inside. Saved for backward are x and w as they came, and only if a
-gradient needs them: which codes the backward wants depends on the recipe, and under Inductor the two casts of one
-tensor become one read of it. If codes have four bits, eager mode saves those in place of x (`kept_input`). The bias is
-added in the dtype of the output; if the output stays in high precision, by `torch.addmm`, as ``nn.Linear`` does.
+Each product consists of amax, scale, cast and scaled_mm. In eager mode its kernel runs these steps; under Inductor its
+decomposition puts them into the graph. The backward gets x and w as the forward got them, each only if a gradient
+needs it: which codes the backward wants depends on the recipe, and Inductor reads a tensor once for both of its casts.
+If codes have four bits, eager mode saves codes in place of x (`kept_input`). The bias is added in the dtype of the
+output; if the output stays in high precision, `torch.addmm` adds it, as in ``nn.Linear``.
 
-With groups (``ends``) each row is multiplied by the matrix of its group. Rows behind the last group are never read,
+With groups (``ends``) each row is multiplied by the matrix of its group. Rows after the last group are never read,
 and are zeros in y and in dx.
 """
 
@@ -53,13 +53,13 @@ def _operands(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[str
 
 
 def _part(tokens: Tensor, layout: TensorLayout) -> Plain:
-    """Tokens as a product takes them: flattened to a matrix, unless ranks cut one of their dims."""
+    """The tokens as an operand of a product: flattened to a matrix, unless ranks cut one of their dims."""
     return Plain(tokens if layout.cuts else as_matrix(tokens), layout)
 
 
 def check(x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe) -> None:
-    """Raise a ValueError if a layer with this placement can't run by this recipe or state."""
-    # in the op, for PyTorch 2.11 traces no method of a recipe
+    """Raise a ValueError if a layer with this placement can't run with this recipe or state."""
+    # checked in the op, because PyTorch 2.11 traces no method of a recipe
     place.check(x, recipe)
     if ends is not None:
         check_recipe_of_groups(recipe)
@@ -78,10 +78,10 @@ def output(
     recipe: Recipe,
     codes: dict[str, Any] | None = None,
 ) -> Any:
-    """The output; with a state also the multipliers that were used, and the amaxes.
+    """Compute the output; with a state, also return the multipliers that were used and the amaxes of x and weight.
 
     Args:
-        phase: In which code the steps run.
+        phase: The kind of code in which the steps run.
         x: The input.
         weight: The weight as the layer holds it.
         ends: Ends of the groups of rows, or None.
@@ -114,7 +114,7 @@ def grad_input(
     recipe: Recipe,
     codes: dict[str, Any] | None = None,
 ) -> Tensor:
-    """The gradient of the input; takes the same arguments as `output`."""
+    """Compute the gradient of the input; arguments are like those of `output`."""
     layouts = place.layouts(grad_output.ndim, ends)
     operands = _operands(recipe, phase, ends, {**place.given(), **(codes or {})})
     parts = _part(grad_output, layouts.output), Plain(place.cast(weight, grad_output.dtype), layouts.weight)
@@ -124,7 +124,7 @@ def grad_input(
 def grad_weight(
     phase: Phase, grad_output: Tensor, x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe
 ) -> Tensor:
-    """The gradient of the weight, from the input."""
+    """Compute the gradient of the weight from the input."""
     layouts = place.layouts(x.ndim, ends)
     operands = _operands(recipe, phase, ends, place.given())
     parts = _part(grad_output, layouts.output), _part(x, layouts.input)
@@ -134,7 +134,7 @@ def grad_weight(
 def grad_weight_of_codes(
     phase: Phase, grad_output: Tensor, kept: Kept, ends: Tensor | None, place: Placement, recipe: Recipe
 ) -> Tensor:
-    """The gradient of the weight, from the codes of the input that `keep` made."""
+    """Compute the gradient of the weight from the codes of the input that `keep` made."""
     layouts = place.layouts(grad_output.ndim, ends)
     grad = _part(grad_output, layouts.output)
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -145,7 +145,7 @@ def grad_weight_of_codes(
 
 
 def keep(phase: Phase, x: Tensor, ends: Tensor | None, place: Placement, quantizer: Quantizer) -> Kept:
-    """Codes of the input for grad_weight, their scales and the outer scale."""
+    """Quantize the input for grad_weight; returns the codes, their scales and the outer scale."""
     return keep_input(Plain(x, place.layouts(x.ndim, ends).input), quantizer, STEPS[phase])
 
 
@@ -154,7 +154,10 @@ def keep(phase: Phase, x: Tensor, ends: Tensor | None, place: Placement, quantiz
 
 @cache
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
-    """The recipe for one gradient alone: without the other GEMM if one kernel would quantize grad_output for both."""
+    """The recipe for a backward with one gradient only.
+
+    If one kernel would quantize grad_output for both gradients, the other GEMM's quantizers are left out.
+    """
     if not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
         return recipe
     other = GRAD_INPUT if gemm is GRAD_WEIGHT else GRAD_WEIGHT
@@ -164,7 +167,7 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
 
 
 def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:
-    """The recipe for a backward that computes only the gradients that are wanted."""
+    """The recipe for a backward that computes the gradient of x, of the weight, or of both."""
     if (x and weight) or _compat.is_stand_in(recipe):
         return recipe
     return _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)
@@ -176,7 +179,7 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
 
 
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Replace the recipe of a frozen weight's layer, so that its forward makes no codes for grad_weight.
+    """Return a layer op's arguments; if the weight is frozen, with a recipe that makes no codes for grad_weight.
 
     Args:
         needs_input_grad: Whether each argument needs a gradient; the weight is the second argument.

@@ -1,15 +1,15 @@
-"""The linear layers that stand in graphs: one op for each product and each placement, whatever the recipe.
+"""The ops of linear layers in graphs: one op for each product and each placement, whatever the recipe.
 
-    linear                    all of it is here
-    delayed_linear            with the state of delayed scaling
-    sharded_linear            a rank of a group has a part of the weight, and maybe of the tokens
+    linear                    all tensors are whole on this rank
+    delayed_linear            like linear, with the state of delayed scaling
+    sharded_linear            each rank of a group has a part of the weight, and maybe of the tokens
     fsdp_linear               ranks of FSDP share the weight's rows, and gather them as codes
-    fsdp_delayed_linear       the same with delayed scaling
-    grouped_linear            each row by the matrix of its group, such as experts' tokens
-    sharded_grouped_linear    a rank of a group has a part of each matrix
-    fsdp_grouped_linear       ranks of FSDP share out the matrices
+    fsdp_delayed_linear       like fsdp_linear, with delayed scaling
+    grouped_linear            multiplies each row by the matrix of its group, such as an expert's
+    sharded_grouped_linear    each rank of a group has a part of every matrix
+    fsdp_grouped_linear       each rank of FSDP has some of the matrices
 
-A new placement is a class in `placements` and a line here.
+A new placement needs a class in `placements` and a line here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LAYERS: tuple[Layer, ...] = (
     LINEAR, DELAYED, SHARDED, FSDP, FSDP_DELAYED, GROUPED, SHARDED_GROUPED, FSDP_GROUPED,
 )  # fmt: skip
 
-# as fp8compile.ops has them
+# the names that fp8compile.ops exports
 linear: OpOverload = LINEAR.output
 grad_input: OpOverload = LINEAR.grad_input
 grad_weight: OpOverload = LINEAR.grad_weight
@@ -88,6 +88,6 @@ fsdp_grouped_linear: OpOverload = FSDP_GROUPED.output
 fsdp_grouped_grad_input: OpOverload = FSDP_GROUPED.grad_input
 fsdp_grouped_grad_weight: OpOverload = FSDP_GROUPED.grad_weight
 
-# What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
-# converted one has fp8compile::linear or another of these, and never aten._scaled_mm.
+# The ops that a policy of selective activation checkpointing names to keep the products: where a plain model calls
+# aten.mm, a converted model calls one of these ops, and never aten._scaled_mm.
 GEMM_OPS = (*(op for op, gemm in LAYER_OPS.items() if gemm is GEMMS[0]), scaled_mm, scaled_grouped_mm, grouped_mm)

@@ -1,13 +1,14 @@
 """Kernels that read a tensor once and quantize it for two products, if ranks need not exchange amaxes first.
 
-    weight         codes for the output, and the amaxes that grad_input casts it by       `quantize_weight`
-    matrices       the same of a stack, a scale a row and a column of each                `group_quantize_rows`
-                   codes for both products, of blocks along rows and along columns        `quantize_both`
-    grad_output    codes along rows and along tokens                                      `quantize_both`
-    both, and x    the same in four bits, after one read for the amaxes of both           `quantize_two_levels`
+    tensor                    what one read gives                                              kernel
+    weight                    codes for the output, and the amaxes for grad_input's cast       `quantize_weight`
+    stack of weights          codes and amaxes as above, a scale for each row and column       `group_quantize_rows`
+                              codes for both products, in blocks along rows and columns        `quantize_both`
+    grad_output               codes along rows and along tokens                                `quantize_both`
+    grad_output, x            four-bit codes along rows and tokens, after a read for amaxes    `quantize_two_levels`
 
-Forward and backward, or the two gradients, ask for the same call, and a graph has one of it. Rows of groups have
-kernels of their own, see `fp8compile.ops.layer.quantize_groups`.
+Forward and backward, or the two gradients, make the same call, and the graph keeps one of them. Rows that are sorted
+by group have their own kernels, see `fp8compile.ops.layer.quantize_groups`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from fp8compile.quantizers.hadamard import GROUP
 __all__ = ["ALONG_ROWS", "ALONG_TOKENS", "by_one_read"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
-ALONG_TOKENS = {GRAD_INPUT.a: GRAD_WEIGHT.a, OUTPUT.a: GRAD_WEIGHT.b}  # of the slot along rows of one tensor
+ALONG_TOKENS = {GRAD_INPUT.a: GRAD_WEIGHT.a, OUTPUT.a: GRAD_WEIGHT.b}  # slot along rows -> slot along tokens
 ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
 def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
-    """Quantize a part for a slot of the recipe: by such a kernel if there is one, otherwise step by step."""
+    """Quantize a part for a slot of the recipe: by a kernel of this file if one fits, otherwise step by step."""
     quantizer = getattr(recipe, slot)
     if slot in (OUTPUT.b, GRAD_INPUT.b):
         return _weight(part, slot, recipe, steps)
@@ -57,11 +58,11 @@ _quantize_weight = inductor.once_a_graph(quantize_weight)
 
 
 def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
-    first: Any = recipe.weight  # both are asked of a layer whose products have them
+    first: Any = recipe.weight  # not None: this function is called only for products that are quantized
     again: Any = recipe.weight_for_grad_input
     is_first = slot == OUTPUT.b
     quantizer = first if is_first else again
-    if inductor.is_fusible(part.local) or not is_aligned(part, first):  # the kernel that makes it casts it too
+    if inductor.is_fusible(part.local) or not is_aligned(part, first):  # if fusible, its producer's kernel casts it
         return quantize_part(part, quantizer, steps)
     if part.layout.batch:
         return _matrices(part, quantizer, first, again, steps, is_first=is_first)
@@ -76,7 +77,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool
 ) -> Quantized:
-    """Quantize a stack of matrices one by one; no block spans ranks."""
+    """Quantize each matrix of a stack by itself; no block spans ranks."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts):
         found = quantize_both(stack, first, again)
@@ -97,7 +98,7 @@ def _matrices(
 
 
 def _ends_of_matrices(stack: Tensor) -> Tensor:
-    """Where each matrix of a stack (E, N, K) ends among the rows of all of them."""
+    """Where each matrix of a stack (E, N, K) ends if the stack is flattened to rows; (E,) int32."""
     return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]
 
 
@@ -107,7 +108,7 @@ def _ends_of_matrices(stack: Tensor) -> Tensor:
 def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
     """Whether one kernel quantizes grad_output for both gradients.
 
-    A grad_output that Inductor computes, such as an activation's, is quantized by the kernel that computes it.
+    If Inductor computes grad_output itself, such as an activation's gradient, its kernel quantizes it too.
     """
     return (
         is_pair(rows, columns)
@@ -132,11 +133,11 @@ def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[
     return first, second
 
 
-# ---------------------------------------------------------------------------------- of four bits
+# ---------------------------------------------------------------------------------- four bits
 
 
 def _has_packed_kernel(part: Plain, rows: Any, columns: Any) -> bool:
-    """Whether one kernel makes packed codes of both directions: for whole matrices with multiples of sixteen."""
+    """Whether one kernel makes packed codes for both directions: for whole matrices, sizes multiples of sixteen."""
     sizes = part.local.shape
     return (
         is_packed_pair(rows, columns)
@@ -149,7 +150,7 @@ def _has_packed_kernel(part: Plain, rows: Any, columns: Any) -> bool:
 @inductor.once_a_graph
 def _quantize_two_levels(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, ...]:
     if inductor.is_fusible(x):
-        x = rounded(x).to(x.dtype)  # as eager mode reads it: the kernel that makes it holds more digits
+        x = rounded(x).to(x.dtype)  # eager mode reads x rounded; a fused kernel would hold more digits
     laid_down, *amaxes = outer_amaxes(x, rows, columns)
     return quantize_two_levels(laid_down, *amaxes, rows, columns)
 

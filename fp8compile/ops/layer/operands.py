@@ -1,21 +1,21 @@
 """The operands of a layer's products: codes and scales, for every layout and every source of scales.
 
-    a scale comes from      for
+    a scale comes from      in the case of
     the tensor's own amax   current scaling; ranks that share a block exchange its amax
-    a multiplier            delayed scaling, which knows it before it sees the tensor
+    a multiplier            delayed scaling, which knows the multiplier before it sees the tensor
     an amax that is given   a weight over ranks, which exchange the amaxes of all layers at once
     codes that are given    a weight that is quantized already, an input whose codes the forward kept
 
-Which steps are taken, and how, depends on who takes them:
+The phase decides which steps run and how:
 
     phase       runs in                        on a GPU
     EAGER       a kernel, step by step
     INFERENCE   compiled code, no gradients    codes of an input are stored once for all layers that read it
     FORWARD     compiled code of the output    also: one read of a weight gives its codes and the backward's amaxes
-    BACKWARD    compiled code of a gradient    the forward's amaxes, codes of its own; one read of grad_output for both
+    BACKWARD    compiled code of a gradient    makes codes by the forward's amaxes; reads grad_output once for both
 
-A matrix is a stack without a batch, tokens without ends are one group, a tensor that is whole is a part without cuts:
-what holds for one of them holds for all.
+The same code serves all layouts: a matrix is a stack without a batch dim, tokens without ``ends`` are one group, and a
+whole tensor is a part without cuts.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from fp8compile.target import target_of
 __all__ = ["Operands", "Phase"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
-ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}  # of a layer's state
+ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}  # slot -> row of a layer's state
 WEIGHT_SLOTS = (OUTPUT.b, GRAD_INPUT.b)
 
 
 class Phase(Enum):
-    """In which code the steps run; the table at the head of this file says what follows."""
+    """The kind of code in which the steps run; the table at the head of this file says what depends on it."""
 
     EAGER = auto()
     INFERENCE = auto()
@@ -78,7 +78,7 @@ class Phase(Enum):
 
     @staticmethod
     def of(gemm: Gemm, tensor: Tensor) -> Phase:
-        """The phase of a product, from whether one of its tensors is traced."""
+        """The phase of a product: that of compiled code if ``tensor`` is being traced, otherwise EAGER."""
         return Phase.compiled(gemm) if _compat.is_traced(tensor) else Phase.EAGER
 
 
@@ -91,12 +91,12 @@ STEPS = {
 
 
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
-    """Make codes of a weight's shard, or of a weight in a region, in the backward and nowhere else.
+    """Make the codes of a weight's shard, or of a weight in a compiled region, in the backward and nowhere else.
 
-    The partitioner knows that parameters cost nothing to keep, and makes their codes again. It does not know that of
-    tensors inside of a DTensor (PyTorch 2.13 counts them wrongly), and in a region parameters count as activations:
-    there it would keep the codes. Elsewhere there is no mark, because a mark changes its other choices (blockwise: it
-    keeps the activation in place of its codes).
+    Parameters cost nothing to keep, so the partitioner normally recomputes their codes in the backward. It would keep
+    the codes in two cases: for tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, and in a region,
+    where parameters count as activations. Only these two cases are marked, because a mark changes the partitioner's
+    other choices (blockwise: it keeps the activation in place of its codes).
     """
     codes = cast_again(x, multiplier, quantizer, *where)
     inductor.make_in_backward(codes)
@@ -112,15 +112,16 @@ class Operands:
 
     Attributes:
         recipe: Quantizers by slot. For groups, those with one level of scales store one code a byte.
-        phase: In which code the steps run.
-        multiplier: (3,) float32, of input, weight and grad_output, for slots with delayed scaling.
-        waits_for: Amaxes of input and weight, () each. Scales by multipliers depend on them artificially, which
-            changes no value: the partitioner then computes an amax in the forward, fused with the cast. Otherwise the
-            backward reads the tensor once more: 7.10 GB instead of 6.33 for the block of ``benchmarks.kernels``.
+        phase: The kind of code in which the steps run.
+        multiplier: (3,) float32: multipliers of input, weight and grad_output, for slots with delayed scaling.
+        waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend on these amaxes
+            artificially, which changes no value. The partitioner then computes each amax in the forward, fused with
+            the cast. Without the dependency the backward reads the tensor once more: 7.10 GB instead of 6.33 for the
+            block of ``benchmarks.kernels``.
         input: The input's codes for grad_weight, if the forward kept them.
         weight: The weight's codes, if it is quantized already.
-        weight_in_turns: Whether the weight's memory holds the codes for the output in the forward and those for
-            grad_input in the backward. Each pass then has to read them itself.
+        weight_in_turns: Whether the same memory holds the weight's codes for the output in the forward and its codes
+            for grad_input in the backward. Each pass then has to read the memory itself.
         weight_amax: Amaxes of the whole weight for this product, if they are known.
         rows: How FSDP cuts the weight along its first dim; its codes are gathered before the product. None if FSDP
             does not cut it.
@@ -139,14 +140,14 @@ class Operands:
     # ------------------------------------------------------------------ operands
 
     def of(self, part: Plain, slot: str) -> Quantized:
-        """Quantize a part for a slot of the recipe.
+        """Quantize a part for a slot of the recipe, unless its codes are known already.
 
         Args:
-            part: A rank's part of the tensor as the layer holds it, or all of it.
-            slot: Such as ``"weight_for_grad_input"``.
+            part: A rank's part of the tensor as the layer holds it, or the whole tensor.
+            slot: Name of a slot, such as ``"weight_for_grad_input"``.
 
         Returns:
-            Its codes; for a weight under FSDP the codes of all rows.
+            Codes and scales of the part; for a weight under FSDP, codes and scales of all rows.
         """
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
@@ -164,9 +165,10 @@ class Operands:
             part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
         if self.rows is not None:
             own = self._quantized(part, quantizer, slot)
-            own = _without_padding(own, rows) if part.layout.batch else own  # none is sent
+            own = _without_padding(own, rows) if part.layout.batch else own  # padding is never sent
             if self.phase is not Phase.EAGER and 0 in self.rows.sizes:
-                # Scales of no rows are constants. Compilers would merge messages of two layers, on that rank alone.
+                # On a rank without rows the scales are constants, and the compiler of that rank alone would merge the
+                # messages of two layers.
                 own = replace(own, scale=after(own.scale, own.codes))
             return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
         if self._reads_once(part) and self.recipe.keep_weight_codes and _is_aligned(part.local):
@@ -176,18 +178,18 @@ class Operands:
         return _without_padding(found, rows) if part.layout.batch else found
 
     def _rows_of_blocks(self) -> int:
-        """Number of rows after which blocks of both products end; blocks that are whole columns don't count."""
+        """The smallest number of rows that is whole blocks for both products; blocks of whole columns don't count."""
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
     def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
         """The right operand of a product in high precision; a weight that FSDP cuts is gathered.
 
-        With ``dequantized_gradients`` it is the values of the codes that the forward multiplied.
+        With ``dequantized_gradients`` the operand holds the values of the codes that the forward multiplied.
 
         Args:
             part: Part of the weight, or of the input for grad_weight.
-            slot: Its slot of the recipe.
+            slot: The recipe's slot of this operand.
             dtype: Dtype of the product.
         """
         if self.recipe.is_dequantized(slot):
@@ -197,7 +199,7 @@ class Operands:
         return replace(part, local=gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b))
 
     def laid_out(self, operand: Quantized, slot: str) -> Quantized:
-        """Store an operand as its GEMM reads it, once for all products that read it.
+        """Store an operand's codes in the memory order that its GEMM reads, once for all products that read them.
 
         Layers that share an input, such as q, k and v, share its codes.
         """
@@ -206,7 +208,7 @@ class Operands:
         if isinstance(operand.quantizer, DelayedScaling) and self.multiplier is not None:
             return operand
         if _compat.async_tp():
-            return operand  # PyTorch's pass looks for reshapes, and nothing else, beside a product
+            return operand  # PyTorch's pass finds a product only if nothing but reshapes lies between it and a message
         if slot == OUTPUT.a:
             return replace(operand, codes=store(operand.codes))
         if slot == GRAD_WEIGHT.b and operand.layout.ends is None:
@@ -214,7 +216,7 @@ class Operands:
         return operand
 
     def multiply(self, left: Quantized, right: Quantized, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
-        """Multiply two operands as the layer holds them; with groups, each row by the matrix of its group."""
+        """Multiply two operands, given as the layer holds them; with groups, each row by the matrix of its group."""
         config = self.recipe.gemm_config(gemm)
         if left.layout.ends is None:
             run = multiply if self.phase is Phase.EAGER else multiply_operands
@@ -230,9 +232,9 @@ class Operands:
             return STEPS[self.phase]
         if slot == GRAD_INPUT.b and (part.cuts or _compat.is_traced_as_subgraph()):
             return WEIGHT_IN_BACKWARD
-        # codes that the forward gathered from other ranks serve the backward too: kept, they are not sent again
+        # the backward reuses codes that the forward gathered from other ranks, so they are not sent again
         gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.ndim - 1 for cut in part.cuts)
-        # those of which the backward reads the values are the forward's, kept in place of the input
+        # if the backward reads dequantized values, it reads the forward's codes, which are kept in place of the input
         is_forwards = slot == GRAD_WEIGHT.b and self.recipe.is_dequantized(slot)
         return STEPS[Phase.FORWARD if gathers or is_forwards else Phase.BACKWARD]
 
@@ -255,7 +257,7 @@ class Operands:
 
     def _groups(self, part: Plain, slot: str) -> Quantized:
         recipe = self.recipe
-        is_forwards = recipe.is_dequantized(slot)  # what the forward multiplied, along rows
+        is_forwards = recipe.is_dequantized(slot)  # reads the codes that the forward multiplied, along rows
         rows = OUTPUT.a if is_forwards else ALONG_ROWS.get(slot, slot)
         found = quantize_groups(
             part,
@@ -277,29 +279,33 @@ class Operands:
         return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
     def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
-        """Codes of a weight of which the forward makes a copy for grad_input."""
+        """Codes of a weight for one product. The forward makes a transposed copy of them, which grad_input reads."""
         if part.layout.batch and quantizer.has_outer_scale():
             forward = _codes_of_stack(part.local, part.layout, _as_summed(part, quantizer, OUTPUT.b))
         else:
             forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
-        copy = _transposed_contiguous(other.codes)  # stored, which no partitioner computes again
+        copy = _transposed_contiguous(other.codes)  # it is stored, so no partitioner computes it again
         if slot == GRAD_INPUT.b:
             return replace(other, codes=copy.transpose(-2, -1))
-        # else the partitioner makes those of a DTensor in the backward: 1.6 % more bytes (benchmarks.placements)
+        # without this dependency the partitioner makes a DTensor's copy in the backward: 1.6 % more bytes
+        # (benchmarks.placements)
         return replace(forward, scale=after(forward.scale, copy))
 
 
 @inductor.once_a_graph
 def _codes_of_stack(local: Tensor, layout: TensorLayout, quantizer: Quantizer) -> Quantized:
-    """The forward's codes of a stack in two levels, whose scales the partitioner takes for others in the backward."""
+    """The forward's codes of a stack with two levels of scales.
+
+    Forward and backward share one call, because the partitioner would not merge the scales of two calls.
+    """
     return quantize_part(Plain(local, layout), quantizer, STEPS[Phase.FORWARD])
 
 
-# forward and backward both ask for it, and have one of it
+# forward and backward both call it, and the graph keeps one call
 @inductor.once_a_graph
 def _transposed_contiguous(codes: Tensor) -> Tensor:
-    """The codes of a weight, transposed and contiguous, as grad_input's GEMM reads them."""
+    """Store the codes of a weight transposed and contiguous, as grad_input's GEMM reads them."""
     return store(codes.transpose(-2, -1).contiguous())
 
 
@@ -308,19 +314,22 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _is_aligned(codes: Tensor) -> bool:
-    """Whether a GEMM reads these codes without padding a copy, for all sizes that they may turn out to have."""
+    """Whether a GEMM reads these codes without a padded copy, whatever values their symbolic sizes take."""
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape[-2:])
 
 
 def _as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
-    """The quantizer of a stack in two levels; on a GPU it packs four-bit codes along the dim that the GEMM sums."""
+    """The quantizer for a stack with two levels of scales.
+
+    On a GPU it packs four-bit codes along the dim that the GEMM sums; elsewhere it stores one code a byte.
+    """
     if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
         return quantizer.unpacked()
     return replace(quantizer, packed="columns" if slot == GRAD_INPUT.b else "rows")
 
 
 def _packed_along_columns(codes: Quantized) -> Quantized:
-    """Repack a weight's codes along the dim that grad_input sums; codes that are not packed stay as they are."""
+    """Repack a weight's codes along columns, the dim that grad_input sums; other codes stay as they are."""
     quantizer = codes.quantizer
     if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
         return codes
@@ -331,7 +340,7 @@ def _packed_along_columns(codes: Quantized) -> Quantized:
 
 
 def _without_padding(stack: Quantized, rows: int) -> Quantized:
-    """Drop the rows that pad each matrix to whole blocks; codes that are packed along columns keep them."""
+    """Drop the rows that pad each matrix to whole blocks; codes that are packed along columns keep these rows."""
     if packed_dim(stack.quantizer) == -2 or stack.codes.shape[1] == rows:
         return stack
     blocks = stack.quantizer.scale_shape((rows, stack.codes.shape[2]))[0]

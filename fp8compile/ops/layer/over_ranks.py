@@ -1,4 +1,7 @@
-"""Gather parts of a tensor over ranks, or narrow it to this rank's part: plain numbers, and codes with scales."""
+"""Gather the parts of a tensor over ranks, or narrow a tensor to this rank's part.
+
+Tensors are plain numbers (`Plain`) or codes with scales (`Quantized`).
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,22 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 
 
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
-    """The last group behind this one that cuts the same dim; its parts are gathered before the dim is cut anew."""
+    """The last group after ``index`` that cuts the same dim, or None.
+
+    The parts of that group are gathered before the dim is cut anew.
+    """
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
     return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)
 
 
 def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
-    """Raise a ValueError if codes have another shape than the values that they stand for."""
+    """Raise a ValueError if codes are packed: if their shape differs from the shape of the values they stand for.
+
+    Args:
+        quantizer: Quantizer of the codes, which the message names.
+        codes: Shape of the codes.
+        values: Shape of the values.
+    """
     if tuple(codes) != tuple(values):
         raise ValueError(
             f"{quantizer!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, "
@@ -48,13 +60,13 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 
 
 def gather(part: Part, index: int) -> Part:
-    """Gather a part over the ranks of one group; first over the groups behind it that cut the same dim.
+    """Gather a part over the ranks of one group, after the later groups that cut the same dim.
 
     Args:
-        part: This rank's part. Scales of codes travel too if ranks have different ones.
+        part: This rank's part. Scales are gathered with codes if ranks have different ones.
         index: Index of the group among ``part.cuts``.
     """
-    cut: Any = part.cuts[index]  # there is one
+    cut: Any = part.cuts[index]  # not None
     if isinstance(part, Quantized):
         if cut.dim >= part.layout.batch:
             check_not_packed(part.quantizer, part.codes.shape, part.shape)
@@ -69,7 +81,7 @@ def gather(part: Part, index: int) -> Part:
     if isinstance(part, Plain):
         return replace(whole, local=all_gather(part.local, cut.dim, cut.sizes, cut.group))
     codes, scale, outer_scale = _gathered_codes(part, cut), _gathered_scale(part, cut), part.outer_scale
-    if outer_scale is not None and cut.dim < part.layout.batch:  # of each matrix
+    if outer_scale is not None and cut.dim < part.layout.batch:  # each matrix has an outer scale
         outer_scale = all_gather(outer_scale, cut.dim, cut.sizes, cut.group)
     return replace(whole, codes=codes, scale=scale, outer_scale=outer_scale)
 
@@ -110,12 +122,12 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Take this rank's part of what all ranks of a group have.
+    """Take this rank's part of a tensor that all ranks of a group have.
 
     Args:
-        part: A part that this group does not cut.
+        part: A tensor that this group does not cut.
         index: Index of the group among ``part.cuts``.
-        cut: The part that each rank takes.
+        cut: Says which part each rank takes.
     """
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
@@ -129,7 +141,7 @@ def narrow(part: Part, index: int, cut: DimSharding) -> Part:
     if block == 1:
         scale = scale.narrow(-1 if is_column else cut.dim, cut.start, cut.length)
     elif block != -1 and not of_whole[is_column]:
-        # other groups may cut other dims of this side: then these are the scales of their own blocks alone
+        # other groups may cut other dims of this side; `scale` then holds only the blocks of this rank
         side = axis_blocks(part.codes.shape, part.cuts, part.quantizer.block, part.layout.batch)[is_column]
         scale, of_whole[is_column] = side.widen(scale, SIDES[is_column]), True
     codes = part.codes.narrow(cut.dim, cut.start, cut.length)
@@ -140,18 +152,23 @@ def narrow(part: Part, index: int, cut: DimSharding) -> Part:
 
 
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
-    """A part as a GEMM takes it, a matrix or a stack without cuts; and the sides along which that is a window.
+    """Turn a part into an operand that a GEMM takes: a matrix or a stack without cuts.
+
+    Where ranks cut blocks, the part's codes are put into a window of whole blocks, with zeros around them.
 
     Args:
-        part: This rank's part. Along a side whose blocks ranks cut, codes are put in whole blocks with zeros around.
+        part: This rank's part.
+
+    Returns:
+        The operand, and for rows and for columns the blocks of the window; None for a side without a window.
     """
     is_whole = part.layout.ends is not None and not any(part.has_scales_of_whole)
     if not part.cuts or is_whole:
         return part, None, None
     codes, grid, batch = part.codes, part.scale, part.layout.batch
     if not batch:
-        # a matrix is reshaped too: PyTorch's async tensor parallelism takes scales of blocks right behind a gather for
-        # those of rows
+        # a matrix is reshaped too: if scales of blocks came right after a gather, PyTorch's async tensor parallelism
+        # would take them for scales of rows
         codes = codes.reshape(codes.shape[:-1].numel(), codes.shape[-1])
         grid = grid.reshape(grid.shape[:-1].numel(), grid.shape[-1])
     windows: list[AxisBlocks | None] = [None, None]

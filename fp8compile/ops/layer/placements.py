@@ -1,12 +1,13 @@
-"""Placements: where the tensors of a layer lie. An op's arguments between its tensors and its recipe are one.
+"""Placements: which part of each tensor of a layer lies on this rank.
 
     Whole          every tensor is whole on this rank
     CutOverGroup   ranks of a group share the weight's features, and maybe the tokens
     RowsOverFsdp   ranks of FSDP share the weight's first dim, and gather it as codes
 
-A placement answers how each tensor lies (`layouts`), what `Operands` need to know (`given`), what happens to a product
-(`finish`, `reduced`) and how large a result is. Its fields are the ops' arguments, in order. It is asked with the ends
-of groups too: their matrices are a stack.
+A placement says how each tensor is laid out (`layouts`), what `Operands` need to know (`given`), what happens to a
+product (`finish`, `reduced`) and how large a result is. The fields of a placement are the arguments of the layer's op
+between the tensors and the recipe, in this order. Methods that take ``ends`` also serve layers with groups, whose
+weight is a stack of matrices.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
 
 
 class Layouts(NamedTuple):
-    """How each tensor of a layer lies."""
+    """The layout of each tensor of a layer on this rank."""
 
     input: TensorLayout
     weight: TensorLayout
@@ -65,23 +66,26 @@ def _with_ends(ends: Tensor) -> Layouts:
 
 
 def sum_of_tokens(grad_output: Tensor) -> Tensor:
-    """The gradient of a bias, (N,). It sums dim by dim, so that a tensor over ranks need not be flattened."""
+    """The gradient of a bias, (N,): the sum over all leading dims.
+
+    It does not flatten these dims, so that a DTensor need not be redistributed.
+    """
     return grad_output.sum(tuple(range(grad_output.ndim - 1))) if grad_output.ndim > 1 else grad_output.clone()
 
 
 @dataclass(slots=True)
 class Placement:
-    """Base of placements; by itself a layer whose tensors are whole."""
+    """Base of placements. Used by itself, it stands for a layer whose tensors are all whole."""
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
     updates: ClassVar[tuple[str, ...]] = ()  # fields that the backward writes to
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError if a layer with this placement can't run by a recipe."""
+        """Raise a ValueError if a layer with this placement can't run with a recipe."""
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
-        """How each tensor lies.
+        """The layout of each tensor.
 
         Args:
             ndim: Number of dims of the tokens, features included.
@@ -90,7 +94,7 @@ class Placement:
         return ALL_WHOLE if ends is None else _with_ends(ends)
 
     def given(self) -> dict[str, Any]:
-        """Arguments of `Operands`."""
+        """Keyword arguments that this placement adds to `Operands`."""
         return {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,7 +102,7 @@ class Placement:
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if it is a summand.
+        """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if they have summands.
 
         Args:
             product: This rank's product.
@@ -118,15 +122,15 @@ class Placement:
         return sum_of_tokens(grad_output)
 
     def out_features(self, weight: Sequence[int], ends: Any) -> int:
-        """Columns of a product, from the shape of this rank's part of the weight."""
+        """Number of the output's features on this rank, from the shape of this rank's part of the weight."""
         return weight[-2]
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Shape of the tokens that this rank multiplies, from the shape of the tokens that it has."""
+        """Shape of the tokens that this rank multiplies, from the shape of the tokens that this rank has."""
         return tokens
 
     def tokens_of_output(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Leading sizes of this rank's output, from those of its tokens."""
+        """Leading sizes of this rank's output, from the leading sizes of its tokens."""
         return tokens
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
@@ -146,7 +150,7 @@ class Placement:
         """The placement of the op for grad_input.
 
         Args:
-            used: The multipliers that the forward used, if there are some.
+            used: The multipliers that the forward used; None without delayed scaling.
         """
         return self
 
@@ -155,11 +159,14 @@ class Placement:
         return self
 
     def for_keep(self) -> Placement:
-        """The placement of the op that keeps codes of the input; the input is whole."""
+        """The placement of the op that keeps codes of the input; here the input is whole."""
         return Placement()
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """The placement without its tensors, which only autograd may keep, and the tensors that grad_input needs."""
+        """Returns this placement without tensors, and the tensors of it that grad_input needs.
+
+        Autograd saves those tensors, because only ``ctx.save_for_backward`` may keep tensors.
+        """
         return self, ()
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
@@ -172,7 +179,7 @@ class Whole(Placement):
     """Every tensor is whole on this rank."""
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Refuse delayed scaling, whose scales are a state."""
+        """Raise a ValueError for delayed scaling, because this op takes no state."""
         if not _compat.is_stand_in(recipe) and recipe.history():
             raise ValueError(
                 "linear: the recipe has delayed scaling, whose scales come from the steps before, and no state is "
@@ -183,7 +190,7 @@ class Whole(Placement):
 
 @dataclass(slots=True)
 class WholeGroups(Placement):
-    """Rows of groups; every matrix is whole on this rank."""
+    """A layer with groups of rows; every matrix is whole on this rank."""
 
 
 # ---------------------------------------------------------------------------------- a group of ranks
@@ -191,15 +198,15 @@ class WholeGroups(Placement):
 
 @dataclass(slots=True)
 class _OverGroup(Placement):
-    """Base of layers whose weight the ranks of a group share.
+    """Base of placements whose weight is shared by the ranks of a group.
 
-    Messages are part of the op, so its graph holds the group's name, and never runs for another group. In a group of
-    one rank nothing is cut and nothing sent.
+    The op itself sends messages. A graph with the op therefore holds the group's name, and never runs for another
+    group. In a group of one rank nothing is cut and nothing is sent.
     """
 
-    # ``self: Any``: the fields that bases read are their subclasses', in the order of the ops' arguments
+    # ``self: Any``, because this class reads fields that subclasses define, in the order of the ops' arguments
     def layouts(self: Any, ndim: int, ends: Tensor | None) -> Layouts:
-        """How each tensor lies; there is one group, so each has one cut."""
+        """The layout of each tensor. Each layout has one cut, because there is one group."""
         if len(self.feature_sizes) == 1:
             return ALL_WHOLE if ends is None else _with_ends(ends)
         features = DimSharding(self.group, self.rank, ndim - 1, tuple(self.feature_sizes))
@@ -217,7 +224,7 @@ class _OverGroup(Placement):
         return self.weight_dim == (0 if ends is None else 1)
 
     def finish(self: Any, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """The product; if it is a summand, the sum over ranks, for all tokens or for this rank's."""
+        """Reshape the product; if it is a summand, sum it over ranks, for all tokens or for this rank's tokens."""
         if not tokens.cuts:
             return Placement.finish(self, product, tokens, shape)
         (step,), (cut,) = product.steps, tokens.cuts
@@ -229,11 +236,11 @@ class _OverGroup(Placement):
         return local.contiguous()
 
     def for_keep(self) -> Placement:
-        """The placement itself, because ranks share the input or its features."""
+        """The placement of the op that keeps codes: this placement, because ranks may cut the input."""
         return self
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """This rank's part, contiguous."""
+        """Make this rank's part of the weight's gradient contiguous."""
         return grad_weight.contiguous()
 
 
@@ -242,9 +249,9 @@ class GroupsCutOverGroup(_OverGroup):
     """Ranks share each matrix of a stack; every rank has all rows.
 
     Attributes:
-        weight_dim: The dim of the stack that is cut. If 1 (out_features), the output's features are cut too; if 2
-            (in_features), the input's features are, and the output is a sum over ranks.
-        feature_sizes: Features that each rank has.
+        weight_dim: The dim of the stack that is cut. If 1 (out_features), the output's features are cut too. If 2
+            (in_features), the input's features are cut too, and the output is a sum over ranks.
+        feature_sizes: Number of features on each rank.
         rank: This rank's number in the group.
         group: The name of the group.
     """
@@ -255,7 +262,7 @@ class GroupsCutOverGroup(_OverGroup):
     group: str
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Refuse an outer scale of a matrix that several ranks have."""
+        """Raise a ValueError if the recipe has outer scales and several ranks share each matrix."""
         check_cut_of_groups(recipe, len(self.feature_sizes))
 
 
@@ -264,13 +271,14 @@ class CutOverGroup(_OverGroup):
     """Ranks share the weight, and maybe the tokens.
 
     Attributes:
-        weight_dim: The dim of the weight that is cut. If 0 (out_features), the output's features are cut too; if 1
-            (in_features), the input's features are, and the output is a sum over ranks.
-        feature_sizes: Features that each rank has.
+        weight_dim: The dim of the weight that is cut. If 0 (out_features), the output's features are cut too. If 1
+            (in_features), the input's features are cut too, and the output is a sum over ranks.
+        feature_sizes: Number of features on each rank.
         rank: This rank's number in the group.
         group: The name of the group.
-        sequence_dim: The leading dim that is cut in tokens whose features are whole; None: every rank has all tokens.
-        sequence_sizes: Tokens that each rank has along that dim.
+        sequence_dim: The leading dim along which ranks share the tokens, on the side of the layer whose features are
+            whole; None if every rank has all tokens.
+        sequence_sizes: Number of tokens on each rank along ``sequence_dim``.
     """
 
     weight_dim: int
@@ -281,7 +289,7 @@ class CutOverGroup(_OverGroup):
     group: str
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Refuse delayed scaling, whose state a function has no place for."""
+        """Raise a ValueError for delayed scaling, because a function has no place for its state."""
         if not _compat.is_stand_in(recipe) and recipe.history():
             raise ValueError(
                 "sharded_linear: the recipe has delayed scaling, whose state is kept by layers, and this one is a "
@@ -294,13 +302,13 @@ class CutOverGroup(_OverGroup):
         return replace(features, dim=self.sequence_dim, sizes=tuple(self.sequence_sizes))
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:
-        """The sum over all tokens, also those of other ranks."""
+        """The bias's gradient: the sum over all tokens, including those of other ranks."""
         own = sum_of_tokens(grad_output)
         parts_of_tokens = self.weight_dim == 1 and self.sequence_dim is not None and len(self.feature_sizes) > 1
         return all_reduce(own, "sum", self.group) if parts_of_tokens else own
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """All tokens of the sequence, also those of other ranks."""
+        """Shape of all tokens of the sequence, including those of other ranks."""
         if self.sequence_dim is None:
             return tokens
         shape = list(tokens)
@@ -308,11 +316,11 @@ class CutOverGroup(_OverGroup):
         return shape
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        """It has all tokens if the output's features are cut."""
+        """An output without values; it has all tokens if the output's features are cut."""
         return self._empty(x, weight.shape[0], all_tokens=self.weight_dim == 0)
 
     def empty_grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """It has all tokens if the input's features are cut."""
+        """A grad_input without values; it has all tokens if the input's features are cut."""
         return self._empty(grad_output, weight.shape[1], all_tokens=self.weight_dim == 1)
 
     def _empty(self, like: Tensor, features: int, *, all_tokens: bool) -> Tensor:
@@ -327,37 +335,44 @@ class CutOverGroup(_OverGroup):
 
 @dataclass(slots=True)
 class _OverFsdp(Placement):
-    """Base of layers whose weight FSDP cuts along the first dim: by rows of a matrix, or by matrices of a stack.
+    """Base of placements whose weight FSDP cuts along the first dim: by rows of a matrix, or by matrices of a stack.
 
-    Codes and scales are the same as in a layer on the whole weight, in the dtype of the tokens. The shard is saved for
-    backward. A product that the recipe leaves in high precision gathers the weight in that dtype.
+    Codes and scales are the same as in a layer on the whole weight in the dtype of the tokens. The shard is saved for
+    the backward. A product that the recipe leaves in high precision gathers the weight in the dtype of the tokens.
     """
 
     weight_name: ClassVar[str] = "shard"
 
     def given(self: Any) -> dict[str, Any]:
-        """The rows that each rank has."""
+        """Keyword arguments of `Operands`: the rows that each rank has."""
         return {"rows": self.rows}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The shard in the dtype of the tokens, in which it is quantized and gathered."""
+        """The shard in the dtype of the tokens; it is quantized and gathered in this dtype."""
         return weight.to(dtype)
 
     def out_features(self: Any, weight: Sequence[int], ends: Any) -> int:
-        """Rows of the weight on all ranks together; of a stack its own."""
+        """Number of output features.
+
+        For a matrix: the rows of all ranks' shards together. For a stack: the size of dim -2, because ranks cut only
+        the stack's first dim.
+        """
         return sum(self.rows.sizes) if ends is None else weight[-2]
 
 
 @dataclass(slots=True)
 class _OverFsdpForGradWeight(Placement):
     def reduced(self: Any, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """This rank's part of the mean over ranks; the product is rounded before a reduction in another dtype."""
+        """This rank's part of the weight's gradient, averaged over ranks.
+
+        If the reduction runs in another dtype than the product, the product is rounded to its own dtype first.
+        """
         if grad_weight.dtype != getattr(torch, self.rows.reduce_dtype):
             grad_weight = as_read(grad_weight, phase)
         return reduced(grad_weight, self.dtype, self.rows).contiguous()
 
     def empty_grad_weight(self: Any, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
-        """It has this rank's part of the weight."""
+        """A grad_weight without values, of the shape and dtype of this rank's shard."""
         own = self.rows.sizes[self.rows.rank]
         shape = (own, features) if ends is None else (own, grad_output.shape[1], features)
         return grad_output.new_empty(shape, dtype=self.dtype)
@@ -365,26 +380,26 @@ class _OverFsdpForGradWeight(Placement):
 
 @dataclass(slots=True)
 class RowsOverFsdpBase(_OverFsdp):
-    """Base of layers whose weight FSDP cuts by rows, with or without the fields of delayed scaling."""
+    """Base of placements whose weight FSDP cuts by rows, with or without the fields of delayed scaling."""
 
     def given(self: Any) -> dict[str, Any]:
-        """The rows that each rank has, and the amax."""
+        """Keyword arguments of `Operands`: the rows that each rank has, and the weight's amax."""
         return {"rows": self.rows, "weight_amax": self.amax}
 
     def saved(self: Any) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """The placement without amaxes, and the amax for grad_input."""
+        """Returns this placement without amaxes, and the amax for grad_input, which autograd saves."""
         return replace(self, amax=None, amax_for_grad_input=None), (self.amax_for_grad_input,)
 
     def restored(self: Any, saved: Sequence[Tensor | None]) -> Placement:
-        """The placement with the amax for grad_input."""
+        """This placement with the saved amax for grad_input."""
         return replace(self, amax_for_grad_input=saved[0])
 
     def for_grad_input(self: Any, used: Tensor | None) -> Placement:
-        """The placement with grad_input's amax."""
+        """The placement of the op for grad_input, which holds the weight's amax for grad_input."""
         return RowsOverFsdpForGradInput(self.amax_for_grad_input, used, self.rows)
 
     def for_grad_weight(self: Any, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement with the dtype of the shard."""
+        """The placement of the op for grad_weight, which holds the dtype of the shard."""
         return RowsOverFsdpForGradWeight(used, dtype, self.rows)
 
 
@@ -393,9 +408,9 @@ class RowsOverFsdp(RowsOverFsdpBase):
     """A weight that FSDP cuts by rows.
 
     Attributes:
-        amax: Amax of the whole weight for the output, if ranks have exchanged those of all layers at once; None: the
-            op exchanges it.
-        amax_for_grad_input: The same for grad_input.
+        amax: Amax of the whole weight for the output, if ranks have exchanged the amaxes of all layers at once. If
+            None, the op exchanges it.
+        amax_for_grad_input: Amax of the whole weight for grad_input, or None.
         rows: The rows that each rank has.
     """
 
@@ -404,7 +419,7 @@ class RowsOverFsdp(RowsOverFsdpBase):
     rows: Rows
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Refuse delayed scaling, which has an op of its own."""
+        """Raise a ValueError for delayed scaling, which fsdp_delayed_linear takes."""
         if not _compat.is_stand_in(recipe) and recipe.history():
             raise ValueError(
                 "fsdp_linear: the recipe has delayed scaling, whose state this op has no place for. Take "
@@ -414,44 +429,56 @@ class RowsOverFsdp(RowsOverFsdpBase):
 
 @dataclass(slots=True)
 class RowsOverFsdpForGradInput(_OverFsdp):
-    """The arguments of `RowsOverFsdp`'s grad_input: ``multiplier`` that the forward used, for delayed scaling."""
+    """Placement of the op for grad_input of a weight that FSDP cuts by rows.
+
+    Attributes:
+        amax: Amax of the whole weight for grad_input, or None.
+        multiplier: Multipliers that the forward used, (3,) float32; None without delayed scaling.
+        rows: The rows that each rank has.
+    """
 
     amax: Tensor | None
     multiplier: Tensor | None
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """The rows that each rank has, the amax and the multipliers."""
+        """Keyword arguments of `Operands`: the rows that each rank has, the weight's amax and the multipliers."""
         return {"rows": self.rows, "weight_amax": self.amax, "multiplier": self.multiplier}
 
 
 @dataclass(slots=True)
 class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
-    """The arguments of `RowsOverFsdp`'s grad_weight: ``dtype`` of the shard."""
+    """Placement of the op for grad_weight of a weight that FSDP cuts by rows.
+
+    Attributes:
+        multiplier: Multipliers that the forward used, (3,) float32; None without delayed scaling.
+        dtype: Dtype of the shard, and of its gradient.
+        rows: The rows that each rank has.
+    """
 
     multiplier: Tensor | None
     dtype: torch.dtype
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """The multipliers."""
+        """Keyword arguments of `Operands`: the multipliers."""
         return {"multiplier": self.multiplier}
 
 
 @dataclass(slots=True)
 class GroupsOverFsdp(_OverFsdp):
-    """FSDP cuts a stack by matrices: each is whole on one rank, so no amax is sent."""
+    """A stack that FSDP cuts by matrices. Each matrix is whole on one rank, so ranks exchange no amax."""
 
     rows: Rows
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement with the dtype of the shard."""
+        """The placement of the op for grad_weight, which holds the dtype of the shard."""
         return GroupsOverFsdpForGradWeight(dtype, self.rows)
 
 
 @dataclass(slots=True)
 class GroupsOverFsdpForGradWeight(_OverFsdpForGradWeight):
-    """The arguments of `GroupsOverFsdp`'s grad_weight: ``dtype`` of the shard."""
+    """Placement of the op for grad_weight of a stack that FSDP cuts; ``dtype`` is that of the shard."""
 
     dtype: torch.dtype
     rows: Rows

@@ -1,18 +1,19 @@
 """The GEMMs of the linear layer on operands that are spread over ranks.
 
-For C = A @ B, each group of ranks cuts A along m or k, or not at all, and B along k or n. What then happens in it:
+For C = A @ B, each group of ranks cuts A along m, along k or not at all, and B along k, along n or not at all. The
+cuts decide what the group does:
 
     A     B     this rank computes               A     B     what is gathered first, as codes
     -     -     all of C                         m     n     A
     m     -     its rows                         m     k     A (in grad_weight: B)
     -     n     its columns                      k     n     A
-    k     k     a summand of C                   k     k'    B, if cut elsewhere
+    k     k     a summand of C                   k     k'    B, if A and B are cut at different places
     k     -     a summand: B is cut as A is
     -     k     a summand: A is cut as B is
 
 A weight is never gathered: a layer sends its activations and gradients, one byte an element. The table decides by cuts
-alone, so whoever placed the tensors knows what will be sent. B may be a stack of matrices; the rows of A are then
-groups, and each is multiplied by its own matrix.
+alone, so whoever placed the tensors knows what will be sent. If B is a stack of matrices, the rows of A are in groups,
+and each group is multiplied by its own matrix.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class Step:
     """What one group of ranks does for a GEMM.
 
     Attributes:
-        gather: ``"a"``, ``"b"`` or None: the operand whose parts are put together before the product.
-        narrow: ``"a"``, ``"b"`` or None: the operand that a rank then narrows to the part that fits the other's.
+        gather: ``"a"``, ``"b"`` or None: the operand whose parts are gathered before the product.
+        narrow: ``"a"``, ``"b"`` or None: the operand that a rank then narrows to the part that fits its part of the
+            other operand.
         out: ``"m"``, ``"n"``, ``"sum"`` or None: whether a rank has rows, columns, a summand or all of the result.
     """
 
@@ -56,7 +58,7 @@ class Step:
 
 
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
-    """The GEMM's name for the dim of an operand that is cut."""
+    """The GEMM's name for the dim that ``cut`` cuts: ``"m"``, ``"n"`` or ``"k"``; None if nothing is cut."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 
@@ -80,7 +82,7 @@ def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized)
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
-    # tokens of two activations have to be the same ones, so the dims have to be the same, too
+    # grad_weight sums over tokens: both operands must have the same ones, so the cut dims must be equal too
     same = (
         cut_a is not None
         and cut_b is not None
@@ -97,8 +99,8 @@ class Product:
     Attributes:
         local: The part, (m, n).
         steps: The step that each group took.
-        cuts: Cuts of the left operand as it was multiplied.
-        shape: Shape of the left operand's part as it was multiplied, as the layer holds it.
+        cuts: Cuts of the left operand when it was multiplied.
+        shape: Shape of this rank's part of the left operand when it was multiplied, with its leading dims.
     """
 
     local: Tensor
@@ -108,16 +110,16 @@ class Product:
 
 
 def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
-    """The dim of an operand that is summed over together with a dim of the other one, which is cut."""
+    """The summed dim of operand ``name``; ``cut`` is the cut of the other operand's summed dim."""
     if gemm is GRAD_WEIGHT:
-        return cut.dim  # both have the layer's tokens
+        return cut.dim  # both operands have the layer's tokens
     if name == "a":
         return ndim - 1
     return ndim - 1 if gemm.b_transposed else ndim - 2
 
 
 def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
-    """Gather and narrow both operands group by group; returns them and the steps taken."""
+    """Gather and narrow both operands, group by group; returns both operands and the step of each group."""
     operands = {"a": a, "b": b}
     steps: list[Step] = []
     for index in range(len(a.cuts)):
@@ -133,12 +135,12 @@ def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
 
 
 def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """The steps of each group for a GEMM of such operands; no rank sends anything.
+    """The step of each group for a GEMM of two operands; no rank sends anything.
 
     Args:
         gemm: Which of the three GEMMs.
-        a: Its left operand; only its shape and layout are read.
-        b: Its right operand; the same.
+        a: The left operand; only its shape and layout are read.
+        b: The right operand; only its shape and layout are read.
     """
     without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
@@ -148,12 +150,12 @@ def _multiply_codes(
     gemm: Gemm, a: Quantized, b: Quantized, steps: list[Step], out_dtype: torch.dtype, operands: Operands
 ) -> Tensor:
     (left, *left_windows), (right, *right_windows) = as_operand(a), as_operand(b)
-    # what was gathered is in memory already
+    # gathered codes are in memory already, so `laid_out` need not store them
     gathered = [step.gather for step in steps]
     left = left if "a" in gathered else operands.laid_out(left, gemm.a)
     right = right if "b" in gathered else operands.laid_out(right, gemm.b)
     product = operands.multiply(left, right, out_dtype, gemm)
-    # the sides of the result; along the sum, zeros around did no harm
+    # cut the windows' zeros off both sides of the result; along the summed dim zeros change nothing
     windows = left_windows[gemm.a_transposed], right_windows[not gemm.b_transposed]
     for dim, window in zip(SIDES, windows, strict=True):
         product = product if window is None else window.extract(product, dim)
@@ -161,7 +163,10 @@ def _multiply_codes(
 
 
 def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """Multiply in the operands' own dtype; a bias is added by the op that ``nn.Linear`` uses, which rounds once."""
+    """Multiply without quantizing, in the operands' own dtype.
+
+    A bias is added by `torch.addmm`, the op of ``nn.Linear``, which rounds once.
+    """
     weight = b.cuts
     a, b, steps = _prepared(gemm, a, b)
     if (ends := a.layout.ends) is not None:
@@ -175,21 +180,22 @@ def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
 
 
 def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``.
+    """Compute one GEMM of the layer from operands as the layer holds them; the result has the dtype of ``a``.
 
     Args:
         gemm: Which of the three GEMMs.
-        a: Its left operand.
-        b: Its right operand.
-        operands: What quantizes and multiplies them. A GEMM without quantizers multiplies, and gathers, the operands
-            in their own dtype.
-        bias: What is added to the rounded product, cut like the weight's rows or not at all. Only the output without
-            groups has one.
+        a: The left operand.
+        b: The right operand.
+        operands: Quantizes and multiplies the two operands. A GEMM without quantizers gathers and multiplies them in
+            their own dtype.
+        bias: Added to the rounded product; cut like the weight's rows or not at all. Only the output without groups
+            has a bias.
     """
     if a.local.is_meta:
-        return _product_as_is(gemm, a, b, operands, bias)  # there are no data: only the shape and the steps are asked
-    # These collectives stay in the backward. If the partitioner hoists them, a gather that two layers share is sent in
-    # both passes, and ranks of different sizes hoist different ones and wait for each other.
+        return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps
+    # A backward's collectives stay in the backward. If the partitioner hoisted them into the forward, a gather that
+    # two layers share would be sent in both passes, and ranks of different sizes would hoist different collectives and
+    # wait for each other.
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
     if not in_backward and not operands.weight_in_turns:
         return _multiply_parts(gemm, a, b, operands, bias)
@@ -215,17 +221,17 @@ def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pl
 
 
 def as_read(tensor: Tensor, phase: Phase) -> Tensor:
-    """A tensor rounded to its dtype, as eager mode reads it; fused code may hold more digits."""
+    """Round a tensor to its dtype, so that fused code reads the same value as eager mode and no further digits."""
     return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
 def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
-    """The bias for this rank's columns; if ranks have summands, only the first rank adds it.
+    """The bias for this rank's columns, or None: if ranks have summands, only the first rank adds the bias.
 
     Args:
         bias: The bias, cut like the weight's rows or not at all.
         steps: The step that each group takes for the output.
-        a: Cuts of the left operand as it was multiplied.
+        a: Cuts of the left operand when it was multiplied.
         weight: Cuts of the weight.
     """
     for index, step in enumerate(steps):

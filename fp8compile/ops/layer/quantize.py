@@ -1,11 +1,12 @@
 """Quantize a rank's part of a tensor to the codes and scales that the whole tensor would have.
 
     a matrix, rows of tokens    amax -> scale -> cast over its blocks
-    a stack of matrices         each as if it were alone: all of them are one matrix, whose blocks end where theirs do
-    a part of either            ranks that have elements of the same block, or of a whole with an outer scale,
-                                exchange its amax first
+    a stack of matrices         each matrix as if it were alone: the stack is padded, so that no block has rows of two
+                                matrices, and then flattened to one matrix
+    a part of either            ranks that have elements of the same block exchange its amax first; with an outer scale
+                                also the amax of the whole
 
-Amaxes, multipliers and scales are grids with a value for each block; for a stack (E, block rows, block columns).
+Amaxes, multipliers and scales are grids with a value for each block; a stack's grid is (E, block rows, block columns).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Ste
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.quantizers.blocks import as_matrix
 
-Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and of two levels the outer scale
+Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and with two levels the outer scale
 
 __all__ = [
     "OPS_OF_STEPS",
@@ -61,11 +62,15 @@ def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
 
 
 def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Pad a stack to whole blocks; returns it and the quantizer for all its matrices flattened to one."""
+    """Pad each matrix of a stack to whole blocks.
+
+    Returns:
+        The padded stack, and the quantizer for the single matrix that the stack is flattened to.
+    """
     rows, columns = quantizer.block
     if rows != -1:
         return in_whole_blocks(stack, rows), quantizer
-    if stack.shape[1] == 0:  # a block has an amax, of nothing too
+    if stack.shape[1] == 0:  # a block without elements has an amax too
         stack = pad(stack, (0, 0, 0, 1))
     return stack, with_block(quantizer, (stack.shape[1], columns))
 
@@ -90,7 +95,7 @@ def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Call
     stack, own = _in_own_blocks(window, quantizer)
     matrix = stack.flatten(0, 1)
     found = compute(matrix, grid.reshape(own.scale_shape(matrix.shape)), own)
-    per_byte = matrix.shape[0] // found.shape[0] if found.shape[0] else 1  # rows that share one
+    per_byte = matrix.shape[0] // found.shape[0] if found.shape[0] else 1  # rows that share a byte
     found = found.view(stack.shape[0], stack.shape[1] // per_byte, found.shape[1])
     return found if stack is window else found[:, : window.shape[1] // per_byte]
 
@@ -103,7 +108,7 @@ def _sides(part: Plain, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
 
 
 def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """The part; if it cuts blocks, its elements in whole blocks with zeros around them."""
+    """The part's elements; if ranks cut blocks, in a window of whole blocks, with zeros around the elements."""
     if all(side.kind != "split" for side in sides):
         return part.local
     window = part.local if part.layout.batch else as_matrix(part.local)
@@ -125,7 +130,7 @@ def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks])
 
 
 def part_amax(part: Plain, quantizer: Quantizer) -> Tensor:
-    """Amaxes of a part's blocks, over all ranks that have elements of them; see `quantize_part`."""
+    """Amaxes of the blocks of a part, reduced over all ranks that have elements of these blocks."""
     return _window_and_amax(part, quantizer, OPS_OF_STEPS)[1]
 
 
@@ -137,12 +142,15 @@ def _check_part(part: Plain, quantizer: Quantizer) -> None:
 
 
 def _check_transform(part: Plain, quantizer: Quantizer) -> None:
-    """Raise a ValueError if values that are transformed together lie on several ranks, or are too few."""
+    """Raise a ValueError if values that are transformed together lie on several ranks, or if some are missing.
+
+    The number of values along the transformed dim must be a multiple of the transform's size.
+    """
     if not (group := len(quantizer.transform())):
         return
     tokens = quantizer.block[0] == group
     side = _sides(part, quantizer)[0 if tokens else 1]
-    if side.kind == "split" or not _compat.statically_true(side.total % group == 0):  # on all ranks or on none
+    if side.kind == "split" or not _compat.statically_true(side.total % group == 0):  # same answer on all ranks
         raise ValueError(
             f"a layer on ranks transforms {'tokens' if tokens else 'features'} {group} at a time, and this rank has "
             f"{side.length} of {side.total}. Let each rank have multiples of {group}, or take a recipe without a "
@@ -157,7 +165,8 @@ def _window_and_amax(
     return _window_and_amax_over_ranks(part.local, local_amax, part.cuts, part.layout.batch, quantizer, steps.amax)
 
 
-# Ranks make their windows by other ops, or none. Shared as one, forward and backward send alike on all of them.
+# Ranks make their windows by different ops, or by none. If forward and backward share one call, compilers of all ranks
+# send the same messages.
 @inductor.once_a_graph
 def _window_and_amax_over_ranks(
     local: Tensor,
@@ -179,16 +188,16 @@ def _window_and_amax_over_ranks(
 
 
 def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
-    """This rank's contribution to the whole tensor's amaxes: the maximum over ranks is the amax of every block.
+    """This rank's contribution to the amaxes of the whole tensor: their maximum over ranks is the amax of every block.
 
-    So ranks reduce the amaxes of many tensors in one message, and each rank then has the scales of all blocks.
+    Ranks can reduce the contributions for many tensors in one message. Each rank then knows the scales of all blocks.
 
     Args:
         part: Part of a matrix or of a stack.
-        quantizer: Quantizer of the matrix, or of each.
+        quantizer: Quantizer of the matrix, or of each matrix of the stack.
 
     Returns:
-        The grid of the whole, float32; 0 for each block without elements on this rank.
+        The amax grid of the whole tensor, float32; 0 for each block without elements on this rank.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)
@@ -211,12 +220,15 @@ def _cut_of_matrices(part: Plain) -> DimSharding | None:
 
 
 def _takes_all_matrices(quantizer: Quantizer) -> bool:
-    """Whether its rules take an outer amax for each matrix at once; those of another package take one matrix."""
+    """Whether the quantizer's rules take the outer amaxes of all matrices of a stack at once.
+
+    Only `TwoLevelScaling` itself does; quantizers of other packages take one matrix at a time.
+    """
     return type(quantizer) is TwoLevelScaling
 
 
 def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, batch: int, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """The amax of a matrix, (1,) float32, or of each matrix of a stack, (E,), from the grid of its blocks."""
+    """The outer amax, from the amaxes of blocks: (1,) float32 for a matrix, (E,) for a stack of matrices."""
     if not batch:
         return steps.outer_amax(amaxes, quantizer)
     if _takes_all_matrices(quantizer):
@@ -232,14 +244,14 @@ def scales_of(
     outer_amax: Tensor | None = None,
     batch: int = 0,
 ) -> Scales:
-    """Multiplier, scale and outer scale, from amaxes.
+    """Compute the multiplier, the scale and the outer scale from amaxes.
 
     Args:
-        amaxes: The grid of a matrix or of a stack, of the whole or of a part.
+        amaxes: The amax grid of a matrix or of a stack, or of a part of one.
         quantizer: Quantizer of each matrix.
         steps: The functions that compute the steps.
-        cuts: Cuts of the part; the outer amax of a matrix is reduced over their ranks first.
-        outer_amax: Amax of each whole matrix, if ranks know it already: then they reduce none.
+        cuts: Cuts of the part; the outer amax of a matrix is first reduced over the ranks of these cuts.
+        outer_amax: Amax of each whole matrix, if ranks know it already; ranks then reduce nothing.
         batch: Number of leading dims over which matrices are stacked.
     """
     if not quantizer.has_outer_scale():
@@ -269,10 +281,10 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 
 
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
-    """Cut a part's scales out of the whole tensor's; along a side whose blocks are split, all of them stay.
+    """Cut the scales of a part out of the scales of the whole tensor; along a side with split blocks, all scales stay.
 
     Args:
-        scales: The grid of the whole.
+        scales: The grid of the whole tensor's scales.
         shape: Shape of the rank's part.
         cuts: Cuts of the tensor.
         quantizer: Quantizer of the tensor.
@@ -287,12 +299,15 @@ def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer
 
 
 def positions(part: Plain, quantizer: Quantizer) -> tuple[Tensor, ...]:
-    """Positions of a part's rows and columns in the whole, for `fp8compile.ops.cast`; () if codes ignore them."""
+    """Positions of a part's rows and columns in the whole tensor, as `fp8compile.ops.cast` takes them.
+
+    Returns () if the quantizer's codes do not depend on positions.
+    """
     return _positions(_sides(part, quantizer), quantizer, part)
 
 
 def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Plain) -> tuple[Tensor, ...]:
-    """Positions of the window's rows and columns in the whole, or in each whole matrix of a stack."""
+    """Positions of the window's rows and columns in the whole matrix, or in each whole matrix of a stack."""
     if quantizer.is_local():
         return ()
     rows, columns = (side.window_positions(part.local.device) for side in sides)
@@ -302,7 +317,7 @@ def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part:
 def _cast(
     window: Tensor, multiplier: Tensor, quantizer: Quantizer, batch: int, steps: Steps, where: tuple[Tensor, ...]
 ) -> Tensor:
-    """Cast a window, by the grid of its multipliers."""
+    """Cast a window by the grid of its multipliers."""
     if not batch:
         return steps.cast(window, multiplier, quantizer, *where)
 
@@ -318,7 +333,7 @@ def _cast(
 
 
 def is_cut_within(part: Plain) -> bool:
-    """Whether ranks cut the matrices themselves, and not only the dims over which they are stacked."""
+    """Whether ranks cut the matrices themselves, and not only the dims over which the matrices are stacked."""
     cuts, batch = part.layout.cuts, part.layout.batch
     return bool(cuts) and any(cut is not None and cut.dim >= batch for cut in cuts)
 
@@ -339,17 +354,17 @@ def quantize_part(
     """Quantize a part to the codes and scales that the whole tensor would have.
 
     Args:
-        part: Part of a matrix, of rows, or of a stack. All ranks of its groups call this with theirs.
-        quantizer: Quantizer of the matrix, or of each.
+        part: Part of a matrix, of rows, or of a stack. All ranks of its groups call this function with their parts.
+        quantizer: Quantizer of the matrix, or of each matrix of the stack.
         steps: The functions that compute the steps.
-        local_amax: The grid of the part's own elements, if it is known and no block is cut.
-        whole_amax: The grid of the whole, if it is known: then ranks exchange no amax of blocks.
+        local_amax: The amax grid of the part's own elements, if it is known and no block is cut.
+        whole_amax: The amax grid of the whole tensor, if it is known; ranks then exchange no amax of blocks.
 
     Returns:
-        Codes of the part's elements.
+        Codes of the part's elements, and their scales.
     """
     batch, is_cut = part.layout.batch, is_cut_within(part)
-    if is_cut or (part.cuts and not batch):  # what ranks may yet cut, or send, is not packed
+    if is_cut or (part.cuts and not batch):  # codes are not packed if ranks may still cut or send them
         quantizer = quantizer.unpacked() or quantizer
         _check_transform(part, quantizer)
     if whole_amax is not None and any(part.cuts):
@@ -373,7 +388,7 @@ def quantize_part(
 
 
 def _quantize_matrix(part: Plain, quantizer: Quantizer, steps: Steps, known: Tensor | None) -> Quantized:
-    """Quantize a whole matrix; eager layers mostly do that."""
+    """Quantize a whole matrix: the usual case of eager layers."""
     quantizer = quantizer.for_shape(part.local.shape)
     amaxes = steps.amax(part.local, quantizer) if known is None else known
     multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps)
@@ -382,7 +397,10 @@ def _quantize_matrix(part: Plain, quantizer: Quantizer, steps: Steps, known: Ten
 
 
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
-    """The quantizer of a stack; ours packs codes if the sizes of each matrix allow it, others don't pack."""
+    """The quantizer for a stack.
+
+    `TwoLevelScaling` packs codes if the sizes of each matrix allow it; other quantizers store one code a byte.
+    """
     if _takes_all_matrices(quantizer):
         return quantizer.for_shape(part.local.shape[1:])
     quantizer = quantizer.unpacked() or quantizer
@@ -411,16 +429,16 @@ def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: 
 
 
 def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Cast a part, by the multipliers of the whole.
+    """Cast a part by the multipliers of the whole tensor.
 
     Args:
-        part: Part of a matrix or of a stack. In a stack, positions for stochastic rounding are those in this part.
-        multiplier: The grid of the whole, float32.
+        part: Part of a matrix or of a stack. In a stack, stochastic rounding uses positions in this part.
+        multiplier: The grid of the whole tensor's multipliers, float32.
         quantizer: Quantizer of each matrix.
         steps: The functions that compute the steps.
 
     Returns:
-        uint8, the shape of the part: one byte a code.
+        Codes, uint8, in the shape of the part: one code a byte.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)
@@ -438,14 +456,14 @@ def _grid_of_part(grid: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks
 
 
 def dequantized(part: Quantized, dtype: torch.dtype) -> Plain:
-    """The values of codes: codes times scales in float32, rounded once to a dtype."""
+    """Turn codes back into values: codes times scales in float32, rounded once to ``dtype``."""
     operand, *windows = as_operand(part)
     codes, quantizer, outer = operand.codes, operand.quantizer, operand.scales[1:]
     if part.layout.batch:
         codes, quantizer = one_a_byte(codes, quantizer)
         values = _values_of_stack(codes, operand.scale, quantizer, dtype, *outer)
     else:
-        if outer and (ends := part.layout.ends) is not None:  # each row has that of its group
+        if outer and (ends := part.layout.ends) is not None:  # each row takes the outer scale of its group
             outer = (outer[0][group_to_read(ends, codes.shape[0])].unsqueeze(1),)
         values = dequantize(codes, operand.scale, quantizer, dtype, *outer)
     for dim, window in zip(SIDES, windows, strict=True):

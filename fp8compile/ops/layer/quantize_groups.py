@@ -1,7 +1,7 @@
-"""Quantize rows that are sorted by group; each group gets the codes that it would have alone.
+"""Quantize rows that are sorted by group; each group gets the codes that it would get alone.
 
-    along rows      codes (R, K), blocks within a row; tensorwise: a scale for the rows of each group
-    along tokens    codes (K, C), blocks of tokens, as `fp8compile.ops.groups.layout` lays them
+    along rows      codes (R, K), blocks within a row; tensorwise: one scale for all rows of a group
+    along tokens    codes (K, C), blocks of tokens, in the layout of `fp8compile.ops.groups.layout`
 
 If ranks share the features, the amax of a block that spans ranks is reduced over them.
 """
@@ -41,7 +41,7 @@ _rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
-    """The quantizer with a scale for each row, as grouped GEMMs read codes."""
+    """The quantizer of the same codes with a scale for each row, because grouped GEMMs read one scale a row."""
     return quantizer if quantizer.block[0] == 1 else with_block(quantizer, (1, -1))
 
 
@@ -54,17 +54,17 @@ def quantize_groups(
     along_tokens: bool,
     reads_once: bool,
 ) -> Quantized:
-    """Quantize the rows of groups in one of two directions.
+    """Quantize the rows of groups along rows or along tokens.
 
     Args:
         part: Rows (R, K); the layout has the ends of the groups.
         rows: Quantizer along rows, over one group's matrix; may be None if ``along_tokens``.
         tokens: Quantizer along tokens, over one group's matrix; may be None if not ``along_tokens``.
         steps: The functions that compute the steps.
-        along_tokens: Whether to quantize along tokens, and not along rows.
-        reads_once: Whether a kernel may read the rows once for both directions. That is for compiled code on a GPU:
-            both products make the same call, and the graph keeps one of them. The forward then makes the codes along
-            tokens too, and keeps them, a byte an element, in place of the rows.
+        along_tokens: Whether to quantize along tokens instead of along rows.
+        reads_once: Whether a kernel may read the rows once for both directions. True for compiled code on a GPU: both
+            products make the same call, and the graph keeps one of them. The forward then also makes the codes along
+            tokens, and keeps them, one byte an element, in place of the rows.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
@@ -89,12 +89,12 @@ def quantize_groups(
 def cast_rows(
     x: Tensor, ends: Tensor, quantizer: Quantizer, steps: Steps, over_ranks: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Codes (R, K) of rows, and the scale of each row's group, (R, 1).
+    """Cast rows with one scale for each group; returns codes (R, K) and the scale of each row's group, (R, 1).
 
     Args:
         x: (R, K), sorted by group.
         ends: Ends of the groups, (E,) int32.
-        quantizer: One block for the rows of a group.
+        quantizer: Quantizer with one block for all rows of a group.
         steps: The functions that compute the steps.
         over_ranks: Reduces this rank's amaxes over all ranks that have rows of the groups.
     """
@@ -118,7 +118,7 @@ def _tokens(
 
 
 def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
-    """Amaxes of groups, reduced over ranks if blocks span them."""
+    """Amaxes of groups, reduced over ranks if blocks span ranks."""
     columns = axis_blocks(part.local.shape, part.cuts, quantizer.block)[1]
     for group in columns.groups if columns.kind == "spanning" else ():
         amaxes = all_reduce_amax(amaxes, group)
@@ -129,7 +129,7 @@ def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
-    """Whether codes are stored as a GPU's four-bit product reads them."""
+    """Whether codes are stored packed and with tiled scales, as a GPU's four-bit product reads them."""
     return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
 
 
@@ -149,11 +149,12 @@ def _in_two_levels(part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, r
 
 
 def as_values_of_rows(found: Quantized, features: int) -> Quantized:
-    """Codes along rows as `quantize.dequantized` reads them: one a byte, and the grid of their scales.
+    """Convert codes along rows to what `quantize.dequantized` reads: one code a byte, and scales as a grid.
 
     Args:
-        found: What `quantize_groups` returned; of four bits on a GPU two codes share a byte and scales lie in tiles.
-        features: Values of a row.
+        found: What `quantize_groups` returned. For four-bit codes on a GPU, two codes share a byte and scales lie in
+            tiles.
+        features: Number of values in a row.
     """
     quantizer = by_row(found.quantizer)
     if packed_dim(quantizer) is None:

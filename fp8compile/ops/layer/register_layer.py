@@ -1,7 +1,7 @@
-"""Registers a linear layer as ops: one for each of its products, for one placement of its tensors.
+"""Register a linear layer for one placement of its tensors: one op for each of its products.
 
-    kernel          the computation in Phase.EAGER, step by step
-    decomposition   the computation in the phase of compiled code: FORWARD, INFERENCE or BACKWARD
+Each op has a kernel, which computes in Phase.EAGER, step by step, and a decomposition, which computes in a phase of
+compiled code: FORWARD, INFERENCE or BACKWARD. The arguments of the ops are:
 
     output                  (x, weight, [offsets], bias, ...placement, recipe)
     grad_input              (grad_output, weight, [offsets], ...placement, recipe)
@@ -9,7 +9,7 @@
     kept_input              (x, [offsets], ...placement, quantizer)
     grad_weight_of_codes    (grad_output, codes, scale, outer_scale, [offsets], ...placement, recipe)
 
-`LAYER_OPS` has every op that was registered so; flop formulas, reports and checkpoint policies read it.
+`LAYER_OPS` holds all of these ops but kept_input; flop formulas, reports and checkpoint policies read it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fp8compile.quantizers import Gemm, Quantizer, Recipe, TwoLevelScaling
 
 __all__ = ["LAYER_OPS", "OPS_OF_LAYERS", "Layer", "LayerOp", "register_layer"]
 
-# names of the tensors that an op takes before its placement; offsets are those of groups alone
+# names of the tensors that an op takes before its placement; only ops with groups take offsets
 TENSORS: dict[str, tuple[str, ...]] = {
     "output": ("x", "weight", "offsets", "bias"),
     "grad_input": ("grad_output", "weight", "offsets"),
@@ -45,11 +45,11 @@ TENSORS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOp:
-    """One op of a layer: maps its loose arguments to a call of a function of `fp8compile.ops.layer.layer`.
+    """One op of a layer: turns the op's flat arguments into a call of a function of `fp8compile.ops.layer.layer`.
 
     Attributes:
-        kind: Which op, a key of ``TENSORS``.
-        placement: Class of the placement, whose fields are the arguments between the tensors and the recipe.
+        kind: Which op it is, a key of ``TENSORS``.
+        placement: Class of the placement. Its fields are the op's arguments between the tensors and the recipe.
         ends: Whether rows are in groups.
         names: Names of the tensor arguments before the placement.
         has_fields: Whether the placement has arguments.
@@ -67,7 +67,7 @@ class LayerOp:
         object.__setattr__(self, "has_fields", bool(self.placement.__match_args__))
 
     def parameters(self) -> list[inspect.Parameter]:
-        """The op's schema."""
+        """The op's parameters, from which its schema is inferred."""
         hints = get_type_hints(self.placement)
         found: dict[str, Any] = {
             self.placement.weight_name if name == "weight" else name: Tensor for name in self.names
@@ -81,7 +81,7 @@ class LayerOp:
         return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
 
     def split(self, args: tuple[Any, ...]) -> tuple[list[Any], Tensor | None, Placement, Any]:
-        """Split loose arguments: the tensors, the offsets or None, the placement, the recipe or quantizer."""
+        """Split flat arguments; returns the tensors, the offsets or None, the placement, the recipe or quantizer."""
         count = len(self.names)
         place = self.placement(*args[count:-1]) if self.has_fields else self.placement()
         tensors = list(args[:count])
@@ -92,9 +92,9 @@ class LayerOp:
         """Run the op's computation.
 
         Args:
-            phase: In which code the steps run.
+            phase: The kind of code in which the steps run.
             args: The op's arguments.
-            codes: Codes of a weight that is quantized already, as `layer.output` takes them.
+            codes: Arguments of `Operands` for a weight that is quantized already.
         """
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
@@ -134,7 +134,7 @@ class LayerOp:
 
 
 def _loose(op: LayerOp, function: Callable[[tuple[Any, ...]], Any], returns: Any) -> Callable[..., Any]:
-    """Wrap a function of a tuple as a function of loose arguments with the op's schema."""
+    """Wrap a function of one tuple as a function of flat arguments, with the signature of the op."""
 
     def loose(*args: Any) -> Any:
         return function(args)
@@ -154,11 +154,11 @@ class Layer:
 
     Attributes:
         placement: Class of the placement.
-        output: The differentiable op.
-        grad_input: The gradient of its input.
-        grad_weight: The gradient of its weight.
+        output: The differentiable op that computes the output.
+        grad_input: Computes the gradient of the input.
+        grad_weight: Computes the gradient of the weight from the input.
         keep: Makes the codes that eager mode keeps in place of an input.
-        grad_weight_of_codes: The gradient of its weight from those codes.
+        grad_weight_of_codes: Computes the gradient of the weight from the codes that ``keep`` made.
     """
 
     placement: type[Placement]
@@ -171,7 +171,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Derivative:
-    """The derivative of a layer's output op: what it saves, and the gradient ops that it calls."""
+    """The derivative of a layer's output op: which tensors it saves, and which gradient ops it calls."""
 
     op: LayerOp
     grad_input: torch._ops.OpOverload
@@ -230,7 +230,7 @@ def _fields_of(place: Placement) -> list[Any]:
 
 # ---------------------------------------------------------------------------------- registration
 
-# each takes the operands of its GEMM first, as the layer holds them, and the recipe last
+# each op takes the operands of its GEMM first, as the layer holds them, and the recipe last
 LAYER_OPS: dict[torch._ops.OpOverload, Gemm] = {}
 OPS_OF_LAYERS: dict[torch._ops.OpOverload, LayerOp] = {}
 
@@ -250,7 +250,7 @@ def _register(name: str, op: LayerOp, gemm: Gemm | None, samples: Samples, **der
         _loose(op, partial(op.run, Phase.EAGER), returns),
         fake=_loose(op, op.empty, returns),
         decompose=_loose(op, decompose, returns),
-        sharding=None,  # DTensors have a handler, see `fp8compile.parallel.dtensor_layer`
+        sharding=None,  # `fp8compile.parallel.dtensor_layer` handles DTensors
         samples=samples,
         **{"backward": None, **derivative},
     )
@@ -275,16 +275,16 @@ def register_layer(
 
     Args:
         prefix: Prefix of the ops' names, such as ``"sharded_"``.
-        placement: Class of the placement; its fields are arguments of the output's op.
-        samples: Arguments of the output's op. Samples of the other ops follow from them.
-        for_grad_input: Class that `Placement.for_grad_input` returns, if it is another one.
-        for_grad_weight: Class that `Placement.for_grad_weight` returns, if it is another one.
+        placement: Class of the placement; its fields are arguments of the output op.
+        samples: Yields sample arguments of the output op. Samples of the other ops are made from them.
+        for_grad_input: Class that `Placement.for_grad_input` returns, if it is not ``placement``.
+        for_grad_weight: Class that `Placement.for_grad_weight` returns, if it is not ``placement``.
         ends: Whether rows are in groups.
-        gradients: A layer whose gradient ops are used, in place of new ones.
-        keep: The op that keeps codes of the input, if another layer has the same one.
+        gradients: A layer whose gradient ops are used in place of new ones.
+        keep: The op that keeps codes of the input, if another layer has registered it.
 
     Returns:
-        The ops.
+        The registered ops.
     """
     op = LayerOp(kind="output", placement=placement, ends=ends)
     if gradients is None:
@@ -315,7 +315,7 @@ def register_layer(
         samples,
         setup_context=derivative.setup_context,
         backward=derivative.backward,
-        prepare=layer.for_trained_weight if ends else None,  # others make such codes in the backward
+        prepare=layer.for_trained_weight if ends else None,  # layers without groups make these codes in the backward
         updates=placement.updates,
     )
     return Layer(placement=placement, output=output, keep=keep, **grads)
@@ -323,7 +323,7 @@ def register_layer(
 
 @dataclass(frozen=True)
 class _Samples:
-    """Samples of a layer's other ops, from samples of its output op."""
+    """Makes sample arguments of a layer's other ops from those of its output op."""
 
     op: LayerOp
     samples: Callable[[], Iterable[tuple[Any, ...]]]
@@ -339,22 +339,22 @@ class _Samples:
             yield grad.to(x.dtype).movedim(0, -1), x, weight, _given(ends), place, recipe, used  # not contiguous
 
     def of_grad_input(self) -> Iterator[tuple[Any, ...]]:
-        """Samples of grad_input."""
+        """Sample arguments of the op for grad_input."""
         for grad, _, weight, offsets, place, recipe, used in self._each():
             yield grad, weight, *offsets, *_fields_of(place.for_grad_input(used)), recipe
 
     def of_grad_weight(self) -> Iterator[tuple[Any, ...]]:
-        """Samples of grad_weight."""
+        """Sample arguments of the op for grad_weight."""
         for grad, x, weight, offsets, place, recipe, used in self._each():
             yield grad, x, *offsets, *_fields_of(place.for_grad_weight(weight.dtype, used)), recipe
 
     def of_keep(self) -> Iterator[tuple[Any, ...]]:
-        """Samples of the op that keeps codes."""
+        """Sample arguments of the op that keeps codes."""
         for _, x, offsets, place, quantizer in self._kept():
             yield x, *offsets, *_fields_of(place.for_keep()), quantizer
 
     def of_grad_weight_of_codes(self) -> Iterator[tuple[Any, ...]]:
-        """Samples of grad_weight from codes."""
+        """Sample arguments of the op for grad_weight from kept codes."""
         for grad, x, offsets, place, quantizer in self._kept():
             recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
             ends = offsets[0] if offsets else None

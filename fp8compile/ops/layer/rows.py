@@ -1,8 +1,8 @@
 """Rows: which rows of a parameter each rank of FSDP has; a constant of the graph.
 
-If there are tensor parallel ranks, each dim of their mesh cuts the weight first. Those cuts are stored as numbers: for
-each dim of the mesh -1 if it cuts nothing, otherwise the weight's dim, this rank's number, the number of ranks, and
-the size of each rank's part.
+With tensor parallel ranks, each dim of their mesh cuts the weight before FSDP does. Those cuts are stored as a flat
+list of numbers. A mesh dim that cuts nothing is stored as -1. Any other mesh dim is stored as the weight's dim, this
+rank's number, the number of ranks, and the size of each rank's part.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["Rows", "placed_cuts", "placed_of", "rows_cut"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rows(Constant):
-    """How FSDP cuts a parameter, as the ops of sharded parameters take it.
+    """How FSDP cuts a parameter: an argument of the ops on sharded parameters.
 
     Attributes:
-        sizes: Rows that each rank has; they may differ and be 0.
+        sizes: Number of rows on each rank; ranks may have different numbers, or 0.
         rank: This rank's number.
-        group: Name of the ranks' group; empty for one rank.
+        group: Name of the group of ranks that share the rows; empty for one rank.
         replicas: Name of the group whose ranks have the same rows (HSDP), or empty.
         reduce_dtype: Name of the dtype in which gradients are reduced.
-        placed: How tensor parallel ranks cut the parameter first, as `placed_of` returns it; empty without them.
+        placed: How tensor parallel ranks cut the parameter before FSDP, as `placed_of` returns it; () without them.
     """
 
     sizes: tuple[int, ...]
@@ -40,17 +40,17 @@ class Rows(Constant):
 
     @staticmethod
     def alone(rows: int, reduce_dtype: str = "float32") -> Rows:
-        """All rows, on one rank."""
+        """A parameter whose rows are all on one rank."""
         return Rows(sizes=(rows,), rank=0, group="", replicas="", reduce_dtype=reduce_dtype)
 
 
 def rows_cut(rows: Rows) -> DimSharding | None:
-    """The cut of FSDP; None for a group of one rank."""
+    """The cut that FSDP makes along dim 0; None for a group of one rank."""
     return None if len(rows.sizes) == 1 else DimSharding(rows.group, rows.rank, 0, rows.sizes)
 
 
 def placed_of(cuts: Sharding) -> tuple[int, ...]:
-    """Store the cuts of tensor parallel ranks as numbers."""
+    """Turn the cuts of tensor parallel ranks into the numbers of ``Rows.placed``."""
     found: list[int] = []
     for cut in cuts:
         found += [-1] if cut is None else [cut.dim, cut.rank, len(cut.sizes), *cut.sizes]
@@ -58,7 +58,7 @@ def placed_of(cuts: Sharding) -> tuple[int, ...]:
 
 
 def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Sharding:
-    """Read such numbers as cuts; cuts have no group if none are given."""
+    """Turn the numbers of ``Rows.placed`` back into cuts; without ``groups``, the cuts have no group."""
     cuts: list[DimSharding | None] = []
     rest = list(placed)
     while rest:

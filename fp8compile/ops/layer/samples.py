@@ -1,4 +1,4 @@
-"""Sample arguments of the layer ops: one rank's; more need processes (tests/parallel)."""
+"""Sample arguments of the layer ops, for one rank; tests with more ranks need processes (tests/parallel)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def linear_samples() -> Iterator[tuple[Any, ...]]:
-    """Arguments of the op, for tests of it and of its likes."""
+    """Sample arguments of fp8compile::linear; samples of similar ops are made from them."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in samples.recipes():
@@ -36,7 +36,7 @@ def linear_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def _recipes() -> Iterator[Recipe]:
-    """Delayed scaling everywhere, with grad_weight in high precision, and beside current scaling."""
+    """Recipes with delayed scaling: for all operands, with grad_weight in high precision, and for the input only."""
     value, grad = DelayedScaling(history=4), DelayedScaling(format="e5m2", history=4, margin=1)
     own = CurrentScaling()
     every: dict[str, Any] = {"input": value, "weight": value, "grad_output": grad, "weight_for_grad_input": value}
@@ -46,7 +46,7 @@ def _recipes() -> Iterator[Recipe]:
 
 
 def delayed_samples() -> Iterator[tuple[Any, ...]]:
-    """Arguments of the op, for tests of it and of its likes."""
+    """Sample arguments of fp8compile::delayed_linear; samples of similar ops are made from them."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in _recipes():
@@ -64,7 +64,7 @@ def sharded_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def fsdp_samples() -> Iterator[tuple[Any, ...]]:
-    """Those of FSDP over one rank, with amaxes that are known and without."""
+    """Samples for FSDP over one rank, with and without known amaxes."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         shard = weight.float() if index % 2 else weight
         known = [None, None]
@@ -75,21 +75,21 @@ def fsdp_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def fsdp_delayed_samples() -> Iterator[tuple[Any, ...]]:
-    """Those of FSDP over one rank, with delayed scaling."""
+    """Samples for FSDP over one rank with delayed scaling."""
     for x, weight, bias, _, multiplier, _, recipe in delayed_samples():
         tokens = torch.zeros(3), torch.zeros(1)
         yield x, weight.float(), bias, *tokens, None, None, multiplier, Rows.alone(weight.shape[0]), recipe
 
 
 def grouped_samples() -> Iterator[tuple[Any, ...]]:
-    """Arguments of the op, for tests of it and of its likes."""
+    """Sample arguments of fp8compile::grouped_linear; samples of similar ops are made from them."""
     generator = torch.Generator().manual_seed(0)
     for recipe in samples.recipes():
         for offsets in sample_offsets():
             x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((12, 24), (3, 20, 24)))
             x[int(offsets[-1]) :] = torch.nan
             yield x, weight, offsets, torch.ones(3, 20, dtype=x.dtype), recipe
-    # offsets are those of no rows
+    # here `offsets` is the last of sample_offsets(), whose groups have no rows
     yield x.float(), weight.float().transpose(1, 2).contiguous().transpose(1, 2), offsets, None, recipe
     yield x[:0], weight, offsets, None, recipe
     yield torch.randn(24, 12, generator=generator).t(), weight.float(), offsets + 12, None, recipe

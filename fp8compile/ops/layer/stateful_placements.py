@@ -1,6 +1,6 @@
-"""Placements of layers with delayed scaling: their fields hold the state, or the tokens that bring amaxes to it.
+"""Placements of layers with delayed scaling. Their fields hold the state, or tokens that bring amaxes to the state.
 
-Delayed           its own backward updates the state
+Delayed           the layer's own backward updates the state
 DelayedOverFsdp   amaxes travel as gradients of tokens, see `fp8compile.ops.layer.amax_tokens`
 """
 
@@ -32,15 +32,20 @@ __all__ = ["Delayed", "DelayedForGradient", "DelayedOverFsdp"]
 
 
 class _WithMultiplier:
-    """What placements with the multipliers of delayed scaling do alike; ``multiplier`` is a field of each."""
+    """Methods that both placements with delayed scaling share; each of them has a field ``multiplier``."""
 
     __slots__ = ()
 
     has_state: ClassVar[bool] = True
 
-    # ``self: Any``: the fields are those of its subclasses
+    # ``self: Any``, because subclasses define the fields
     def begin(self: Any, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Operands with the multipliers that the output uses; and beside them those multipliers and two amaxes."""
+        """Fix the multipliers that the output uses, and compute amaxes.
+
+        Returns:
+            The operands with these multipliers, and a tuple of further outputs of the op: the multipliers, the amax of
+            x and the amax of the weight.
+        """
         used = snapshot(self.multiplier)
         of_input, of_weight, _ = operands.recipe.delayed()
         amaxes = amax_of(x, of_input), self._amax_of_weight(x, weight, operands, of_weight)
@@ -53,22 +58,22 @@ class _WithMultiplier:
         return amax_of(weight, quantizer)
 
     def empty_beside(self: Any) -> tuple[Tensor, ...]:
-        """What `begin` returns beside operands, without values, for tracing."""
+        """The further outputs that `begin` returns, without values, for tracing."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
     def keep_used(self: Any, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Save the multipliers that the output used for the backward."""
+        """Save the multipliers that the output used, for the backward; returns them."""
         return keep_used(ctx, self.multiplier, output)
 
 
 @dataclass(slots=True)
 class Delayed(_WithMultiplier, Placement):
-    """Every tensor is whole on this rank, the state too.
+    """Every tensor is whole on this rank, and so is the state of delayed scaling.
 
     Attributes:
-        amax_history: (3, L) float32.
-        multiplier: (3,) float32.
+        amax_history: The state's last L amaxes of input, weight and grad_output, (3, L) float32.
+        multiplier: The state's multipliers of input, weight and grad_output, (3,) float32.
         group: Name of the group over which amaxes are reduced, or None.
     """
 
@@ -79,7 +84,7 @@ class Delayed(_WithMultiplier, Placement):
     group: str | None
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise if the state does not fit the recipe."""
+        """Raise a ValueError if the state does not fit the recipe."""
         check_state(x, self.amax_history, self.multiplier, recipe)
 
     def _amax_of_weight(
@@ -90,9 +95,9 @@ class Delayed(_WithMultiplier, Placement):
         return amax_of(x, None) if quantizer is None else kept_amax(self.amax_history)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Update the state; returns the multipliers that the output used, and gradients of the fields."""
+        """Update the state; returns the multipliers that the output used, and the gradients of this class's fields."""
         check_repeated_forward(ctx, repeated)
-        # of a layer that is spread over ranks, all of them have the same state, and update their own
+        # if a layer is spread over ranks, each rank updates its own copy of the same state
         state = [_compat.replicated(each) for each in (self.amax_history, self.multiplier)]
         every = [*ctx.amaxes, amax_of(grad_output, ctx.recipe.delayed()[2])]
         amaxes = torch.stack([_compat.replicated(each) for each in every])
@@ -102,22 +107,22 @@ class Delayed(_WithMultiplier, Placement):
         return ctx.used, (None, None, None)
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """The placement with the multipliers that the output used."""
+        """The placement of the op for grad_input, which holds the multipliers that the output used."""
         return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement with the multipliers that the output used."""
+        """The placement of the op for grad_weight, which holds the multipliers that the output used."""
         return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
 
 
 @dataclass(slots=True)
 class DelayedForGradient(Placement):
-    """Placement of `Delayed`'s gradients: ``multiplier`` (3,) is what the output used."""
+    """Placement of the ops for `Delayed`'s gradients; ``multiplier``, (3,) float32, is what the output used."""
 
     multiplier: Tensor
 
     def given(self) -> dict[str, Any]:
-        """The multipliers."""
+        """Keyword arguments of `Operands`: the multipliers."""
         return {"multiplier": self.multiplier}
 
 
@@ -126,11 +131,11 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     """A weight that FSDP cuts by rows, with the layer's multipliers.
 
     Attributes:
-        of_activations: Token (3,) whose gradient is 1 if the layer's backward ran, the amax of x, and that of
+        of_activations: Token (3,). Its gradient holds 1 if the layer's backward ran, the amax of x, and the amax of
             grad_output.
-        of_weight: Token (1,) whose gradient is the amax of this rank's rows.
-        amax: Amax of the whole weight for the output, if it is known; None: the op exchanges it.
-        amax_for_grad_input: The same for grad_input.
+        of_weight: Token (1,). Its gradient is the amax of this rank's rows.
+        amax: Amax of the whole weight for the output, if it is known. If None, the op exchanges it.
+        amax_for_grad_input: Amax of the whole weight for grad_input, or None.
         multiplier: Multipliers of the state, (3,) float32.
         rows: The rows that each rank has.
     """
@@ -146,16 +151,16 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
         """Check nothing: the op that made the tokens has checked the state."""
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """The placement without tensors, and the amax for grad_input."""
+        """Returns this placement without tensors, and the amax for grad_input, which autograd saves."""
         none: dict[str, Any] = dict.fromkeys(
             ("of_activations", "of_weight", "amax", "amax_for_grad_input", "multiplier")
         )
         return replace(self, **none), (self.amax_for_grad_input,)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The multipliers that the output used, and the amaxes as gradients of the tokens."""
+        """Returns the multipliers that the output used, and gradients of the fields: amaxes for the two tokens."""
         place = 2 + ctx.has_bias
-        is_eager = type(_compat.local_itself(grad_output)) is Tensor  # a graph has the backward to everything
+        is_eager = type(_compat.local_itself(grad_output)) is Tensor  # in a graph the backward reaches all inputs
         if is_eager and ctx.needs_input_grad[3] and not _compat.will_run(ctx, place):
             raise RuntimeError(
                 "fp8compile::fsdp_delayed_linear: torch.autograd.grad was asked for gradients of some tensors only, "

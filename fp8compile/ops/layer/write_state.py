@@ -1,12 +1,13 @@
-"""The state of delayed scaling: what a layer is given, which multipliers it uses, and how a backward updates it.
+"""The state of delayed scaling: its shape, which multipliers a layer uses, and how the backward updates the state.
 
     state          amax_history (3, L), multiplier (3,): rows for input, weight, grad_output
-    forward        y, the multipliers that it used, amaxes of x and w
-    backward       gradients, by those multipliers;  state <- next state(state, amaxes of x, w and dy)
+    forward        returns y, the multipliers that y used, and the amaxes of x and w
+    backward       computes gradients by the same multipliers;  state <- next state(state, amaxes of x, w and dy)
 
-Each backward updates the state once. If none runs (evaluation, no_grad), the state stays; activation checkpointing,
-which runs the forward twice, updates it once. The multipliers that a forward used are among its outputs, because
-another backward may have updated the state before its own runs. A tensor without delayed scaling keeps its row.
+Each backward updates the state once. If no backward runs (evaluation, no_grad), the state stays. Activation
+checkpointing runs the forward twice and still updates the state once. A forward returns the multipliers that it used,
+because a backward of another call may update the state before the forward's own backward runs. The row of a tensor
+without delayed scaling stays as it is.
 """
 
 from __future__ import annotations
@@ -37,31 +38,37 @@ ROW_OF_WEIGHT = 1
 
 
 def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
-    """The amax, () float32; 0 for a tensor without delayed scaling, whose row stays as it is."""
+    """The amax of a tensor, () float32; 0 if ``quantizer`` is None: the tensor has no delayed scaling."""
     if quantizer is None:
         return tensor.new_zeros((), dtype=torch.float32)
     return amax(tensor, quantizer).view(())
 
 
 def kept_amax(history: Tensor) -> Tensor:
-    """Amax of the values last written to a quantized weight, which `QuantizedParameter` stores in history[0]."""
+    """Amax of the values last written to a quantized weight.
+
+    `QuantizedParameter` stores it in the first column of the history.
+    """
     return snapshot(history[ROW_OF_WEIGHT, 0])
 
 
 def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """The layer's state after one more backward, from the state before and three amaxes."""
+    """The layer's history and multiplier after one more backward, from those before it and three amaxes."""
     quantizers = recipe.delayed()
     rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
     room = torch.stack([torch.full((), each, dtype=torch.float64, device=amaxes.device) for each in rooms])
     algorithm = next(quantizer.algorithm for quantizer in quantizers if quantizer is not None)
     updated, next_multiplier = next_state(history, multiplier, amaxes, room, algorithm)
-    # PyTorch's partitioner would write the history first where nothing here depends on the backward's gradient, and
-    # make the multiplier of what was written
+    # If nothing here depends on the backward's gradient, PyTorch's partitioner would write the history first and then
+    # compute the multiplier from the history that was just written. `after` forces the multiplier to come first.
     return after(updated, next_multiplier), next_multiplier
 
 
 def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> None:
-    """Raise if the state does not fit the recipe; the text speaks of `fp8compile.linear`, which takes the state."""
+    """Raise a ValueError if the state does not fit the recipe or the device of x.
+
+    The message names `fp8compile.linear`, the function to which users pass a state.
+    """
     if _compat.is_stand_in(recipe):
         return
     rows, length = len(TENSORS), recipe.history()
@@ -93,7 +100,7 @@ def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor
     ctx.set_materialize_grads(False)
     inductor.never_recompute(ctx.used)
     ctx.version = _compat.version_in_eager(_compat.replicated(multiplier))
-    # checkpointing gives what is saved from the forward that it repeats, what is set on ctx from the first
+    # under checkpointing, saved tensors come from the repeated forward, attributes of ctx from the first forward
     return ctx.used
 
 
@@ -118,7 +125,7 @@ def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran
         state: History and multipliers.
         amaxes: Amaxes of input, weight and grad_output, (3,) float32, over all ranks that share the state.
         recipe: Recipe of the layer.
-        ran: 0 if the backward has not run: the state then stays. None counts as 1.
+        ran: 0 if the layer's backward has not run; the state then stays. None counts as 1.
 
     Raises:
         RuntimeError: A transform of torch.func runs this backward, and its function does not take the state as an

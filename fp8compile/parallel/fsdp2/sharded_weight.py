@@ -216,7 +216,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         """
         part = part_of_weight(self, mesh, size, mp_policy)
         every = self.quantizers_of(module).items()
-        own: Any = part.cuts[-1]  # FSDP2's
+        own: Any = part.cuts[-1]  # FSDP2 cuts last
         return own, [self._to_gather(part, size, module, *each) for each in every]
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Select, from the scales of the whole weight, those of the tensor parallel part that FSDP2 gathers."""
+        """Select the scales of the tensor parallel part that FSDP2 gathers, from the scales of the whole weight."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 

@@ -138,7 +138,7 @@ class WeightScales:
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """The multiplier and scale of a weight with delayed scaling, which the last backward computed, and None."""
+    """The multiplier and scale of a weight with delayed scaling, from the last backward; None for the outer scale."""
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)

@@ -1,1 +1,1 @@
-"""FSDP whose messages are ops of the graph."""
+"""FSDP whose messages between ranks are ops in the model's graph."""

@@ -193,7 +193,7 @@ def graph_fsdp(
     for module in modules.values():
         own = {name: each for name, each in module._parameters.items() if each is not None and each not in ignored}
         for name, parameter in own.items():
-            if parameter not in done:  # tied ones stay tied
+            if parameter not in done:  # so that tied parameters stay tied
                 done[parameter] = shard_parameter(parameter, mesh, mp_policy)
             setattr(module, name, done[parameter][0])
         if not own and module is not model and not _reads_children(module):

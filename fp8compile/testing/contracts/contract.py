@@ -24,9 +24,9 @@ class BrokenContract(Exception):
     """Raised by a contract that is broken.
 
     Args:
-        expected: What the contract asks for.
-        found: What was found instead.
-        mend: What to write.
+        expected: Words for what the contract asks for.
+        found: Words for what was found instead.
+        mend: Advice: what to write to hold the contract.
     """
 
     expected: str
@@ -91,7 +91,7 @@ def _breach(contract: Callable[..., Any], arguments: Sequence[Any], state: Calla
         return broken
     except NotLookedAt:
         raise
-    except Exception as error:  # what is checked is the code of others
+    except Exception as error:  # the code that is checked may raise anything
         return BrokenContract(
             expected=_first_sentence(contract),
             found=f"{type(error).__name__}: {error}",

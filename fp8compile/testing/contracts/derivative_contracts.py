@@ -17,7 +17,7 @@ from fp8compile.testing.contracts.op_samples import some_samples, without_nan
 __all__ = ["backward_is_the_derivative", "backward_is_there_or_raises", "differentiable", "gradients_of"]
 
 STEPS = (1e-5, 1e-4, 1e-3, 0.5)  # the last, large step tells a constant function from a staircase
-SMOOTH = 1e-3  # relative difference of a smooth function's slopes over the small steps, whose squares are below 1e-6
+SMOOTH = 1e-3  # relative difference of a smooth function's slopes; small steps have squares of at most 1e-6
 MEND = (
     "mend backward; or, if it is meant to be another one (straight through a rounding), say of what: "
     "check_op(op, gradient=...), a differentiable function of impl's arguments"
@@ -58,7 +58,7 @@ def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves
 
 
 def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
-    """A backward pass gives a gradient of each argument's shape and dtype, or says that there is none."""
+    """A backward gives gradients with the arguments' shapes and dtypes, or raises that the op has no derivative."""
     for args in looked_at(some_samples(op, device)):
         given, leaves = differentiable(op, args)
         if not leaves or not all(leaf.numel() for leaf in leaves):
@@ -179,7 +179,7 @@ def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable[..., Any] | None = None) -> None:
-    """Gradients are those that autograd has of impl, of decompose, or of the reference given; or float64 slopes."""
+    """Gradients equal autograd's gradients of the given reference, of impl or of decompose, or else float64 slopes."""
     if op.backward is None:
         return
     unseen = []

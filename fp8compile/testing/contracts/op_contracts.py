@@ -150,7 +150,7 @@ def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
 
 
 def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
-    """In eager mode, decompose gives the bits of impl; samples for which it keeps the op as one call are left out."""
+    """In eager mode, decompose gives the bits of impl. Samples for which it returns NotImplemented are left out."""
     if op.decompose is not None:
         samples = samples_on(op, device)
         samples += filled(op, samples)
@@ -161,7 +161,7 @@ def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
 
 
 def passes_opcheck(op: Op, device: torch.device) -> None:
-    """PyTorch's own checks of operators pass."""
+    """PyTorch's own checks of operators (opcheck) pass."""
     checks: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
         (args, ("test_schema", "test_autograd_registration", "test_faketensor")) for args in samples_on(op, device)
     ]
@@ -190,7 +190,7 @@ def compiled_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
 
 
 def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
-    """Gradients have the bits of eager mode, compiled by AOTAutograd; by Inductor, plain sums may round otherwise."""
+    """Compiled gradients have the bits of eager mode; with Inductor, sums in another order may round differently."""
     if op.backward is None:
         return
     samples = [args for args in some_samples(op, device) if all(tensor.numel() for tensor in tensors_of(args))][:3]
@@ -252,7 +252,7 @@ def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
 
 
 def sharded_gives_the_bits_of_whole(op: Op, device: torch.device) -> None:
-    """On shards cut by its rule, the op's results combine to the results of the whole (bit for bit if exact)."""
+    """Results on shards, cut by the op's sharding rule, combine to those on whole tensors (bit for bit if exact)."""
     if op.sharding is None:
         return
     ran = 0

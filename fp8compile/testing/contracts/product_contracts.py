@@ -72,7 +72,7 @@ def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
 
 
 def products_are_those_of_dequantize(q: Quantizer, device: torch.device) -> None:
-    """scaled_mm, and a layer with its gradients, multiply what dequantize gives for the codes."""
+    """scaled_mm, and a layer with its gradients, give the products of the values that dequantize returns."""
     left = _as_left_operand(q)
     if left is None:
         raise NotLookedAt(f"no GEMM takes blocks {q.block}, so scaled_mm and recipes refuse them")
@@ -116,7 +116,7 @@ def _as_read(quantized: QuantizedTensor, read: Float8Format) -> Tensor:
 
 
 def _gemms(q: Quantizer) -> Iterator[str]:
-    """The float8 GEMMs that GPUs would select for a product of such codes with their transpose."""
+    """Names of the float8 GEMMs that GPUs would select for a product of a quantizer's codes with their transpose."""
     for target in PRETENDED:
         with pretend_target(target):
             try:
@@ -162,7 +162,7 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
 
 
 def code_zero_is_zero(q: Quantizer, device: torch.device) -> None:
-    """Code 0 has the value zero, because shards that cut blocks, and odd sizes, are padded with it."""
+    """Code 0 has the value zero. Shards that cut blocks, and odd sizes, are padded with code 0."""
     quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
     found = q.dequantize(torch.zeros_like(quantized.codes), quantized.scale)
     if found.any():

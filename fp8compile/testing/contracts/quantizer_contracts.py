@@ -117,7 +117,7 @@ def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.d
 
 
 def equal_after_copy_and_pickle(q: Quantizer, device: Device) -> None:
-    """A copy, an unpickled quantizer and one with the same fields are equal to it, and have its hash."""
+    """A copy, an unpickled copy and a quantizer with the same fields are equal to the quantizer, and have its hash."""
     for how, make in {
         "copy.copy": copy.copy,
         "copy.deepcopy": copy.deepcopy,
@@ -141,7 +141,7 @@ def equal_after_copy_and_pickle(q: Quantizer, device: Device) -> None:
 
 
 def different_fields_differ(q: Quantizer, device: Device) -> None:
-    """A quantizer with another field is another quantizer."""
+    """Two quantizers that differ in a field are not equal."""
     others = [
         replace(q, block=block) for block in ((1, -1), (-1, -1), (-1, 1)) if block != q.block and _makes(q, block)
     ]
@@ -157,13 +157,13 @@ def different_fields_differ(q: Quantizer, device: Device) -> None:
 def _makes(q: Quantizer, block: tuple[int, int]) -> bool:
     try:
         replace(q, block=block)
-    except (TypeError, ValueError):  # it allows its own blocks only
+    except (TypeError, ValueError):  # the quantizer's class allows no such block
         return False
     return True
 
 
 def immutable(q: Quantizer, device: Device) -> None:
-    """Nothing can be assigned, and all that it holds is in fields."""
+    """No attribute of the quantizer can be assigned, and all of its values are in fields."""
     names = [field.name for field in fields(q)]
     if extra := sorted(set(vars(q)) - set(names)):
         raise BrokenContract(
@@ -182,7 +182,7 @@ def immutable(q: Quantizer, device: Device) -> None:
 
 
 def text_in_graphs_rebuilds_it(q: Quantizer, device: Device) -> None:
-    """Its text in a graph evaluates to an equal quantizer, given the types that the text names."""
+    """A quantizer's text in a graph evaluates to an equal quantizer, given the types that the text names."""
     text, names = q.__fx_repr__()
     others = [name for name, value in names.items() if not isinstance(value, type)]
     if others:
@@ -199,7 +199,7 @@ def text_in_graphs_rebuilds_it(q: Quantizer, device: Device) -> None:
 
 
 def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
-    """Every process gives it the same text in a graph, and another text once the class's source changed."""
+    """A quantizer has the same text in a graph in every process, and another text once its class's source changed."""
     module = sys.modules.get(type(q).__module__)
     if module is None or not getattr(module, "__file__", None) or module.__name__ == "__main__":
         raise BrokenContract(
@@ -232,7 +232,7 @@ def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
 
 
 def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
-    """Shapes and dtypes of each step are those that codes_shape, scale_shape and scale_dtype say."""
+    """Each step's results have the shapes and dtypes that codes_shape, scale_shape and scale_dtype say."""
     for x in looked_at(_inputs(q, device)):
         try:
             steps = _steps(q, x)
@@ -283,7 +283,7 @@ def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None
 
 
 def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
-    """Values come back near what they were, and a scale is the inverse of its multiplier."""
+    """Dequantized values are near the original ones, and each scale is the inverse of its multiplier."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         steps = _steps(q, x)
         scale = q.scale_values(steps["scale"]).double()
@@ -306,7 +306,7 @@ def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
 
 
 def empty_block_gives_zeros(q: Quantizer, device: Device) -> None:
-    """A block of zeros has a finite multiplier and comes back as zeros."""
+    """A block of zeros has a finite multiplier, and dequantizes to zeros."""
     x = looking_at(_blocky(q, device))
     block = _first_block(q, x)
     x[block] = 0.0
@@ -413,7 +413,7 @@ def _graphs() -> int:
 
 
 def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
-    """With M and K dynamic one graph serves every size, and gives the bits of eager mode."""
+    """With dynamic sizes M and K, one graph serves every size, and gives the bits of eager mode."""
     compiled = compiled_afresh(_quantized, backend="aot_eager", dynamic=True)
     counts = [_graphs()]
     # two blocks or more along each dim, because PyTorch specialises on 1
@@ -441,7 +441,7 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
 
 
 def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
-    """An equal quantizer compiles nothing, and a different one does once."""
+    """A call with an equal quantizer compiles no new graph; a call with a different one compiles one graph."""
     compiled, x = (
         compiled_afresh(_quantized, backend="aot_eager", dynamic=False),
         _random(_taken(q, (24, 40)) or (24, 40), torch.bfloat16, device),
@@ -479,7 +479,7 @@ def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
 
 
 def passes_opcheck(q: Quantizer, device: Device) -> None:
-    """PyTorch's own checks of operators pass with it."""
+    """PyTorch's own checks of operators (opcheck) pass for ops that are called with the quantizer."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         arguments = _op_arguments(q, x)
         for name in arguments:
@@ -495,7 +495,7 @@ def passes_opcheck(q: Quantizer, device: Device) -> None:
 
 
 def sharded_gives_the_bits_of_whole(q: Quantizer, device: Device) -> None:
-    """Each step on shards gives the results of the whole: cut between blocks, or reduced if blocks span shards."""
+    """Each step on shards gives the results on the whole, whether shards end between blocks or within a block."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         arguments = _op_arguments(q, x)
         for name in arguments:

@@ -1,6 +1,6 @@
-"""Is this really running in FP8? A model's linears, GEMM by GEMM, with the proof from its graphs."""
+"""Answers whether a model really runs in FP8: for each GEMM of its linears, with proof from the model's graphs."""
 
-import fp8compile.testing.explain.exchanges  # noqa: F401  reports of graphs hear of the exchanges
+import fp8compile.testing.explain.exchanges  # noqa: F401  registers the exchanges' messages
 from fp8compile.testing.explain.explanation import Explanation, explain, explain_in_steps
 from fp8compile.testing.explain.gpu import Cast, GpuExplanation, GraphCost
 from fp8compile.testing.explain.layers import GemmExplanation, LayerExplanation

@@ -1,8 +1,8 @@
 """Attribution: the layer that each product of a graph belongs to, and which of the layer's three GEMMs it is.
 
-A product is a layer's if it multiplies data by a form of the layer's weight, or if its result leaves the graph as that
-weight's gradient. A product of parameters alone belongs to no layer: it computes a weight, or something about it. If
-the weight is no parameter of the graph, the module that was being called decides.
+A product belongs to a layer if it multiplies data by a form of the layer's weight, or if its result leaves the graph
+as that weight's gradient. A product of parameters alone belongs to no layer, because it only computes a weight or a
+property of one. If the weight is no parameter of the graph, the product belongs to the module that was being called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp8compile.testing.graphs.recording import user_place
 __all__ = ["Owners", "Unknown"]
 
 TURNS = frozenset({"aten::t", "aten::transpose", "aten::permute"})
-# what leaves a tensor the same numbers, up to rounding: looked through on the way to what is cast
+# operators that keep a tensor's numbers, up to rounding; the search for the source of a cast goes through them
 SAME_VALUES = TURNS | frozenset({
     SAME, "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::alias", "aten::detach", "aten::_to_copy",
     "aten::clone", "aten::expand", "aten::squeeze", "aten::unsqueeze",
@@ -46,7 +46,7 @@ class Unknown:
     Attributes:
         layer: Name of the layer.
         op: The operator.
-        file: File that it comes from; empty if it isn't known.
+        file: File of the user's code that calls it; empty if it isn't known.
         line: Line in that file; 0 if it isn't known.
     """
 
@@ -57,25 +57,29 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """Index of a graph's input; for a part of a tensor subclass, the index of the subclass."""
+    """The index of the graph's input that AOTAutograd's description is about; None if it is about another value.
+
+    The description of a gradient gives the index of its input, and that of a subclass's inner tensor the index of the
+    subclass.
+    """
     while hasattr(described, "base"):
         described = described.base
     return getattr(getattr(described, "grad_of", described), "idx", None)
 
 
 class Owners:
-    """Forward and backward of one graph: the values that come from layers' weights, and those that lead to gradients.
+    """Assigns the products of one graph, forward and backward, to the layers that own their weights.
 
     Args:
         recorded: The graph.
-        weights: For each parameter, by identity, the layers whose weight it is or is computed from it.
-        constants: Identities of the model's buffers, which don't count as data.
+        weights: For each parameter's ``id``, the layers whose weight it is, or is computed from it.
+        constants: The ``id`` of each of the model's buffers, which don't count as data.
         names: Names of layers and modules.
 
     Attributes:
         forward: Values of the forward graph.
         backward: Values of the backward graph; empty if there is none.
-        needs_grad: Values of the forward that depend on something that requires grad.
+        needs_grad: Values of the forward that depend on an input or parameter that requires grad.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Owners:
         kept = recorded.kept.backward
         self.backward_graph: fx.Graph | None = None if kept is None else kept.graph
         self.gradients: dict[Value, tuple[str, ...]] = {}
-        # a subgraph's names are its own
+        # nodes of subgraphs are left out, because their names are unique only within the subgraph
         self.named: dict[str, Value] = {v.node.name: v for v in forward.values if v.node.graph is graph.graph}
         if kept is not None:
             backward = unfold(kept, self.named)
@@ -132,24 +136,27 @@ class Owners:
         return Form(frozenset([weights] if weights else []), is_data=not self.constants[index])
 
     def _asks_for_grad(self, value: Value, inputs: Sequence[Any]) -> bool:
-        """Whether a value of the forward depends on something that requires grad, from its arguments' answers."""
+        """Whether a value of the forward depends on a tensor that requires grad, given the answers for its inputs."""
         if value.op and value.op != "aten::detach":
             return not self.needs_grad.isdisjoint(value.inputs)
         index = None if value.op else _input_index(value.node.meta.get("desc"))
         return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
 
     def operands(self, value: Value) -> list[Value]:
-        """The operands that may be a weight: both of a product, or a layer op's weight."""
+        """The operands of a product that may be a weight: the weight of a layer op, or both operands."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """The weights that any of these values is a form of."""
+        """The weights that have a form among these values."""
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """The layer whose call contains a product of parameters alone, such as a product of learned queries."""
+        """The layer that was being called at a product of parameters alone, if one operand is that layer's weight.
+
+        An example is a layer that is applied to learned queries.
+        """
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
         ]
@@ -157,27 +164,27 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """The products of the forward whose gradient a product of the backward is."""
+        """The products of the forward to whose gradient a product of the backward belongs."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
 
     def is_recomputed(self, value: Value) -> bool:
-        """Whether a value of the backward recomputes one of the forward."""
+        """Whether a value of the backward graph recomputes a value of the forward."""
         if value.node.graph is not self.backward_graph:
-            # in a subgraph, what has no mark of the backward
+            # nodes of a subgraph that have no mark of the backward
             meta = value.node.meta
             return bool(meta.get("nn_module_stack")) and not meta.get("fwd_nn_module_stack")
         twin = self.named.get(value.node.name)
         return twin is not None and twin.op == value.op
 
     def _computes_weights(self, value: Value) -> bool:
-        """Whether a value of the backward is the gradient of something computed from parameters alone."""
+        """Whether a value of the backward is the gradient of a value that was computed from parameters alone."""
         forward = self._of_forward(value)
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """The weights whose gradient a result is, or becomes: as a summand, in parts, or after more operators."""
+        """The weights whose gradient a value is, or becomes by addition, concatenation or other operators."""
         todo, seen = [value], set()
         while todo:
             value = todo.pop()
@@ -195,7 +202,7 @@ class Owners:
         return len(user.inputs) == 1 and user.op.startswith("aten::") and not is_reduction
 
     def source(self, value: Value) -> Value:
-        """The value before operators that keep its numbers; the forward's value if the backward got it from there."""
+        """The first value with the same numbers: before casts and views, and in the forward if it was saved there."""
         while value.op in SAME_VALUES and value.inputs:
             value = value.inputs[0]
         return value
@@ -211,17 +218,17 @@ class Owners:
         return called if called is not None and called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
-        """The layer that was being called, for a weight that is no parameter of the graph."""
+        """The layer that was being called; None if that layer's weight is a parameter of the graph, or if none was."""
         called = layer_of_stack(node, self.names)
         return None if called in self.known else called
 
     def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
-        """The layers of a product, and which GEMM it is."""
+        """The layers that a product belongs to ([None] for no layer), and the name of the GEMM that it is."""
         node, operands = value.node, self.operands(value)
         weights = self._weights(operands)
         gemm = OUTPUT.name
         if not backward:
-            # what a layer op multiplies by is a weight, whatever it is multiplied with
+            # only other products can be products of parameters alone; a layer op always multiplies a weight
             if value.op in PRODUCTS and not self.forms[value].is_data:
                 return [None], gemm
         elif self._computes_weights(value):
@@ -235,13 +242,13 @@ class Owners:
             gemm = GRAD_WEIGHT.name if weights else GRAD_INPUT.name
         if weights:
             return [self._one_of(weight, node) for weight in sorted(weights)], gemm
-        # grad_output^T @ x, of a weight that no parameter tells
+        # grad_output^T @ x, for a weight that no parameter is known for
         if gemm == GRAD_INPUT.name and operands and operands[0].op in TURNS:
             gemm = GRAD_WEIGHT.name
         return [self._called(node)], gemm
 
     def unknown(self, value: Value, *, backward: bool) -> Iterator[Unknown]:
-        """For each layer, the opaque operators that take its weight and data."""
+        """An `Unknown` for each layer whose weight an opaque operator takes together with data."""
         if not takes_weight_and_data(value, self.forms):
             return
         if backward and (is_elementwise(value) or self._computes_weights(value)):

@@ -1,4 +1,4 @@
-"""A model's graphs, each with the tensors that it was called with, by which parameters are found again."""
+"""Records a model's graphs, each with the tensors that it was called with, which identify the parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Watching(Recording):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A graph and the tensors that went into it."""
+    """A graph, and the tensors that its first call got as arguments."""
 
     kept: KeptGraph
     inputs: Sequence[Any]
@@ -55,7 +55,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         torch._dynamo.config.patch(suppress_errors=False),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
     ):
-        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # of breaks, which the graph report has
+        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # warnings about breaks; the report has those
         torch.compile(model, backend=watching, dynamic=False)(*args, **kwargs)
     torch._dynamo.reset()
     return [Recorded(kept, watching.inputs.get(kept.compile_id, ())) for kept in watching.graphs]

@@ -27,7 +27,7 @@ def _dispatched(node: fx.Node) -> Mapping[torch.dtype, int]:
 
 
 def _rows(node: fx.Node) -> Mapping[torch.dtype, int]:
-    """Bytes of the rows; the other arguments are numbers of rows and don't count."""
+    """Bytes of the rows that are sent. Other arguments are numbers of rows, and are left out."""
     return bytes_by_dtype(tensors_in([arg.meta.get("val") for arg in node.all_input_nodes])[:1], node)
 
 

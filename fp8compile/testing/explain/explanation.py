@@ -1,4 +1,4 @@
-"""explain: all reports about a model in FP8, as one value."""
+"""explain: all reports on a model in FP8, in one object."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _named(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Whether a model really runs in FP8, and what of it doesn't.
+    """Whether a model really runs in FP8, and which parts of it don't.
 
     Attributes:
         torch: Version of PyTorch.
-        graphs: What the compiler made of two equal calls.
-        layers: Every linear.
-        gpu: What a GPU would launch; None if not asked for.
-        roofline: Least times by that GPU's peaks; None if not asked for, or if layers are spread over ranks.
+        graphs: Report on the graphs of two equal calls.
+        layers: An explanation of each linear.
+        gpu: What a GPU would launch; None if no GPU was asked for.
+        roofline: Least times by that GPU's peaks; None if no GPU was asked for, or if layers are spread over ranks.
         sends: Messages of each layer; None if no layer is spread over ranks.
     """
 
@@ -74,7 +74,7 @@ class Explanation:
 
     @property
     def fell_back(self) -> tuple[str, ...]:
-        """A line for each converted layer with a GEMM that runs otherwise than its recipe says."""
+        """A line for each converted layer with a GEMM that runs in other formats than its recipe says."""
         lines = []
         for name, gemms in self._of_converted(FELL_BACK).items():
             runs = "; ".join(f"{gemm.gemm} runs in {gemm.runs}, {gemm.detail}" for gemm in gemms)
@@ -84,7 +84,7 @@ class Explanation:
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """A line for each converted layer with a GEMM that no graph proves, and a line for graph breaks."""
+        """A line for each converted layer with a GEMM that no graph proves, and a line if there are graph breaks."""
         lines = [
             f"{name}: {', '.join(gemm.gemm for gemm in gemms)}: {gemms[0].detail}"
             for name, gemms in self._of_converted(UNPROVEN).items()
@@ -95,7 +95,7 @@ class Explanation:
 
     @property
     def runs_in_fp8(self) -> bool:
-        """Whether the answer is yes; it is no for a model that was not converted."""
+        """Whether the verdict is YES. It never is for a model without converted layers or FP8 products."""
         return self.verdict.startswith("YES")
 
     @property
@@ -130,13 +130,13 @@ class Explanation:
         return f"by the peaks of an {self.roofline.gpu}: {ratio} of bf16's speed with these inputs, {says}"
 
     def _doubts(self) -> list[str]:
-        """What keeps the answer from being yes, in a few words each."""
+        """The reasons why the verdict can't be YES, in a few words each."""
         layers = len(self._of_converted(UNPROVEN))
         doubts = [f"{_counted(layers, 'converted layer')} without proof"] if layers else []
         return [*doubts, *(line for line in self.unproven[layers:])]
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation, with its answers, as plain values for JSON."""
+        """The explanation as dicts, lists, strings and numbers, with its answers."""
         answers = {"verdict": self.verdict, "gain": self.gain, "fell_back": self.fell_back, "unproven": self.unproven}
         return json.loads(json.dumps({**answers, **asdict(self)}))
 
@@ -227,22 +227,23 @@ def explain(
 ) -> Explanation:
     """Compile and run a model, and report for each linear in which formats its three GEMMs really run.
 
-    The proof is the graphs: a GEMM is in FP8 if the forward or backward graph multiplies FP8 operands there. What a
-    layer says about itself doesn't count. Modes, buffers, gradients and random numbers are restored; arguments that
-    the model changes in place are not. Compiled graphs are forgotten.
+    The graphs are the proof: a GEMM runs in FP8 if the forward or backward graph multiplies FP8 operands for it. What
+    a layer says about itself doesn't count. Modes, buffers, gradients and random states are restored; arguments that
+    the model changes in place are not. All earlier compiled graphs are dropped.
 
     Args:
-        model: Converted or not, and not compiled.
-        args: Arguments of the call that is explained; inputs that require grad have their gradient explained too.
+        model: The model, converted or not, and not compiled.
+        args: Arguments of the call that is explained. If inputs require grad, the products for their gradients are
+            explained too.
         kwargs: Keyword arguments of that call.
-        gpu: GPU whose code is generated and whose least times are given, a key of `PEAKS`; None leaves that out.
+        gpu: GPU whose code is generated and whose least times are given, a key of `PEAKS`; None leaves both out.
 
     Returns:
         The explanation.
 
     Raises:
-        ValueError: No such GPU.
-        TypeError: The model is none, or was compiled.
+        ValueError: There is no such GPU.
+        TypeError: ``model`` is no module, or is compiled.
     """
     *_, found = explain_in_steps(model, args, kwargs, gpu=gpu)
     return found

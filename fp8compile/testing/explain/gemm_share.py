@@ -2,9 +2,9 @@
 
     model --Dynamo, AOTAutograd--> forward graph, backward graph --a look at every node--> GemmShare
 
-The graphs are those after autograd and before our ops are taken apart: each product of a layer is one node there, and
-the recipe in it says whether its operands are FP8. A layer that fell back to bf16 on the way is a `mm`, and counts as
-that. How a device multiplies FP8 operands (a CPU may emulate) is `fp8compile doctor`'s to say.
+The graphs are those after autograd and before our ops are decomposed. Each product of a layer is one node in them,
+whose recipe says whether the operands are FP8. A layer that fell back to bf16 is an `mm` node, and counts as such.
+`fp8compile doctor` says how a device multiplies FP8 operands; a CPU may emulate.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ __all__ = ["GemmShare", "LOOKS_LIKE_PRODUCT", "flop_formulas", "gemm_share"]
 FLOAT8 = frozenset(f.dtype for f in ELEMENT_FORMATS.values() if isinstance(f, Float8Format))
 CODE_PRODUCTS = frozenset(op.name() for op in (ops.scaled_mm, ops.scaled_grouped_mm, *ops.FOUR_BIT_PRODUCTS))
 LAYER_GEMMS = {op.name(): gemm for op, gemm in ops.LAYER_OPS.items()}
-# products of two matrices: attention, stacked experts and convolutions come batched, grouped or fused
+# products of two matrices; those of attention, stacked experts and convolutions are batched, grouped or fused
 MATRIX_OPS = frozenset({
     "aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2",
     *(op.name() for op in ops.FLOP_FORMULAS),
 })  # fmt: skip
-# an op of such a name that nothing counts would make the share wrong without a word
+# an op with such a name and no formula raises, because the share would be silently wrong
 LOOKS_LIKE_PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear)(_|$)|attention|convolution")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmShare:
-    """Counts of matrix products in graphs, and of those with FP8 or FP4 operands; printed, one line.
+    """Counts of the matrix products in graphs, and of those whose operands are FP8 or FP4 codes.
+
+    ``str`` gives them in one line.
 
     Attributes:
         fp8: Number of products of codes, with eight bits or four.
-        linear: Number of products of two matrices: linear layers of any kind, converted or not, and those without a
-            ``nn.Linear`` (``Conv1D``, routers).
-        total: Number of all products: also attention, stacked experts, convolutions.
+        linear: Number of products of two matrices. Linear layers are such products, converted or not, and so are
+            layers that are no ``nn.Linear`` (``Conv1D``, routers).
+        total: Number of all products, with those of attention, stacked experts and convolutions.
         fp8_flops: Floating-point operations of products of codes.
         fp8_linear_flops: Floating-point operations of products of two matrices of codes.
         linear_flops: Floating-point operations of products of two matrices.
@@ -60,12 +62,12 @@ class GemmShare:
 
     @property
     def share(self) -> float:
-        """FP8's part of the operations of all products, 0 to 1."""
+        """The fraction (0 to 1) of all products' operations that runs in FP8."""
         return self.fp8_flops / self.flops if self.flops else 0.0
 
     @property
     def linear_share(self) -> float:
-        """FP8's part of the operations of linear layers, 0 to 1."""
+        """The fraction (0 to 1) of linear layers' operations that runs in FP8."""
         return self.fp8_linear_flops / self.linear_flops if self.linear_flops else 0.0
 
     def __str__(self) -> str:
@@ -83,19 +85,20 @@ class _Product:
 
 
 def _grouped_flops(a: Sequence[int], b: Sequence[int]) -> int:
-    """Operations of a grouped product; a side without a group dim is split along its rows, columns or sum.
+    """Operations of a grouped product of operands with shapes ``a`` and ``b``.
 
-    (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n).
+    Shapes are (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n). An operand without
+    the dim g is split into groups along its rows, its columns or the sum.
     """
     return 2 * prod(a[-2:] if len(b) == 2 else a) * b[-1]
 
 
 def flop_formulas() -> dict[str, Callable[..., int]]:
-    """Formulas by operator name: PyTorch's registry, and the products that a version of it leaves out."""
+    """Formulas of operations by the operator's name: PyTorch's registry, and formulas that some versions lack."""
     from torch.utils.flop_counter import flop_registry
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-        # scores, then the output; heads of keys that are fewer are repeated
+        # scores, then the output; if there are fewer heads of keys than of queries, they are repeated
         return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
     def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
@@ -163,24 +166,24 @@ def _products(graph: fx.GraphModule) -> Iterator[_Product]:
 def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
     """Count the matrix products in graphs, and those among them that multiply FP8 operands.
 
-    The graphs are those that AOTAutograd hands to a backend, without decompositions of our ops; ``Recording`` keeps
+    The graphs are those that AOTAutograd passes to a backend, without decompositions of our ops. ``Recording`` keeps
     them:
 
         recording = Recording()
         torch.compile(model, backend=recording, dynamic=False)(x).sum().backward()
         print(gemm_share(*recording.traced))
 
-    Operations are counted by the formulas of ``torch.utils.flop_counter``: a mask saves none, and both
-    branches of a ``cond`` count. A product that the recipe leaves in high precision is none of FP8.
+    Operations are counted by the formulas of ``torch.utils.flop_counter``: a mask saves no operations, and both
+    branches of a ``cond`` count. A product that the recipe leaves in high precision does not count as FP8.
 
     Args:
-        graphs: Forward and backward, each node with its value in ``meta["val"]``; sizes are numbers.
+        graphs: Forward and backward graphs. Each node has its value in ``meta["val"]``, and sizes are numbers.
 
     Returns:
-        The counts, with two shares: FP8 in all products, and in products of linear layers.
+        The counts. They have two shares: of FP8 in all products, and in products of linear layers.
 
     Raises:
-        TypeError: What is given is no graph.
+        TypeError: An argument is no graph.
         ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an operator
             that looks like a product has no formula.
     """

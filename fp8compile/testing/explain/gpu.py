@@ -1,4 +1,4 @@
-"""What a GPU would launch for a model: kernels, GEMMs, bytes, and the operators that each cast is fused with."""
+"""Explains what a GPU would launch for a model: kernels, GEMMs, bytes, and the operators fused with each cast."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ NO_WORK = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """Where an operand of an FP8 GEMM is cast on the GPU.
+    """The cast of an operand of an FP8 GEMM on a GPU.
 
     Attributes:
-        layer: Name of the layer.
+        layer: Name of the layer; None if it isn't known.
         gemm: "output", "grad_input" or "grad_weight".
         operand: "a" or "b" of the product (m, k) by (k, n).
-        kernel: The Triton kernel that writes the codes; empty if they come from the forward.
-        fused_with: Operators that the same kernel computes beside quantizing, such as "aten.silu".
+        kernel: The Triton kernel that writes the codes; empty if no kernel of the graph does, as for codes that the
+            forward saved.
+        fused_with: Operators other than quantization that the same kernel computes, such as "aten.silu".
         serves: Number of GEMMs that read these codes.
     """
 
@@ -58,18 +59,18 @@ class Cast:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the cast shares its kernel with something else."""
+        """Whether the cast shares its kernel with other operators."""
         return bool(self.fused_with)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCost:
-    """What one graph launches.
+    """The launches of one graph, in numbers.
 
     Attributes:
-        backward: Whether it is the backward.
+        backward: Whether the graph is the backward.
         kernels: Number of launches of Triton kernels.
-        gemms: Number of a library's matrix products.
+        gemms: Number of matrix products by a library.
         fp8_gemms: Number of those products with FP8 operands.
         opaque: Number of other operators, whose launches are not known.
         bytes: Bytes read and written; each buffer counts once a launch.
@@ -89,13 +90,13 @@ class GpuExplanation:
 
     Attributes:
         gpu: Name of the GPU.
-        problem: Why there is no code; empty if there is.
-        no_gemm: A layer that the GPU has no GEMM for, and what to do; empty if it has them all.
-        costs: Costs of the forward, and of the backward if there is one.
-        bf16_costs: Costs of the same model unconverted; empty if that can't be built.
-        bf16_problem: Why it can't be built; empty if it can, or if nothing is converted.
-        casts: Casts of every FP8 GEMM's operands.
-        gemms: Number of the converted layers' products by GEMM of the GPU.
+        problem: Why no code could be generated; empty if it was.
+        no_gemm: A layer that the GPU has no GEMM for, and what to do; empty if there is none.
+        costs: Launches of the forward, and of the backward if there is one.
+        bf16_costs: Launches of the same model unconverted; empty if there are none to compare with.
+        bf16_problem: Why the unconverted model has no code; empty if it has, or if nothing is converted.
+        casts: Casts of the operands of each FP8 GEMM.
+        gemms: Number of products of converted layers for each of the GPU's GEMMs.
     """
 
     gpu: str
@@ -109,7 +110,7 @@ class GpuExplanation:
 
 
 def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
-    """How a GPU would run each product of each converted layer, by the layer's name."""
+    """Pairs of a converted layer's name and how a GPU would run one of the layer's products."""
     layers = [(name, layer) for name, layer in model.named_modules() if is_converted(layer)]
     with pretend_target(gpu.target):
         return [
@@ -118,7 +119,7 @@ def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
 
 
 def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
-    """How each product of a layer would run; for experts, the products of each weight."""
+    """How a device would run each product of a layer. Experts have the products of each of their weights."""
     if not isinstance(layer, ConvertedExperts):
         return list(recipe_support(layer.recipe, device, layer.weight.dtype))
     found = recipe_support(layer.recipe, device, next(layer.parameters()).dtype, grouped=True)
@@ -127,18 +128,18 @@ def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
 
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
-    """The first layer of a model that a GPU has no GEMM for, and the reason; empty if there is none."""
+    """Name the first layer that a GPU has no GEMM for, with the product and the reason; empty if there is none."""
     lacking = ((name, each) for name, each in _support(model, gpu) if each.kind == "none")
     return next((f"{name}, {each.gemm}: {each.detail.removeprefix('scaled_mm: ')}" for name, each in lacking), "")
 
 
 def _gemms(model: nn.Module, gpu: Gpu) -> tuple[tuple[str, int], ...]:
-    """Number of the converted layers' products by the name of the GEMM that a GPU would take."""
+    """Number of products of converted layers for each GEMM that a GPU would choose."""
     return tuple(Counter(each.kind for _, each in _support(model, gpu)).items())
 
 
 def _works(op: str) -> bool:
-    """Whether an operator computes something other than a quantization."""
+    """Whether an operator does work other than quantization; views and copies do none."""
     namespace, _, rest = op.partition(".")
     return namespace != "fp8compile" and rest.partition(".")[0].lstrip("_") not in NO_WORK
 
@@ -212,14 +213,14 @@ def _unconverted(
     try:
         plain = revert(copy.deepcopy(model))
         return _costs(plain, args, kwargs, names, gpu, what="the same model unconverted")[0], ""
-    except Exception as error:  # a model that can't be copied or taken back; the report goes on without it
+    except Exception as error:  # the model can't be copied or reverted; the report goes on without this part
         return (), _said(error)
 
 
 def explain_gpu(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu, *, name: str
 ) -> GpuExplanation:
-    """What a GPU would launch for a model, and for the same model unconverted.
+    """Explain what a GPU would launch for a model, and for the same model unconverted.
 
     Args:
         model: The model, without graph breaks.
@@ -227,7 +228,7 @@ def explain_gpu(
         kwargs: Keyword arguments of the call.
         names: Names of the model's layers and modules.
         gpu: The GPU.
-        name: What reports call it.
+        name: Name of the GPU in reports.
 
     Returns:
         The numbers, or the reason why there are none.
@@ -236,7 +237,7 @@ def explain_gpu(
         costs, casts = _costs(model, args, kwargs, names, gpu, what="the model")
     except ModuleNotFoundError as error:
         return GpuExplanation(gpu=name, problem=f"needs {error.name}, which is not installed")
-    except Exception as error:  # code for a GPU that isn't here, by PyTorch's private interfaces: what fails is said
+    except Exception as error:  # PyTorch's private interfaces may change; the report says what failed
         return GpuExplanation(gpu=name, problem=f"not with PyTorch {torch.__version__} here: {_said(error)}")
     finally:
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""The matrix products in a model's graphs, each with the layer that it belongs to and what it multiplies.
+"""Finds the matrix products in a model's graphs, each with its layer and the formats of its operands.
 
 model, inputs --Dynamo, AOTAutograd--> forward and backward graphs, unfolded
 |                                        |  each product: its operands, where its result goes
@@ -37,19 +37,19 @@ class GraphGemm:
         layer: Name of the layer; None if it belongs to no layer.
         gemm: "output", "grad_input" or "grad_weight".
         op: The operator.
-        runs: Operands' formats and scales as `describe` says them, or their dtype.
+        runs: Formats and scales of the operands, in the words of `describe`; for other products the operands' dtype.
         is_fp8: Whether both operands are codes, of FP8 or FP4.
         m: Rows of the result.
         k: Size of the summed dim.
         n: Columns of the result.
-        in_bytes: Bytes of an element of each operand before it is quantized.
-        out_bytes: Bytes of an element of the result.
-        code_bits: Bits of a code; the larger number if operands have two formats.
-        sum_to: Number to whose multiple a GPU pads ``k`` for codes.
-        casts: Source, quantizer and number of elements of each quantized operand; equal entries are one cast.
-        parameters: Whether each of ``casts`` reads a parameter.
-        shared_by: Number of layers whose weights are multiplied at once.
-        file: File that it comes from; empty if it isn't known.
+        in_bytes: Bytes of each element of the operands, before they are quantized.
+        out_bytes: Bytes of each element of the result.
+        code_bits: Bits of each code; the larger number if operands have two formats.
+        sum_to: For codes, a GPU pads ``k`` to a multiple of this number.
+        casts: Source, quantizer and number of elements of each quantized operand. Equal entries are one cast.
+        parameters: For each of ``casts``, whether its source is a parameter.
+        shared_by: Number of layers whose weights this product multiplies.
+        file: File of the user's code that calls the product; empty if it isn't known.
         line: Line in that file; 0 if it isn't known.
     """
 
@@ -78,7 +78,7 @@ def _described(a: Quantizer, b: Quantizer) -> str:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """The format of the codes; the quantizer's class if it has a ``dequantize`` of its own."""
+    """The name of the codes' format; the quantizer's class name if its codes are no float8 numbers to a GEMM."""
     return quantizer.format if quantizer.gemm_format() is not None else type(quantizer).__name__
 
 
@@ -92,15 +92,15 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
 
 
 def _code_sizes(a: Quantizer, b: Quantizer) -> dict[str, int]:
-    """Bits of the operands' codes, and the number to whose multiple a GPU pads the sum."""
+    """The values of ``code_bits`` and ``sum_to`` of a `GraphGemm` for two quantizers."""
     bits = max(a.code_bits(), b.code_bits())
     return {"code_bits": bits, "sum_to": MX_BLOCK if is_mx(a) and is_mx(b) else ALIGNMENT * 8 // bits}
 
 
 def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
-    """(m, k, n) of a layer op's product, from the tensors as the layer holds them."""
+    """The sizes (m, k, n) of a layer op's product, from its operands and its result."""
     a, b = operands
-    # a rank that holds some of the tokens of one tensor holds all of the other one's, and multiplies all
+    # a rank that has only some tokens of one tensor has all tokens of the other, and multiplies all
     other = b if gemm == GRAD_WEIGHT.name else result if isinstance(result, Tensor) else result[0]
     tokens = max(prod(a.shape[:-1]), prod(other.shape[:-1]))
     if gemm == OUTPUT.name:
@@ -149,7 +149,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
     if is_fp8:
         runs = f"{runs} by {value.op}"
     codes, left, right = {}, a.shape, b.shape
-    if value.op == "fp8compile::scaled_mm":  # a layer op that was taken apart, as on DTensors: it names its quantizers
+    if value.op == "fp8compile::scaled_mm":  # part of a decomposed layer op, as on DTensors; has its quantizers
         quantizers: Any = value.node.args[4:6]
         is_fp8, runs, codes = True, _described(*quantizers), _code_sizes(*quantizers)
         # two codes may share a byte
@@ -167,7 +167,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
 
 
 def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGemm]:
-    """A product as a `GraphGemm` for each layer that it belongs to."""
+    """A `GraphGemm` of a product for each layer that it belongs to, or one without a layer."""
     layers, gemm = owners.whose(value, backward=backward)
     if value.op in LAYER_OPS:
         gemm, found = LAYER_OPS[value.op].name, _layer_gemm(value, owners)
@@ -189,17 +189,17 @@ def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGem
 def graph_gemms(
     recorded: Sequence[Recorded], weights: Mapping[int, Sequence[str]], constants: set[int], names: Names
 ) -> tuple[list[GraphGemm], list[Unknown]]:
-    """All products of a model's graphs.
+    """All products in a model's graphs.
 
     Args:
-        recorded: What `record` returned.
-        weights: For each parameter, by identity, the layers whose weight it is or is computed from it.
-        constants: Identities of the model's buffers, which don't count as data.
+        recorded: The graphs, as `record` returned them.
+        weights: For each parameter's ``id``, the layers whose weight it is, or is computed from it.
+        constants: The ``id`` of each of the model's buffers, which don't count as data.
         names: Names of layers and modules.
 
     Returns:
-        The products in the order of the graphs, and the opaque operators that may be a layer's product. The layer of
-        a product that belongs to none, such as attention's, is None.
+        The products in the order of the graphs, and the opaque operators that may be a layer's product. A product that
+        belongs to no layer, such as one of attention, has the layer None.
     """
     gemms: list[GraphGemm] = []
     unknown: list[Unknown] = []

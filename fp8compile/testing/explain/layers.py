@@ -1,4 +1,4 @@
-"""Each linear of a model: whether it is converted, and in which formats its three GEMMs really run."""
+"""Explains each linear of a model: whether it is converted, and in which formats its three GEMMs really run."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class GemmExplanation:
     Attributes:
         gemm: "output", "grad_input" or "grad_weight".
         status: "fp8", "high precision", "fell back" (not as the recipe says), "not in the graph" or "no proof".
-        runs: Formats and scales, or the dtype, of the operands in the graph; empty if it is in no graph.
+        runs: Formats and scales, or the dtype, of the operands in the graph; empty if the GEMM is in no graph.
         detail: A remark; may be empty.
-        ops: Operators of the graph that prove it, one for each call.
-        places: Operators that run otherwise than the recipe says, or prove nothing, each with its line.
-        m: Rows of the result; 0 if it is in no graph.
+        ops: Operators of the graph that prove the status, one for each call.
+        places: Operators that differ from what the recipe says, or that prove nothing, each with its file and line.
+        m: Rows of the result; 0 if the GEMM is in no graph.
         k: Size of the summed dim.
         n: Columns of the result.
         padded_k: ``k`` as a GPU pads it.
         padded_n: ``n`` as a GPU pads it.
-        seconds: Least time of all calls by the GPU's peaks.
+        seconds: Least time of all calls by the GPU's peaks; 0 if no GPU was asked for.
         bf16_seconds: Least time of the same calls in bfloat16.
     """
 
@@ -72,7 +72,7 @@ class GemmExplanation:
 
     @property
     def padding_flops(self) -> float:
-        """Operations on padding, as a share of the operations without padding."""
+        """Operations that padding adds, divided by the operations without padding."""
         return self.padded_k * self.padded_n / (self.k * self.n) - 1 if self.k * self.n else 0.0
 
     def __str__(self) -> str:
@@ -84,17 +84,17 @@ class GemmExplanation:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerExplanation:
-    """One linear.
+    """The explanation of one linear of a model.
 
     Attributes:
-        fqn: Its name in the model; the parameter's name if it is no ``nn.Linear``.
-        module: Its class.
-        converted: Whether it is a ``fp8compile.Linear``.
-        reason: Why it isn't; empty if it is.
-        recipe: Its recipe's name, "custom" or empty.
+        fqn: Name in the model, of the module or of a parameter whose module is no ``nn.Linear``.
+        module: Name of the class.
+        converted: Whether the linear is converted to FP8.
+        reason: Why it is not converted; empty if it is.
+        recipe: Name of the recipe, "custom", or empty if it is not converted.
         in_features: K.
         out_features: N.
-        gemms: output, grad_input, grad_weight.
+        gemms: The three GEMMs: output, grad_input, grad_weight.
         least_gaining: Smallest K N / (K + N) at which FP8 gains by the GPU's peaks; 0 if no GPU was asked for.
     """
 
@@ -110,22 +110,22 @@ class LayerExplanation:
 
     @property
     def size(self) -> int:
-        """K N / (K + N); the gain of FP8 over bfloat16 grows with it."""
+        """K N / (K + N). The gain of FP8 over bfloat16 grows with this number."""
         return size_of_gain(self.in_features, self.out_features)
 
     @property
     def is_small(self) -> bool:
-        """Whether the default filter would leave the layer in high precision on that GPU."""
+        """Whether the default filter would leave the layer in high precision on the GPU that was asked for."""
         return self.size < self.least_gaining
 
     @property
     def name(self) -> str:
-        """What to call it in a report."""
+        """The name that reports show: ``fqn``, or "(the model)" if that is empty."""
         return self.fqn or "(the model)"
 
     @property
     def is_called(self) -> bool:
-        """Whether a graph has a GEMM of it, or may have one."""
+        """Whether a graph has, or may have, a GEMM of the layer."""
         return any(gemm.status != ABSENT for gemm in self.gemms)
 
 
@@ -133,7 +133,7 @@ def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that are a layer's weights, or from which a linear's weight is computed."""
     if not isinstance(module, nn.Linear):
         return list(layout_of(module).weights.values())
-    weight = module._parameters.get("weight")  # an attribute may be a tensor of the moment
+    weight = module._parameters.get("weight")  # the attribute may be a computed tensor
     if weight is not None:
         return [weight]
     computed = getattr(module, "parametrizations", {})
@@ -141,7 +141,7 @@ def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_weights(model: nn.Module) -> dict[int, list[str]]:
-    """For each parameter, by identity, the layers of `conversion_report` whose weight it is or is computed from it."""
+    """For each parameter's ``id``, the layers of `conversion_report` whose weight it is, or is computed from it."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     weights: dict[int, list[str]] = {}
     for row in conversion_report(model).rows:
@@ -153,7 +153,7 @@ def layer_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphReport, *, called: bool) -> GemmExplanation:
-    """Status and detail of a GEMM that is in no graph: why there is none, or that there is no proof."""
+    """The explanation of a GEMM that is in no graph: why it is absent, or why there is no proof."""
     if not called:
         if report.breaks or not report.graphs:
             why = "graph break, it runs outside the graphs" if report.breaks else "nothing was compiled"
@@ -172,7 +172,7 @@ def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphRepor
 
 
 def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple[str, str]:
-    """Status and detail of a GEMM that is in the graph."""
+    """The status and the detail of a GEMM that is in a graph."""
     wanted = describe(row.recipe, gemm) if row.recipe is not None else None
     others = [each for each in found if each.runs != wanted]
     if wanted is None:
@@ -208,7 +208,10 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
 
 
 def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
-    """Status of a GEMM in FP8 or in no graph, if an opaque operator reads the layer's weight."""
+    """A GEMM's explanation with status "no proof", because opaque operators read the layer's weight.
+
+    A GEMM that fell back keeps its status.
+    """
     if part.status == FELL_BACK:
         return part
     places = tuple(f"{each.op} at {place_text(each.file, each.line)}" for each in unknown)
@@ -224,7 +227,7 @@ def _parts(
     unknown: Sequence[Unknown],
     peaks: Peaks | None,
 ) -> tuple[GemmExplanation, ...]:
-    """The three GEMMs of a layer."""
+    """The explanations of a layer's three GEMMs."""
     called = any(each.gemm == GEMMS[0].name for each in own)
     parts = []
     for gemm in GEMMS:
@@ -244,14 +247,14 @@ def explain_layers(
     unknown: Sequence[Unknown],
     peaks: Peaks | None,
 ) -> tuple[LayerExplanation, ...]:
-    """Every linear with its three GEMMs.
+    """Explain each linear of a model, with its three GEMMs.
 
     Args:
         model: The model.
-        report: What the compiler made of it.
-        gemms: Products of its graphs.
+        report: Report on the model's graphs.
+        gemms: The products in its graphs.
         unknown: Opaque operators that may be a layer's product.
-        peaks: Peaks of the GPU, for the least times; None leaves them out.
+        peaks: Peaks of the GPU, for least times; None leaves these out.
     """
     explained = []
     for row in conversion_report(model).rows:

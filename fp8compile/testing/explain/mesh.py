@@ -1,9 +1,9 @@
-"""One rank of a model on a pretended mesh: its graphs, its messages, the bytes that it keeps, and least times.
+"""Explains one rank of a model on a pretended mesh: its products, its messages, the bytes that it keeps, least times.
 
     build(mesh) --traced as the first rank of a fake group--> forward, backward --> products, messages, kept bytes
 
-Nothing is computed, so the model can have its real sizes: parameters that were made on the meta device and cut there
-take the memory of one rank's part, which nobody writes to.
+Nothing is computed, so the model can have its real size. Parameters that are made and cut on the meta device only need
+the memory of one rank's part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fp8compile.testing.graphs.recording import node_value, op_name
 __all__ = ["MeshExplanation", "Product", "explain_mesh", "pretended_mesh"]
 
 FOUR_BITS = frozenset(op.name() for op in ops.FOUR_BIT_PRODUCTS)
-NAMED = 3  # so many layers are named in a problem
+NAMED = 3  # number of layers that a problem names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,12 @@ class Product:
     """A matrix product of one rank.
 
     Attributes:
-        op: Its operator.
-        fp8: Whether it multiplies codes.
-        code_bits: Bits of a code.
-        flops: Number of its operations.
-        bytes: Bytes of its operands and its result.
-        backward: Whether it is in the backward.
+        op: Name of the operator.
+        fp8: Whether the product multiplies codes.
+        code_bits: Bits of each code.
+        flops: Number of floating-point operations.
+        bytes: Bytes of the operands and the result.
+        backward: Whether the product is in the backward.
     """
 
     op: str
@@ -67,21 +67,22 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshExplanation:
-    """What one rank of a mesh does in a forward and a backward.
+    """What one rank of a mesh multiplies, sends and keeps in a forward and a backward.
 
     Attributes:
-        gpu: Name of the GPU that code was traced for.
-        mesh: Sizes by name.
+        gpu: Name of the GPU that the graphs were traced for.
+        mesh: Size of each mesh dim by its name.
         graphs: Number of graphs, forward and backward.
         products: The matrix products.
-        expected_fp8: Number of products in FP8 by the recipes of converted layers, if each is called once.
-        astray: A line for each converted layer with a product that its recipe has in FP8 and the graphs have not.
+        expected_fp8: Number of FP8 products that the recipes of converted layers ask for, if each layer is called
+            once.
+        astray: A line for each converted layer whose FP8 products are not all in the graphs.
         messages: The messages.
-        kept_bytes: Bytes that the forward keeps for the backward, beside its arguments.
+        kept_bytes: Bytes that the forward keeps for the backward, without its arguments.
         parameter_bytes: Bytes of this rank's part of the parameters.
         product_seconds: Least time of the products, one after another.
-        message_seconds: Least time of the messages, one after another, as if nothing ran beside them.
-        no_gemm: A layer that the GPU has no GEMM for; empty if it has them all.
+        message_seconds: Least time of the messages, one after another, without overlap.
+        no_gemm: A layer that the GPU has no GEMM for, with the reason; empty if there is none.
     """
 
     gpu: str
@@ -104,12 +105,12 @@ class MeshExplanation:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends to others."""
+        """Bytes that this rank sends to others."""
         return sum(each.bytes for each in self.messages)
 
     @property
     def sent(self) -> dict[tuple[str, str, int], tuple[int, int]]:
-        """Number of messages and their bytes, by operator, dtype and number of ranks."""
+        """The number of messages and the sum of their bytes, by operator, dtype and number of ranks."""
         counts: Counter[tuple[str, str, int]] = Counter()
         sums: Counter[tuple[str, str, int]] = Counter()
         for each in self.messages:
@@ -120,7 +121,7 @@ class MeshExplanation:
 
     @property
     def problem(self) -> str:
-        """Why this isn't what the recipes say; empty if it is."""
+        """Why the model does not run as its recipes say; empty if it does."""
         if self.no_gemm:
             return f"{self.gpu} has no GEMM for {self.no_gemm}"
         if not self.fp8_products:
@@ -131,10 +132,10 @@ class MeshExplanation:
 
 @contextmanager
 def pretended_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """A mesh on the CPU whose other ranks are not there: messages are traced, and none arrives.
+    """A mesh on the CPU whose other ranks do not exist: messages can be traced, but none arrives.
 
     Args:
-        sizes: Size of each dim by its name, the outermost first.
+        sizes: Size of each mesh dim by its name, the outermost first.
 
     Raises:
         RuntimeError: This process is in a process group already.
@@ -181,7 +182,7 @@ def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
 
 
 def _expected(model: nn.Module) -> int:
-    """Products in FP8 of all converted layers, if each is called once and all its tensors need gradients."""
+    """Number of FP8 products of all converted layers, if each is called once and all its tensors need gradients."""
     found = 0
     for layer in model.modules():
         if is_converted(layer):
@@ -200,16 +201,16 @@ def explain_mesh(
     """Trace a model as one rank of a mesh, and say what that rank multiplies, sends and keeps.
 
     Args:
-        build: Takes the mesh; returns the model, spread over it, and the inputs of this rank. Gradients of inputs that
-            require grad are traced too.
-        sizes: Ranks of each dim of the mesh by its name, the outermost first.
-        gpu: The GPU whose code is traced and whose peaks count: a key of `PEAKS`.
+        build: Function that is given the mesh. It returns the model, spread over the mesh, and this rank's inputs. If
+            inputs require grad, their gradients are traced too.
+        sizes: Number of ranks of each mesh dim by its name, the outermost first.
+        gpu: The GPU that the graphs are traced for and whose peaks give least times, a key of `PEAKS`.
 
     Returns:
-        The numbers, and least times by published peaks: bounds, no measurements.
+        The numbers. Least times are bounds by published peaks, and no measurements.
 
     Raises:
-        ValueError: No such GPU, a size that is data, an operator that nothing is known of.
+        ValueError: There is no such GPU, a size is data-dependent, or an operator isn't known.
         RuntimeError: This process is in a process group already.
     """
     if gpu not in PEAKS:

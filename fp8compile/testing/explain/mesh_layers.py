@@ -1,7 +1,7 @@
-"""Converted layers on a mesh whose graphs don't have the products that their recipes have in FP8.
+"""Finds converted layers on a mesh whose FP8 products are missing from the graphs.
 
-Each layer is judged by its own weight: a forward that checkpointing repeats, or a second call, is one more product of
-the same layer, and stands for no other one.
+Products are assigned to layers by their weights. So if checkpointing repeats a forward, or a layer is called twice,
+the additional products do not hide that another layer's products are missing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _Weight:
 
     Attributes:
         recipe: The layer's recipe.
-        is_frozen: Whether it needs no gradient.
+        is_frozen: Whether the weight needs no gradient.
         dtypes: For each GEMM, the operands' dtypes in each of its products.
-        input_needs_grad: Whether the input that it is multiplied with needs a gradient.
-        unknown: Opaque operators that take it and data.
+        input_needs_grad: Whether the layer's input needs a gradient.
+        unknown: Opaque operators that take the weight and data.
     """
 
     recipe: Recipe
@@ -50,7 +50,7 @@ class _Weight:
     unknown: list[Unknown] = field(default_factory=list)
 
     def problems(self) -> Iterator[str]:
-        """What isn't as the recipe says."""
+        """Descriptions of how the products differ from what the recipe says."""
         yield from (f"{each.op} at {place_text(each.file, each.line)} takes it, unseen" for each in self.unknown)
         in_codes = [gemm for gemm in GEMMS if self.recipe.quantizers(gemm) is not None]
         if in_codes and not self.dtypes[OUTPUT.name]:
@@ -72,7 +72,10 @@ class _Weight:
 
 
 def _converted(model: nn.Module) -> tuple[dict[str, _Weight], dict[int, list[str]]]:
-    """Weights of converted layers by name, a name for each stack of experts; and names by a parameter's identity."""
+    """The weights of converted layers by name, and the names by the parameter's ``id``.
+
+    A weight has its layer's name; a stack of experts has its parameter's name.
+    """
     weights: dict[str, _Weight] = {}
     names = layer_weights(model)
     for fqn, layer in model.named_modules():
@@ -106,13 +109,16 @@ def _note_products(owners: Owners, weights: Mapping[str, _Weight]) -> None:
 
 
 def layers_astray(model: nn.Module, graphs: Sequence[GpuGraph]) -> tuple[str, ...]:
-    """A line for each weight of a converted layer with a product that its recipe has in FP8 and the graphs have not.
+    """Describe each weight of a converted layer whose FP8 products are not all in the graphs.
 
     A frozen weight needs no grad_weight. If an input needs no gradient, its layer needs no grad_input.
 
     Args:
         model: The model.
-        graphs: What `gpu_graphs` returned for it.
+        graphs: The model's graphs, as `gpu_graphs` returned them.
+
+    Returns:
+        A line for each such weight, with its name and its problems.
     """
     weights, names = _converted(model)
     forward, backward = graphs[0].graph, graphs[1].graph if len(graphs) > 1 else None

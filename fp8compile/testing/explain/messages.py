@@ -1,4 +1,4 @@
-"""The messages of a graph as a network sees them: their ranks, the bytes that a rank sends, and the links."""
+"""The messages in a graph: the ranks that take part, the bytes that each sends, and the least time on their links."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["NODE", "Message", "messages", "seconds"]
 
 NODE = 8  # GPUs that NVLink connects
 
-# Of the larger side of a message (what goes in or comes out), what a rank sends, if n ranks each send no byte twice.
-# A sum of all is a sum of parts, then a gather of parts. Source: Thakur, Rabenseifner, Gropp, "Optimization of
-# Collective Communication Operations in MPICH", 2005, section 3.
+# How often a rank sends the larger of a message's input and result, times (n - 1) / n for n ranks, if no byte is sent
+# twice. An all-reduce is a reduce-scatter followed by an all-gather. Source: Thakur, Rabenseifner, Gropp,
+# "Optimization of Collective Communication Operations in MPICH", 2005, section 3.
 PASSES = {
     "all_gather_into_tensor": 1,
     "reduce_scatter_tensor": 1,
@@ -34,11 +34,11 @@ class Message:
 
     Attributes:
         op: "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single" or "all_reduce".
-        dtype: Dtype of what is sent.
+        dtype: Dtype of the tensor that is sent.
         ranks: Number of ranks that take part.
-        bytes: Bytes that one rank sends to others, at least.
-        in_node: Whether all of them are GPUs of one node.
-        backward: Whether it is in the backward.
+        bytes: Smallest number of bytes that one rank has to send to others.
+        in_node: Whether all of these ranks are GPUs of one node.
+        backward: Whether the message is in the backward.
     """
 
     op: str
@@ -59,14 +59,14 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
-    """The messages of a graph whose ops are taken apart, in its order.
+    """The messages of a graph whose ops are decomposed, in the graph's order.
 
     Args:
-        graph: A graph that was traced in a process with the groups of its messages.
-        backward: Whether it is the backward.
+        graph: The graph. The process groups of its messages still exist.
+        backward: Whether the graph is the backward.
 
     Raises:
-        ValueError: Nothing here says what an operator sends.
+        ValueError: A collective isn't known here.
     """
     for node in graph.graph.graph.nodes:
         if getattr(node.target, "namespace", "") != "_c10d_functional" or "wait" in str(node.target):
@@ -90,8 +90,8 @@ def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
 
 
 def seconds(found: list[Message], peaks: Peaks) -> float:
-    """The least time of messages, one after another, by the published rates of a GPU's links.
+    """The least time in seconds of messages that follow one another, by the published rates of a GPU's links.
 
-    A message among GPUs of several nodes counts as if the network carried all of it.
+    If the ranks of a message are on several nodes, all of its bytes are counted as sent over the network.
     """
     return sum(each.bytes / (peaks.nvlink if each.in_node else peaks.network) for each in found)

@@ -1,4 +1,4 @@
-"""The module that was being called when a node of a graph was traced."""
+"""Finds the module that was being called when a node of a graph was traced."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Names:
     """Names of a model's modules.
 
     Attributes:
-        layers: Names of all linears of `conversion_report`.
-        modules: For each path to a module, the first path to the same module, because it may have several.
+        layers: Names of all linears in `conversion_report`.
+        modules: Each path to a module, with the first path to the same module; shared modules have several paths.
     """
 
     layers: Sequence[str]
@@ -36,16 +36,16 @@ class Names:
 
 
 def _path(text: str) -> str:
-    """Turn ``L['self']._modules['layers'][0].gate`` into ``layers.0.gate``; the outermost object's name is dropped."""
+    """Turn Dynamo's ``L['self']._modules['layers'][0].gate`` into ``layers.0.gate``, without the outermost object."""
     rest = re.sub(r"^L\['\w+'\]", "", text)
     return ".".join(next(filter(None, match)) for match in STEP.findall(rest))
 
 
 def _module(path: str, modules: Mapping[str, str]) -> str | None:
-    """The module that a path leads to.
+    """The name of the module that a path leads to; None if there is none.
 
-    A path may have a function's variable before it. After a graph break the frames of inner modules are traced on
-    their own, so a path may lack its beginning; if two modules end alike, the answer is none of them.
+    The path may begin with a function's variable. It may also lack its beginning, because after a graph break the
+    frames of inner modules are traced on their own. If several modules' paths end like it, the result is None.
     """
     if path in modules:
         return modules[path]

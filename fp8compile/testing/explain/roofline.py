@@ -1,9 +1,9 @@
-"""The least time for a product by a GPU's published peaks, from its operations and its bytes.
+"""The least time of a matrix product by a GPU's published peaks, from its operations and its bytes.
 
     seconds >= max(2 m n k / peak, (m k + k n + m n elements) / bandwidth)
 
-This is a bound and no measurement: kernels reach 60 to 80 % of the peak in practice, and norms, activations, attention
-and the time between kernels are not counted.
+The time is a bound and no measurement: kernels reach 60 to 80 % of the peak in practice, and norms, activations,
+attention and the time between kernels are not counted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Peaks:
     """Published peaks of a GPU, dense (without structured sparsity).
 
     Attributes:
-        name: Its full name.
-        capability: Its compute capability.
+        name: Full name of the GPU.
+        capability: Compute capability.
         fp4: Operations a second of FP4 tensor cores; if the GPU has none, of the cores that it uses instead.
         fp8: Operations a second of FP8 tensor cores.
         bf16: Operations a second of bfloat16 and float16 tensor cores.
         fp32: Operations a second of float32 arithmetic, without TF32.
-        bandwidth: Bytes a second of its memory.
-        nvlink: Bytes a second that it sends to the other GPUs of its node.
-        network: Bytes a second that it sends to other nodes, by an adapter of its own.
+        bandwidth: Bytes a second that the GPU reads from and writes to its memory.
+        nvlink: Bytes a second that the GPU sends to other GPUs of its node.
+        network: Bytes a second that the GPU sends to other nodes, if it has its own network adapter.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Peaks:
 
 
 # Source: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM. Its tensor core figures (FP8 3,958 TFLOPS, BF16 1,979) are
-# "with sparsity"; dense ones are half of them. NVIDIA HGX B200 data sheet, one GPU: FP4 18 PFLOPS, FP8 9 and BF16 4.5
-# with sparsity, FP32 75 TFLOPS, 8 TB/s (later editions: 7.7). NVLink's figures there, 900 GB/s and 1.8 TB/s, are of
-# both directions. DGX H200 and DGX B200 data sheets: one adapter of 400 Gb/s for each GPU. H100 and B300 likewise, and
-# the L40S data sheet. GeForce and RTX PRO: specification pages, FP8 with float32 sums (half the rate of the
-# block-scaled one on 12.x); they reach other GPUs by PCIe alone, 32 GB/s (4.0) or 64 (5.0) in one direction.
+# "with sparsity"; dense figures are half of them. NVIDIA HGX B200 data sheet, one GPU: FP4 18 PFLOPS, FP8 9 and BF16
+# 4.5 with sparsity, FP32 75 TFLOPS, 8 TB/s (later editions: 7.7). NVLink's figures there, 900 GB/s and 1.8 TB/s, are
+# for both directions together. DGX H200 and DGX B200 data sheets: one adapter of 400 Gb/s for each GPU. H100, B300 and
+# L40S: their data sheets, read in the same way. GeForce and RTX PRO: specification pages, FP8 with float32 sums (half
+# the block-scaled rate on 12.x); they reach other GPUs only by PCIe, 32 GB/s (4.0) or 64 (5.0) in one direction.
 PEAKS = {
     "h200": Peaks(
         name="NVIDIA H200 SXM", capability=(9, 0),
@@ -100,11 +100,12 @@ class Roofline:
     """Least times of the products of all layers in one training step, by the peaks of a GPU.
 
     Attributes:
-        gpu: Its name.
+        gpu: Name of the GPU.
         seconds: Time for the graphs as they are: products in FP8 and in high precision, and casts.
         gemm_seconds: The part of ``seconds`` for products.
-        cast_seconds: The part of ``seconds`` for casts. A parameter is read and its codes are written; for any other
-            tensor only codes are written, because the kernel that computes it can write them.
+        cast_seconds: The part of ``seconds`` for casts. The cast of a parameter reads it and writes its codes. The
+            cast of any other tensor only writes codes, because it can be fused with the kernel that computes the
+            tensor.
         bf16_seconds: Time for the same products in bfloat16.
     """
 
@@ -116,7 +117,7 @@ class Roofline:
 
     @property
     def ratio(self) -> float:
-        """Least time in bfloat16 over least time as it is."""
+        """Least time in bfloat16 divided by the least time of the graphs as they are."""
         return self.bf16_seconds / self.seconds if self.seconds else 1.0
 
 
@@ -133,7 +134,7 @@ def _seconds(m: int, k: int, n: int, in_bytes: float, out_bytes: int, peak: floa
 
 
 def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
-    """The least time of a product as it runs, padding included; divided among the layers that share it."""
+    """The least time of a product as it runs, padding included, divided by the number of layers that share it."""
     k, n = padding(gemm)
     if gemm.is_fp8:
         peak = peaks.of_codes(gemm.code_bits)
@@ -143,7 +144,7 @@ def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
 
 
 def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
-    """The least time of the same product in bfloat16."""
+    """The least time of the same product in bfloat16, divided by the number of layers that share it."""
     return _seconds(gemm.m, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks) / gemm.shared_by
 
 
@@ -151,7 +152,7 @@ def _cast_bytes(gemms: Iterable[GraphGemm]) -> float:
     casts: dict[tuple[Any, ...], float] = {}
     for gemm in gemms:
         for cast, is_parameter in zip(gemm.casts, gemm.parameters, strict=True):
-            # an equal cast of a tensor is done once in a graph; two graphs do it twice
+            # equal casts of a tensor count once in each graph, forward and backward
             _, quantizer, size = cast
             casts[(gemm.gemm == "output", *cast)] = size * (
                 quantizer.code_bits() / 8 + (gemm.in_bytes if is_parameter else 0)
@@ -160,7 +161,7 @@ def _cast_bytes(gemms: Iterable[GraphGemm]) -> float:
 
 
 def roofline(gemms: Iterable[GraphGemm], peaks: Peaks) -> Roofline:
-    """The bound for the products of all layers.
+    """The least times of the products of all layers together.
 
     Args:
         gemms: Products of the graphs; those that belong to no layer are left out.

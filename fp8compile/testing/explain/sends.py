@@ -1,11 +1,11 @@
-"""sends: what each FP8 layer of a model that is spread over ranks sends, message by message.
+"""sends: lists the messages that each FP8 layer of a model sends, if the model is spread over ranks.
 
-    x --plan--> layer: output --plan--> y          plan: what a style of the plan does around the layer
+    x --plan--> layer: output --plan--> y          plan: messages of the plan's styles, before or after a layer
     dx <--plan-- layer: grad_input, grad_weight <--plan-- dy
 
-The model runs once, forward and backward, and every message is noted where it is sent. Placements decide what is
-sent, so a fake process group (no other rank is there) tells the same. Which operand a GEMM gathers is asked of
-`fp8compile.ops.layer.products`. In compiled code layers may share messages: this is what each of them asks for.
+The model runs once, forward and backward, and each message is recorded when it is sent. Placements decide what is
+sent, so a fake process group without other ranks gives the same list. `fp8compile.ops.layer.products` tells which
+operand a GEMM gathers. In compiled code layers may share messages; the list has those that each layer asks for.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPS = {
     "fp8compile::delayed_grad_weight": GRAD_WEIGHT,
 }
 NO_MESSAGES = ("wait_tensor", "_wrap_tensor_autograd")
-PLAN = "plan"  # who sends: a style of the plan, around the layer
+PLAN = "plan"  # for a message that a style of the plan sends, before or after a layer
 BETWEEN = "(between layers)"
 NUMBERS = (5, 6, 7)  # columns
 
@@ -54,15 +54,16 @@ class Send:
     Attributes:
         layer: Name of the layer; "(between layers)" for a message outside of all layers, such as a sum of gradients of
             several layers that read one tensor.
-        gemm: "output", "grad_input" or "grad_weight", the product that needs it; "plan" if a style of the plan moves a
-            tensor around the layer; empty between layers.
-        what: "codes of grad_output", "scales of input", "amax", or the tensor in its own dtype, such as "input".
+        gemm: The product that needs the message: "output", "grad_input" or "grad_weight"; "plan" if a style of the
+            plan sends it before or after the layer; empty between layers.
+        what: The content: "codes of grad_output", "scales of input", "amax", or a tensor in its own dtype, such as
+            "input".
         op: "all_gather", "all_reduce max", "all_reduce sum", "reduce_scatter sum", or another operator's name.
-        dtype: Dtype of what is sent, such as "uint8".
-        bytes_per_element: Bytes of an element of that dtype.
-        bytes: Bytes of the tensor on one rank, what goes in or what comes out, whichever is more.
-        backward: Whether it is sent in the backward.
-        times: Number of times that it is sent.
+        dtype: Dtype of the tensor that is sent, such as "uint8".
+        bytes_per_element: Bytes of each element of that dtype.
+        bytes: Bytes of the collective's inputs or of its results on one rank, whichever are more.
+        backward: Whether the message is sent in the backward.
+        times: Number of times that the message is sent.
     """
 
     layer: str
@@ -78,11 +79,11 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Sends:
-    """Messages in the order in which they are first sent; printed, a table.
+    """Messages in the order in which they are first sent; ``str`` gives a table.
 
     Attributes:
         rows: The messages.
-        layers: Names of the layers that are spread over ranks; one without rows sends nothing.
+        layers: Names of the layers that are spread over ranks. A layer without rows sends nothing.
     """
 
     rows: tuple[Send, ...]
@@ -92,7 +93,7 @@ class Sends:
         """The messages of a layer, or of one of its products.
 
         Args:
-            layer: Its name.
+            layer: Name of the layer.
             gemm: "output", "grad_input", "grad_weight" or "plan"; None for all.
         """
         return tuple(row for row in self.rows if row.layer == layer and gemm in (None, row.gemm))
@@ -119,19 +120,19 @@ def _cells(row: Send) -> tuple[str, ...]:
     return row.layer or "(the model)", reason, row.what, row.op, row.dtype, *numbers
 
 
-# ---------------------------------------------------------------------------------- where a message belongs
+# ---------------------------------------------------------------------------------- the layer of a message
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a layer: its op itself, or beside it, on the way of a tensor from or to the next layer."""
+    """A place in a layer: in the layer's op, or where the plan moves a tensor before or after the op."""
 
     layer: str
-    tensor: str | None  # which the plan moves; None in the op
+    tensor: str | None  # name of the tensor that the plan moves; None in the op
 
 
 def _nodes(start: Any, end: set[Any]) -> Iterator[Any]:
-    """Nodes of autograd from one of them, up to others."""
+    """The nodes of autograd's graph from ``start`` up to, and without, the nodes in ``end``."""
     pending, seen = [start], set(end)
     while pending:
         node = pending.pop()
@@ -147,7 +148,7 @@ def _grad_fns(value: Any) -> set[Any]:
 
 
 class _Places:
-    """Follows the layers of a model: what runs now, and whose each node of autograd is."""
+    """Follows the layers of a model by hooks: which place runs now, and the place of each of autograd's nodes."""
 
     def __init__(self, layers: dict[str, Linear]) -> None:
         self.now: list[_Place] = []
@@ -155,17 +156,18 @@ class _Places:
         self.handles = [handle for name, layer in layers.items() for handle in self._hooks(name, layer)]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
     def current(self) -> _Place | None:
-        """Where whatever runs belongs, in forward or backward; None outside all layers."""
+        """The place of the code that runs now, in forward or backward; None outside of all layers."""
         node = torch._C._current_autograd_node()
         return self.now[-1] if self.now else self.of_node.get(node)
 
     def _hooks(self, name: str, layer: Linear) -> Iterator[Any]:
-        ends: list[set[Any]] = []  # of the last call: nodes of what came, of what the layer got, of what it made
+        # autograd's nodes in the last call: of the inputs before the plan, of those after it, of the op's output
+        ends: list[set[Any]] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             ends[:] = [_grad_fns((args, kwargs))]
@@ -187,7 +189,7 @@ class _Places:
                 for start in starts:
                     self.of_node.update(dict.fromkeys(_nodes(start, end), _Place(name, tensor)))
 
-        # the styles of a plan are hooks as well: two of ours before theirs, two behind
+        # the styles of a plan are hooks too: two of our hooks run before theirs, and two after
         yield layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         yield layer.register_forward_pre_hook(entered, with_kwargs=True)
         yield layer.register_forward_hook(leave, prepend=True)
@@ -198,7 +200,7 @@ class _Places:
 
 
 def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
-    """By name of a group, which operand its ranks gather for a product."""
+    """The name of the operand that each group of ranks gathers for a product, by the group's name."""
     from fp8compile.parallel.placed import cuts_of
 
     given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors
@@ -213,7 +215,7 @@ def _tensor_name(slot: str) -> str:
 
 
 class _Listener(TorchDispatchMode):
-    """Notes every message."""
+    """A mode that records each message with the layer, the product and the tensor that it is for."""
 
     def __init__(self, places: _Places) -> None:
         super().__init__()
@@ -222,8 +224,8 @@ class _Listener(TorchDispatchMode):
         self.gemm = OUTPUT
         self.recipe: Recipe | None = None
         self.gathered: dict[str, str] = {}
-        self.partial: list[str] = []  # operands that are sums over ranks still
-        self.codes_of: set[str] = set()  # groups that have sent the codes of their operand
+        self.partial: list[str] = []  # operands that are partial sums, not yet summed over ranks
+        self.codes_of: set[str] = set()  # groups that have already sent codes of their operand; scales come next
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -238,7 +240,7 @@ class _Listener(TorchDispatchMode):
                     for slot, t in slots
                     if any(placement.is_partial() for placement in t.placements)
                 ]
-            return NotImplemented  # DTensor takes it apart, and comes back with what it sends
+            return NotImplemented  # DTensor handles the op, and its collectives come back here
         made = func(*args, **(kwargs or {}))
         if func.namespace in COLLECTIVES and func._opname not in NO_MESSAGES:
             self._note(func, args, made)
@@ -253,7 +255,7 @@ class _Listener(TorchDispatchMode):
         place = self.places.current()
         is_sum = op.startswith("reduce_scatter") or reduction == "sum"
         if place is not None and place.tensor is None and is_sum and not self.partial:
-            place = None  # autograd adds what several readers of a tensor gave, while the last one's node runs
+            place = None  # autograd's sum of the gradients of several readers, which runs in the last reader's node
         gemm = "" if place is None else PLAN if place.tensor else self.gemm.name
         self.found[
             Send(
@@ -293,29 +295,30 @@ def _spread_layers(model: nn.Module) -> dict[str, Linear]:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether a ``fp8compile.Linear`` of the model has a DTensor as its weight."""
+    """Whether the weight of some ``fp8compile.Linear`` of the model is a DTensor."""
     return bool(_spread_layers(model))
 
 
 def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
-    """What the FP8 layers of a model on DTensors send, in one forward and backward of a call.
+    """The messages that a model's FP8 layers on DTensors send in one forward and backward.
 
-    What is sent is decided by the plan, so this is known before a step: on a fake process group
-    (``torch.testing._internal.distributed.fake_pg``) no rank but this one is needed. On a real one, all ranks call it.
-    Modes, buffers, gradients and random numbers are left as they are.
+    The plan decides what is sent, so a fake process group (``torch.testing._internal.distributed.fake_pg``) gives the
+    same messages without other ranks. With a real process group, all ranks call this. Modes, buffers, gradients and
+    random states are restored.
 
     Args:
-        model: A module, parallelized, not compiled.
+        model: A parallelized module that is not compiled.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
 
     Returns:
-        The messages; print them, or go through ``rows``. Layers of plain functions on groups
-        (`fp8compile.parallel.column_parallel_linear`) are none: `docs/parallel.md` has their table.
+        The messages; print them, or go through ``rows``. Functions that take a group, such as
+        `fp8compile.parallel.column_parallel_linear`, are not included; `docs/parallel.md` has a table of their
+        messages.
 
     Raises:
-        TypeError: The model is no module, or was compiled.
-        ValueError: No ``fp8compile.Linear`` of it has a DTensor as its weight.
+        TypeError: The model is no module, or is compiled.
+        ValueError: No weight of a ``fp8compile.Linear`` of the model is a DTensor.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"sends: model is a {type(model).__name__}; it is a torch.nn.Module.")

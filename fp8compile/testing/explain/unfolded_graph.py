@@ -1,10 +1,10 @@
-"""A graph with its subgraphs unfolded: one list of values, whatever branch, loop or repeated region makes them.
+"""A graph with its subgraphs unfolded: one list of values, those of branches, loops and repeated regions included.
 
     graph: x --invoke_subgraph(body, x, w1)--> y --invoke_subgraph(body, y, w2)--> z
     values: x, w1, [body: linear, relu], y, w2, [body: linear, relu], z
 
-A subgraph's inputs are the operands of the call, and a call's results are the outputs of its subgraphs, of each branch
-one. So who follows a value needs to know of no subgraph.
+The operands of a call are connected to its subgraphs' inputs, and the outputs of its subgraphs (several, if there are
+branches) to the call's results. So code that follows a value need not know about subgraphs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fp8compile.testing.graphs.recording import op_name
 
 __all__ = ["SAME", "Unfolded", "Value", "unfold"]
 
-SAME = "the same"  # not an operator: a value that is one of its inputs
+SAME = "the same"  # stands for the operator of a value that is equal to one of its inputs
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What one call of an operator makes; a node of a subgraph has one for each call of the subgraph.
+    """The result of one call of an operator. A node of a subgraph has one value for each call of the subgraph.
 
     Attributes:
         node: The node.
-        op: Its operator; `SAME` where it is one of its inputs; empty for what goes into the graph.
-        inputs: What it is made of; of an operator, in the order of ``node.all_input_nodes``.
-        users: Values that are made of it.
+        op: Name of the operator; `SAME` if the value is equal to one of its inputs; empty for an input of the graph.
+        inputs: Values that it is computed from; for an operator, in the order of ``node.all_input_nodes``.
+        users: Values that are computed from it.
     """
 
     node: fx.Node
@@ -41,28 +41,28 @@ class Value:
     users: list[Value] = field(default_factory=list, repr=False)
 
     def operand(self, index: int) -> Value:
-        """The value of an argument that is a node."""
+        """The value of the node's argument at ``index``, which has to be a node."""
         argument: Any = self.node.args[index]
         return self.inputs[self.node.all_input_nodes.index(argument)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Fake tensors: one, or those of an operator with several results."""
+        """The fake tensors of the value: one, or several if the operator has several results."""
         return [leaf for leaf in pytree.tree_leaves(self.node.meta.get("val")) if isinstance(leaf, Tensor)]
 
     @property
     def numel(self) -> int:
-        """Elements of its largest tensor."""
+        """Number of elements of the value's largest tensor; 0 without tensors."""
         return max((tensor.numel() for tensor in self.tensors), default=0)
 
 
 @dataclass(frozen=True)
 class Unfolded:
-    """A graph.
+    """An unfolded graph.
 
     Attributes:
-        values: Each after those that it is made of.
-        outputs: What the graph returns, with what PyTorch knows of each.
+        values: All values; each comes after those that it is computed from.
+        outputs: The values that the graph returns, each with AOTAutograd's description of the output (or None).
     """
 
     values: list[Value]
@@ -70,7 +70,7 @@ class Unfolded:
 
 
 def _subgraphs(node: fx.Node) -> list[int]:
-    """Where a call has subgraphs among its arguments."""
+    """Positions of the subgraphs among a call's arguments."""
     return [
         index
         for index, argument in enumerate(node.args)
@@ -93,7 +93,7 @@ class _Unfolding:
         return value
 
     def _called(self, node: fx.Node, env: Mapping[fx.Node, Value]) -> list[Sequence[Value | None]] | None:
-        """The results of each subgraph of a call; None if its operands aren't the subgraphs' inputs, one by one."""
+        """The results of each subgraph of a call; None if operands don't match the subgraphs' inputs one by one."""
         places = _subgraphs(node)
         operands = [leaf for leaf in pytree.tree_leaves(node.args[places[-1] + 1 :]) if not isinstance(leaf, str)]
         matches = not node.kwargs
@@ -104,7 +104,7 @@ class _Unfolding:
             names = module.graph.find_nodes(op="placeholder")
             if len(names) == len(operands):
                 given = [[env[leaf]] if isinstance(leaf, fx.Node) else [] for leaf in operands]
-            else:  # any of them, then
+            else:  # each input may then be any of the operands
                 matches = False
                 given = [[env[each] for each in node.all_input_nodes]] * len(names)
             inner = {name: self.add(name, SAME, inputs) for name, inputs in zip(names, given, strict=True)}
@@ -146,8 +146,8 @@ def unfold(graph: fx.GraphModule, saved: Mapping[str, Value] | None = None) -> U
     """Unfold a graph.
 
     Args:
-        graph: One of AOTAutograd's.
-        saved: Values that the forward hands to a backward graph, by name.
+        graph: A forward or backward graph of AOTAutograd.
+        saved: For a backward graph, the forward's values by the names of their nodes.
     """
     unfolding = _Unfolding(saved or {})
     outputs = unfolding.run(graph, {})

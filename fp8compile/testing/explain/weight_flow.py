@@ -1,11 +1,12 @@
-"""Which values of a graph are forms of a layer's weight: it, a part of it, or computed with it.
+"""Which values of a graph are forms of a layer's weight: the weight itself, or a value computed from it.
 
     weight --mul g--> weight * g --t--> --+
-                                          +--mm--> data, no weight's form any more
+                                          +--mm--> data, no longer a form of the weight
     x ------------------------------------+
 
-A weight stays one while it is computed with: scaled, cut, joined, multiplied by another parameter. What it becomes a
-form no longer is the result of a product with data, or of an operator in which data outnumber it (y * weight.norm()).
+A value stays a form of the weight if the weight is scaled, cut, joined or multiplied by another parameter. The result
+of a product of weight and data is data. So is the result of an elementwise operator in which the data has more
+elements than the weight's form, such as y * weight.norm().
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fp8compile.testing.explain.unfolded_graph import SAME, Value
 __all__ = ["LAYER_OPS", "PRODUCTS", "Form", "form_of", "is_elementwise", "takes_weight_and_data"]
 
 LAYER_OPS = {op.name(): gemm for op, gemm in ops.LAYER_OPS.items()}
-# of other products, where the operands stand among the arguments
+# for each other product, the positions of its operands among its arguments
 PRODUCTS: dict[str, tuple[int, int]] = {
     "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2),
     "aten::mv": (0, 1), "aten::addmv": (1, 2), "aten::dot": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
@@ -36,11 +37,11 @@ JOINS = frozenset({"aten::cat", "aten::stack", "aten::copy", "aten::slice_scatte
 
 @dataclass(frozen=True)
 class Form:
-    """What a value has of weights.
+    """What a value was computed from.
 
     Attributes:
-        weights: Each by the layers that share it.
-        is_data: Whether it depends on what the model was called with, too.
+        weights: The weights that the value is a form of. Each is given by the names of the layers that share it.
+        is_data: Whether the value also depends on the model's inputs.
     """
 
     weights: frozenset[tuple[str, ...]] = frozenset()
@@ -51,7 +52,7 @@ DATA = Form(is_data=True)
 
 
 def is_elementwise(value: Value) -> bool:
-    """Whether each element comes of one element of each input."""
+    """Whether a value's operator is elementwise."""
     return torch.Tag.pointwise in getattr(value.node.target, "tags", ())
 
 
@@ -65,12 +66,12 @@ def _of_all(forms: Mapping[Value, Form], values: list[Value]) -> Form:
 
 
 def _mixes(value: Value, together: Form) -> bool:
-    """Whether an operator takes data beside something else, and what it makes isn't simply one next to the other."""
+    """Whether an operator combines data with another input, other than by concatenation or copying."""
     return together.is_data and len(value.inputs) > 1 and value.op != SAME and value.op not in JOINS
 
 
 def form_of(value: Value, forms: Mapping[Value, Form]) -> Form:
-    """What a value has of weights, by what its inputs have."""
+    """The form of a value, given the forms of its inputs."""
     together = _of_all(forms, list(value.inputs))
     if value.op in LAYER_OPS:
         return DATA
@@ -84,10 +85,10 @@ def form_of(value: Value, forms: Mapping[Value, Form]) -> Form:
 
 
 def takes_weight_and_data(value: Value, forms: Mapping[Value, Form]) -> bool:
-    """Whether a form of a weight and data meet in what may be a product, and isn't known to be one or none.
+    """Whether an operator takes a form of a weight and data, and may be a product that isn't known here.
 
-    Such are operators of other libraries, convolutions, and elementwise ones that pair every row of one with every row
-    of the other.
+    Such operators are those of other libraries, convolutions, and elementwise operators that combine every row of one
+    input with every row of another.
     """
     together = _of_all(forms, list(value.inputs))
     if not together.weights or not _mixes(value, together):

@@ -85,7 +85,7 @@ def _compiled(
 
 
 def _generated(name: str, source: str, folder: str, gpu: Gpu) -> Iterator[CompiledKernel]:
-    """Compile a kernel that Inductor generated, in each of its configurations, one after the other."""
+    """Compile a kernel that Inductor generated, once for each of its configurations."""
     module = _loaded(name, source, folder)
     tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
     meta, fn = tuner.triton_meta, tuner.fn
@@ -110,7 +110,7 @@ def compiled_kernels(source: str, gpu: Gpu, *, most: int | None = None) -> Itera
         most: Number of configurations of each kernel to compile, from the first on; None for all.
 
     Raises:
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
     """
     with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
         for name, text in KERNEL_SOURCE.findall(source):
@@ -132,7 +132,7 @@ def compiled_jit(
         num_stages: Number of stages of a pipelined loop; Triton's default is 3.
 
     Raises:
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
     """
     aligned: dict[tuple[int, ...], Any] = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in kinds}
     with pretend_gpu(gpu):

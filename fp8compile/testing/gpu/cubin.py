@@ -81,7 +81,7 @@ def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
         The resources of each kernel in each configuration that Inductor would time on the GPU.
 
     Raises:
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
     """
     return [assembled(kernel, gpu) for kernel in compiled_kernels(source, gpu)]
 
@@ -94,6 +94,6 @@ def jit_resources(
     Arguments are the same as those of `compiled_jit`.
 
     Raises:
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
     """
     return assembled(compiled_jit(fn, kinds, constants, num_warps=num_warps, gpu=gpu), gpu)

@@ -97,7 +97,7 @@ GPUS = {
 
 
 def gpu_called(arch: str) -> Gpu:
-    """A GPU of ``GPUS`` by its key; ValueError if there is none."""
+    """The GPU with this key in ``GPUS``; raises a ValueError if there is none."""
     if arch not in GPUS:
         raise ValueError(f"arch is {arch!r}; it is one of {', '.join(GPUS)}.")
     return GPUS[arch]
@@ -167,7 +167,7 @@ def pretend_gpu(gpu: Gpu) -> Iterator[None]:
     """While this runs, PyTorch believes that device ``cuda:0`` is this GPU, and Triton generates code for it.
 
     Raises:
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
     """
     import triton
     from torch._dynamo.device_interface import CudaInterface

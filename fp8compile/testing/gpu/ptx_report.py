@@ -1,4 +1,4 @@
-"""Checks of generated kernels' PTX: exact arithmetic for codes and scales, float64 only on purpose, wide stores."""
+"""Checks the PTX of generated kernels: exact arithmetic for codes and scales, float64 only on purpose, wide stores."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class KernelPtx:
 
 
 def _loops(ptx: Ptx) -> Iterator[range]:
-    """Lines between a label and a branch back to it."""
+    """The lines of each loop: between a label and a branch back to that label."""
     for each in ptx.instructions:
         start = ptx.labels.get(each.operands[-1], each.line) if each.opcode.startswith("bra") else each.line
         if start < each.line:
@@ -141,7 +141,7 @@ def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | N
 
     Raises:
         ValueError: No such GPU is known.
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
         NotImplementedError: A kernel has an instruction that can't be followed.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """

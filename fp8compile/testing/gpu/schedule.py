@@ -93,7 +93,7 @@ class Schedule:
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
-        """The launch that makes each buffer; a graph's inputs have none."""
+        """The launch that makes each buffer, by the buffer's name. Inputs of the graph are not included."""
         return {name: launch for launch in self.launches for name in launch.made}
 
     @cached_property
@@ -317,7 +317,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         gpu: The GPU.
 
     Raises:
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """
     from torch._inductor import compile_fx, config

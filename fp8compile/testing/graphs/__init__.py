@@ -1,4 +1,4 @@
-"""What torch.compile makes of any model, FP8 or not: reports, assertions, snapshots, the pytest plugin."""
+"""Reports on any model under torch.compile, FP8 or not; with assertions, snapshots and a pytest plugin."""
 
 from fp8compile.testing.graphs.assertions import (
     assert_cacheable,

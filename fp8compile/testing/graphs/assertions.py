@@ -1,4 +1,4 @@
-"""Assertions on what torch.compile makes of a model; a failure says what broke, where, and what usually mends it."""
+"""Assertions on a model's graphs under torch.compile. A failure says what broke, where, and what usually mends it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _report(fn: Callable[..., Any] | GraphReport, args: tuple[Any, ...], options
 
 
 def check_report(report: object, assertion: str) -> None:
-    """Raise a TypeError if the argument is no report."""
+    """Raise a TypeError that names the assertion if its argument is no report."""
     if not isinstance(report, GraphReport):
         raise TypeError(
             f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
@@ -49,7 +49,7 @@ def _fail_if(lines: Iterable[str], what: str) -> None:
 def assert_fullgraph(fn: Callable[..., Any] | GraphReport, *args: Any, **options: Any) -> GraphReport:
     """Assert that there is no graph break, and that something was compiled at all.
 
-    A break before the first tensor operation or after the last one counts, which the number of graphs does not show.
+    Breaks before the first tensor operation and after the last one count too, although they add no graph.
 
     Args:
         fn: A module or function, or a report.
@@ -60,7 +60,8 @@ def assert_fullgraph(fn: Callable[..., Any] | GraphReport, *args: Any, **options
         The report.
 
     Raises:
-        AssertionError: With every break, its place, and PyTorch's hints.
+        AssertionError: There is a break, or nothing was compiled. The text has each break with its place and PyTorch's
+            hints.
     """
     __tracebackhide__ = True
     report = _report(fn, args, options)
@@ -80,14 +81,14 @@ def assert_no_recompile(
     allowed: int = 0,
     **options: Any,
 ) -> GraphReport:
-    """Assert that calls after the first share its graphs.
+    """Assert that calls after the first use the graphs that the first call compiled.
 
     With ``dynamic=None``, PyTorch's default, a second size of a dim compiles a second graph, in which that dim is
-    dynamic: ``allowed=1``. Further sizes share that one.
+    dynamic. Further sizes use that graph. So pass ``allowed=1`` if sizes differ.
 
     Args:
         fn: A module or function, or a report of such calls.
-        calls: At least two argument tuples, or `Call` with modes: shapes, train and eval, a second step.
+        calls: At least two tuples of arguments, or `Call` objects if modes differ too.
         allowed: Number of recompilations that are expected, such as 1 for eval beside train.
         options: Further arguments of `graph_report`.
 
@@ -95,9 +96,9 @@ def assert_no_recompile(
         The report.
 
     Raises:
-        AssertionError: With every recompilation, its function, and the guard that failed.
+        AssertionError: There are more recompilations. The text has each with its function and the guard that failed.
         TypeError: ``calls`` is no list of calls.
-        ValueError: Fewer than two calls can't show a recompilation.
+        ValueError: There are fewer than two calls, which can't show a recompilation.
     """
     __tracebackhide__ = True
     no_calls = isinstance(calls, Sequence) and not calls
@@ -124,7 +125,7 @@ def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options
         The report.
 
     Raises:
-        AssertionError: With every reason and its place.
+        AssertionError: A graph can't be kept. The text has each reason with its place.
     """
     __tracebackhide__ = True
     report = _report(fn, args, options)
@@ -134,21 +135,22 @@ def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options
 
 
 def _matching(name: str, ops: Sequence[str]) -> list[str]:
-    """Operators whose names begin so: "aten.mm", "fp8compile::linear", "fp8compile"."""
+    """The operators that ``name`` names, in whole or up to a dot: "fp8compile", "fp8compile::linear", "aten.mm"."""
     name = name.replace("::", ".")
     return [op for op in ops if op == name or op.startswith(f"{name}.")]
 
 
 def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Iterable[str] = ()) -> None:
-    """Assert which operators are in the graphs, forward or backward.
+    """Assert that operators are in the graphs, forward or backward, or are absent from all.
 
     Args:
-        report: What `graph_report` returned.
-        contains: Names, or beginnings of names at a dot: "fp8compile::linear", "aten.mm", "_c10d_functional".
-        absent: Names that may not be there, in the same form.
+        report: The report, from `graph_report`.
+        contains: Names that have to be there, in whole or up to a dot: "fp8compile::linear", "aten.mm",
+            "_c10d_functional".
+        absent: Names that must not be there, in the same form.
 
     Raises:
-        AssertionError: One is missing, or there and should not be.
+        AssertionError: An operator is missing, or is there and must not be.
     """
     __tracebackhide__ = True
     check_report(report, "assert_ops")
@@ -172,17 +174,18 @@ def assert_comm(
     dtype: torch.dtype | Iterable[torch.dtype] | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Assert what ranks send each other.
+    """Assert that ranks send messages of some dtypes only, and at most some number of bytes.
 
     Args:
-        report: What `graph_report` returned.
-        op: Only these collectives, by the beginning of their name: "_c10d_functional.all_gather_into_tensor".
-        dtype: The dtype that all of them send, or several that they may send.
-        max_bytes: Largest number of bytes that all of them send together, on one rank.
+        report: The report, from `graph_report`.
+        op: Name of the collectives to check, in whole or up to a dot, such as
+            "_c10d_functional.all_gather_into_tensor"; None for all.
+        dtype: The dtype, or several, that these collectives may send; None for any.
+        max_bytes: Largest number of bytes that these collectives may send together, on one rank; None for any.
 
     Raises:
-        AssertionError: There is no collective, one has another dtype, or they send more.
-        TypeError: ``report`` or ``dtype`` is something else.
+        AssertionError: There is no such collective, one sends another dtype, or they send more bytes.
+        TypeError: ``report`` is no `GraphReport`, or ``dtype`` is no dtype.
     """
     __tracebackhide__ = True
     check_report(report, "assert_comm")

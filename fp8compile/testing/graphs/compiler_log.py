@@ -1,7 +1,7 @@
 """Graph breaks, recompilations and bypassed caches, from PyTorch's structured log.
 
-`fullgraph=True` stops at the first break, and counters have no places. The log that `TORCH_TRACE` writes has
-everything, with the user's file and line; this module listens to it, and writes nothing.
+`fullgraph=True` stops at the first break, and PyTorch's counters have no places. The structured log, which
+`TORCH_TRACE` writes to files, has everything with the user's file and line. This module reads its records in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BREAK = re.compile(
     r"(?:\n\s*User code traceback:\n(?P<stack>.*))?\Z",
     re.DOTALL,
 )
-# what precedes the reason proper: which bytecode was traced, or that the rest of the function won't be compiled
+# text before the reason itself: which bytecode was traced, or that the rest of the function won't be compiled
 PREFIX = re.compile(
     r"\A\s*((Encountered graph break|Failed to handle graph break)[^\n]*?(Graph break encountered:\s*|\n)|"
     r"Graph break encountered:\s*)"
@@ -47,9 +47,9 @@ LINK = re.compile(r"https?://\S*?/(gb\d+)\.html")
 SECTION = re.compile(r"^ {2}(Explanation|Hint): ", re.MULTILINE)
 FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
 TORCH = str(Path(torch.__file__).parent) + os.sep
-OWN = str(Path(__file__).parents[1]) + os.sep  # all of testing/, whose callers are who is meant
+OWN = str(Path(__file__).parents[1]) + os.sep  # all of testing/, whose frames are not the user's
 RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<function>.*)_at_(?P<line>\d+)")
-# past its limits, or where it suppresses an error, Dynamo goes on without a graph and without a word in its log
+# beyond these limits, and after suppressed errors, Dynamo would go on without a graph and log nothing
 NOTHING_HIDDEN: dict[str, int | bool] = {
     "recompile_limit": 1 << 20,
     "accumulated_recompile_limit": 1 << 20,
@@ -64,22 +64,22 @@ BYPASSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class GraphBreak:
-    """A place where one graph ends and the interpreter goes on.
+    """A place where one graph ends and Python's interpreter goes on.
 
-    A place is a file, a line and a reason: two breaks on one line for one reason are one.
+    A place is a file, a line and a reason. Two breaks on one line for one reason count as one.
 
     Attributes:
-        reason: One line.
+        reason: The reason, in one line.
         explanation: PyTorch's explanation; may be empty.
         hints: PyTorch's hints.
-        code: PyTorch's number of the kind of break, such as "gb0059", or empty.
-        url: PyTorch's page about that kind.
+        code: PyTorch's number for this kind of break, such as "gb0059"; may be empty.
+        url: PyTorch's page about this kind of break; may be empty.
         file: File of the user's code.
         line: Line in that file.
-        gives_up: Whether PyTorch runs a function without a graph for it.
-        without_graph: Names of such functions, each with file and line; callers of the one that breaks may be among
-            them.
-        stack: The user's frames that first led there, outermost first, each ``file:line in function``.
+        gives_up: Whether PyTorch runs whole functions without a graph because of this break.
+        without_graph: Names of those functions, each with file and line. Callers of the function that breaks may be
+            among them.
+        stack: The user's frames at the first such break, outermost first, each ``file:line in function``.
     """
 
     reason: str
@@ -96,15 +96,15 @@ class GraphBreak:
 
 @dataclass(frozen=True, kw_only=True)
 class Recompile:
-    """A function compiled again, because what an earlier graph of it relies on no longer holds.
+    """A function that was compiled again, because guards of its earlier graphs failed.
 
     Attributes:
         function: Name of the function.
-        file: File that defines it.
-        line: Its first line.
-        guards: Conditions that failed, the newest graph's first.
-        call: Number of the call of ``graph_report`` that needed it, from 0; None if calls have no numbers, as in a
-            test that is marked ``fullgraph``.
+        file: File that defines the function.
+        line: First line of the function.
+        guards: Conditions that failed, those of the newest graph first.
+        call: Number of the call, from 0, that caused the recompilation in ``graph_report``; None if calls have no
+            numbers, as in a test that is marked ``fullgraph``.
     """
 
     function: str
@@ -116,12 +116,12 @@ class Recompile:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBypass:
-    """A graph that no cache on disk will hold: every process compiles it anew.
+    """A graph that a cache on disk can't hold, so that every process compiles it again.
 
     Attributes:
-        cache: Which one: "AOTAutograd", "FX graph" (Inductor's) or "Dynamo".
+        cache: The cache: "AOTAutograd", "FX graph" (Inductor's) or "Dynamo".
         reason: PyTorch's reason.
-        file: File that causes it; empty if it isn't known.
+        file: File of the code that causes it; empty if it isn't known.
         line: Line in that file; 0 if it isn't known.
     """
 
@@ -137,11 +137,11 @@ class CompilerLog:
 
     Attributes:
         breaks: Graph breaks; each place once, even if its function was compiled several times.
-        bypasses: Graphs that no cache holds; the log has no places for them.
-        functions: Name, file and first line of what was compiled, by graph number.
+        bypasses: Graphs that a cache can't hold; the log has no places for them.
+        functions: Name, file and first line of each compiled function, by the compilation's number.
         recompiles: Functions that were compiled again.
         graphs: Number of compiled graphs.
-        call: Number of the call that is being made, if calls have numbers.
+        call: Number of the current call, if calls have numbers; the caller sets it.
     """
 
     breaks: list[GraphBreak] = field(default_factory=list)
@@ -151,7 +151,7 @@ class CompilerLog:
     graphs: int = 0
     call: int | None = None
     _attempts: dict[str, int] = field(default_factory=dict)
-    # by compilations that go on: guards and call of a recompile, the place in `breaks` of what it gives up for
+    # for compilations that have not ended: guards and call of a recompile; index in `breaks` of a break that gives up
     _pending: dict[str, tuple[tuple[str, ...], int | None]] = field(default_factory=dict)
     _given_up: dict[str, int] = field(default_factory=dict)
 
@@ -170,7 +170,7 @@ class CompilerLog:
             reason = reason.get("cache_bypass_reason", reason) if isinstance(reason, dict) else reason
             self.bypasses.append(CacheBypass(cache=BYPASSES[name], reason=one_line(str(reason))))
         elif "dynamo_output_graph" in metadata:
-            # one that starts over, in a later attempt, logs its graph again; after a reset numbers begin anew
+            # a restarted compilation logs its graph again, in a later attempt; after a reset numbers restart
             attempt = metadata.get("attempt", 0)
             self.graphs += attempt <= self._attempts.get(compile_id, attempt)
             self._attempts[compile_id] = attempt
@@ -207,7 +207,7 @@ class CompilerLog:
 
 
 def _function(name: str) -> str:
-    """A function's name, quoted; in words if Dynamo made the function for the code behind a break."""
+    """A function's name in quotes; or words, if Dynamo made the function from the code after a graph break."""
     resumed = RESUMED.fullmatch(name)
     return f"the rest of `{resumed['function']}` after line {resumed['line']}" if resumed else f"`{name}`"
 
@@ -219,7 +219,7 @@ def numbered(number: int, noun: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with every run of white space as one space."""
+    """The text in one line: each run of white space becomes one space."""
     return " ".join(text.split())
 
 
@@ -231,23 +231,23 @@ def _json_or_text(payload: str) -> Any:
 
 
 def _guard(text: str) -> str:
-    """A guard that failed, in one line, with the place or the source text that it comes from if PyTorch logs it."""
+    """A failed guard's condition in one line, with its place or its source text if PyTorch logs them."""
     condition, _, trace = text.partition("\n")
-    # the user's line as a comment, then the end of its path, cut off anywhere
+    # PyTorch appends the user's source line as a comment, and then the end of the file's path
     condition, *comments = re.split(r"\s+# ", re.sub(r"^\d+/\d+: ", "", condition))
     places = [*(f"{m['file']}:{m['line']}" for m in FRAME.finditer(trace)), *comments[:1]]
     return one_line(f"{condition} [{places[0]}]" if places else condition)
 
 
 def _user_frames(trace: str) -> Iterator[str]:
-    """Frames of a printed stack, without PyTorch's and ours."""
+    """The frames of a printed stack, without those of PyTorch and of this package."""
     for frame in FRAME.finditer(trace):
         if not frame["file"].startswith((TORCH, OWN)):
             yield f"{frame['file']}:{frame['line']} in {frame['function']}"
 
 
 def parse_break(text: str) -> GraphBreak:
-    """Parse the text that PyTorch logs for a break; text of unknown form becomes the reason."""
+    """Parse the text that PyTorch logs for a break. If its form is unknown, its first line becomes the reason."""
     match = BREAK.match(text)
     if match is None:
         reason = one_line(text.partition("\n")[0])
@@ -286,7 +286,7 @@ class _Listener(logging.Handler):
 
 
 def _wants_everything(handler: logging.Handler) -> bool:
-    """Whether a log handler is one of ours, or one of PyTorch's that writes the log for ``TORCH_TRACE``."""
+    """Whether a log handler may stay: it is ours, or PyTorch's, which writes the log for ``TORCH_TRACE``."""
     return isinstance(handler, _Listener) or any(
         cls.__module__.partition(".")[0] == "torch" for cls in type(handler).__mro__
     )
@@ -294,11 +294,11 @@ def _wants_everything(handler: logging.Handler) -> bool:
 
 @contextmanager
 def listen() -> Iterator[CompilerLog]:
-    """Collect what the compiler logs while this runs."""
+    """Collect what the compiler logs while this context lasts."""
     logger = logging.getLogger("torch.__trace")  # PyTorch sets it up when imported
     level, propagate, log = logger.level, logger.propagate, CompilerLog()
     listener = _Listener(log)
-    # who captures logs, as pytest does, would get thousands of lines: by a handler here, or by one at the root
+    # handlers that capture logs, such as pytest's, would get thousands of lines, from here or from the root logger
     others = [handler for handler in logger.handlers if not _wants_everything(handler)]
     for handler in others:
         logger.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Run a module to look at it, and restore its state afterwards."""
+"""Restores the state of a module that was run only to report on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 @contextmanager
 def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Restore buffers: the same tensors with the same values, even if they were replaced."""
+    """Restore buffers afterwards: the same tensors with the same values, even if they were replaced."""
     owned = [dict(module._buffers) for module in modules]
     found = dict.fromkeys(buffer for buffers in owned for buffer in buffers.values() if buffer is not None)
     values = [(buffer, buffer.clone()) for buffer in found if not _is_expanded(buffer)]
@@ -55,13 +55,13 @@ def _gradients_kept(tensors: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def kept_state(fn: Any, arguments: Any = ()) -> Iterator[None]:
-    """Restore a module's modes, buffers and gradients, gradients of arguments, and the state of random numbers.
+    """Run a block, and then restore a module's modes, buffers and gradients, arguments' gradients, and random states.
 
-    Arguments that are changed in place stay changed.
+    Arguments that the block changes in place stay changed.
 
     Args:
-        fn: A module; for anything else only random numbers are restored.
-        arguments: The arguments of the coming call, in any nesting.
+        fn: A module. For a function, only gradients of arguments and random states are restored.
+        arguments: The arguments that ``fn`` will be called with, in any nesting.
     """
     modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
     modes = [module.training for module in modules]

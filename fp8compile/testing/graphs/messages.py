@@ -1,6 +1,6 @@
 """Messages between ranks in a graph: which nodes send, and how many bytes of which dtype.
 
-PyTorch's collectives are known here. Other operators that send are added by `register_message`.
+PyTorch's collectives are known here. `register_message` adds other operators that send.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def register_message(op: torch._ops.OpOverload, sent: Callable[[fx.Node], Sent])
 
     Args:
         op: An operator that sends from rank to rank.
-        sent: Function of a call's node that returns the bytes it sends, by dtype; ``meta["val"]`` has fake tensors.
+        sent: Function that is given a call's node, and returns the bytes that the call sends, by dtype. Nodes have
+            fake tensors in ``meta["val"]``.
     """
     REGISTERED[op] = sent
 
 
 def is_message(node: fx.Node) -> bool:
-    """Whether a node sends."""
+    """Whether a node sends a message between ranks."""
     if node.target in REGISTERED:
         return True
     return getattr(node.target, "namespace", None) in COLLECTIVES and "wait" not in str(node.target)
@@ -46,7 +47,7 @@ def sent_bytes(node: fx.Node) -> Sent:
 
 
 def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
-    """Bytes of a node's inputs or of its results, whichever are more, by dtype."""
+    """Bytes by dtype of the tensors that go into a node, or of its results, whichever are more."""
     made = tensors_in(node.meta.get("val"))
     return {
         dtype: max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made))
@@ -55,12 +56,12 @@ def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Tensors among nested values."""
+    """The tensors among nested values."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def size_of(size: Any) -> int:
-    """A size; for a symbol the value while tracing, or 0 if only a run can tell."""
+    """A size as a number. A symbolic size has its value while tracing; a data-dependent size counts as 0."""
     if is_unbacked(size):
         return 0
     found: Any = size.node.hint if isinstance(size, torch.SymInt) else size

@@ -1,4 +1,4 @@
-"""The pytest plugin's work on a guarded test: it listens, counts, and compares with the baseline."""
+"""The pytest plugin's work on a guarded test: it counts what the test compiles, and compares with a baseline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """The marker's arguments, checked before the test runs; None without a marker."""
+    """The marker's arguments; fails the test if they are wrong. None if the test has no marker."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
@@ -85,10 +85,10 @@ def _refuse_marker(text: str) -> NoReturn:
 
 
 def _folders(package: str) -> tuple[str, ...]:
-    """The files and folders of a package's code; folders end in a separator."""
+    """The file or the folders of a package's code; folders end in a separator."""
     try:
         spec = importlib.util.find_spec(package)
-    except Exception as error:  # it imports the packages around this one
+    except Exception as error:  # find_spec imports the parent packages, which may raise anything
         _refuse_marker(f"own={package!r} is no package that can be imported ({type(error).__name__}: {error}).")
     if spec is None:
         _refuse_marker(f"own={package!r} is no package that can be imported.")
@@ -135,7 +135,7 @@ def _check_limits(log: CompilerLog, limits: _Limits, counts: Counts, bypasses: S
 
 @contextmanager
 def guarded(item: pytest.Item) -> Iterator[None]:
-    """Run a test, count what it compiles, and compare that with the marker's limits and the baseline.
+    """Run a test, count what it compiles, and compare the counts with the marker's limits and the baseline.
 
     If the test itself fails, its counts are not compared.
     """
@@ -182,7 +182,7 @@ def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report
 
 
 def recorded_graph_report(item: pytest.Item) -> Callable[..., GraphReport]:
-    """``graph_report`` for a test: its reports are kept."""
+    """A ``graph_report`` for one test, which also keeps its reports for the test's counts."""
     reports = item.stash[REPORTS] = []
 
     def run(*args: Any, **options: Any) -> GraphReport:

@@ -1,4 +1,4 @@
-"""A backend of torch.compile that keeps the graphs it is given: Dynamo's, and AOTAutograd's forward and backward."""
+"""A backend of torch.compile that keeps the graphs: Dynamo's, and AOTAutograd's forward and backward graphs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BACKENDS = ("aot_eager", "inductor")
 
 @dataclass
 class KeptGraph:
-    """One graph on its way through the compiler.
+    """One compiled graph, in its forms at several stages of the compiler.
 
     Attributes:
-        compile_id: PyTorch's number of the compilation, ``function/attempt``; again from 0 after a reset.
+        compile_id: PyTorch's number of the compilation, ``function/attempt``; numbers restart at 0 after a reset.
         dynamo: The graph that Dynamo traced.
         forward: The forward graph after AOTAutograd; decomposed if Inductor is the backend.
         backward: The backward graph, in the same form; None if no gradient is asked for.
@@ -36,7 +36,7 @@ class KeptGraph:
 
 
 class Recording:
-    """The backend: ``torch.compile(model, backend=Recording())``, and ``traced`` has the graphs once the model ran.
+    """A backend that keeps graphs. Pass it as ``torch.compile(model, backend=Recording())``, and run the model.
 
     Args:
         backend: "aot_eager" runs the graphs as they are, "inductor" compiles them.
@@ -53,15 +53,15 @@ class Recording:
 
     @property
     def traced(self) -> list[fx.GraphModule]:
-        """Forward and backward graphs, one after the other."""
+        """All forward and backward graphs of AOTAutograd, each forward followed by its backward."""
         return [graph for kept in self.graphs for graph in (kept.forward, kept.backward) if graph is not None]
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Keep the graph and compile it."""
         compilation = torch._guards.CompileContext.try_get()
         kept = KeptGraph(str(compilation and compilation.compile_id), graph, _compilation=compilation)
-        # a compilation that starts over hands over its graph again, and the first one is never run. Its number
-        # doesn't tell, for it is given again after a reset
+        # a compilation that restarts passes its graph again, and the earlier graph never runs; compile_id can't
+        # identify the compilation, because numbers are used again after a reset
         over = [other for other in self.graphs if compilation is None or other._compilation is not compilation]
         self.graphs = [*over, kept]
         return (_compile_by_inductor if self.backend == "inductor" else _run_as_is)(kept, graph, inputs)
@@ -91,7 +91,7 @@ def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequenc
         setattr(kept, "backward" if options.get("is_backward") else "forward", graph)
         return compile_fx_inner(graph, inputs, **options)
 
-    compiled: Any = compile_fx(graph, list(inputs), inner_compile=keep)  # the other types are those of ahead of time
+    compiled: Any = compile_fx(graph, list(inputs), inner_compile=keep)  # its other return types are ahead of time
     return compiled
 
 
@@ -103,16 +103,16 @@ def user_place(node: fx.Node) -> tuple[str, int]:
 
 
 def op_name(target: Any) -> str:
-    """``namespace::name`` of an operator, whichever overload; of anything else its own name."""
+    """``namespace::name`` of an operator, without the overload; for any other function, its own name."""
     packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
     return str(getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet)))
 
 
 def node_value(node: fx.Node) -> Any:
-    """What a node computes, as a fake tensor or number.
+    """The value of a node: a fake tensor, a number, or None for an attribute of the graph.
 
     Raises:
-        ValueError: The graph is one of Dynamo's, where it isn't known.
+        ValueError: The node has no value, because the graph is one of Dynamo's.
     """
     if "val" not in node.meta and node.op != "get_attr":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""graph_report: what torch.compile makes of a model over some calls, breaks and all."""
+"""graph_report: a report on a model's graphs, breaks and recompiles under torch.compile, over some calls."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Call:
-    """One call of what is examined.
+    """One call of the function or module that a report examines.
 
     Attributes:
         args: Positional arguments.
-        kwargs: Named ones.
-        train: Mode to put a module in first; None leaves it.
-        grad: Whether gradients are recorded; None leaves it as it is for the caller.
-        name: What reports call it.
+        kwargs: Keyword arguments.
+        train: Whether to put the module in train mode (or eval mode) before the call; None leaves the mode.
+        grad: Whether autograd records the call; None leaves that to the caller's mode.
+        name: Name of the call in reports; if it is empty, reports show the arguments' shapes.
     """
 
     args: tuple[Any, ...] = ()
@@ -66,7 +66,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class CallReport:
-    """What one call cost.
+    """The compilations that one call caused.
 
     Attributes:
         name: Name of the call, or its arguments' shapes.
@@ -79,16 +79,16 @@ class CallReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A message between ranks in a graph; one that sends several dtypes is an entry for each.
+    """A message between ranks in a graph. A message of several dtypes has an entry for each.
 
     Attributes:
-        op: Its operator.
-        dtype: Dtype of what is sent, such as "uint8".
-        bytes: Bytes of the tensors on one rank, those that go in or those that come out, whichever are more: an
-            all-gather counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it.
-            A size that is known only when the graph runs, such as how many rows other ranks send, counts as 0.
-        backward: Whether it is in the backward graph.
-        file: File that it comes from; empty if it isn't known.
+        op: Name of the operator.
+        dtype: Dtype of the tensors that are sent, such as "uint8".
+        bytes: Bytes of the operator's inputs or of its results on one rank, whichever are more. For an all-gather
+            those are the results, for a reduce-scatter the inputs. How a network sends them is not considered. A
+            data-dependent size, such as the number of rows that other ranks send, counts as 0.
+        backward: Whether the message is in the backward graph.
+        file: File of the user's code that sends; empty if it isn't known.
         line: Line in that file; 0 if it isn't known.
     """
 
@@ -105,13 +105,13 @@ class GraphInfo:
     """A compiled graph.
 
     Attributes:
-        function: Name of the function that it was made from.
+        function: Name of the function that was compiled.
         file: File that defines the function.
-        line: Its first line.
+        line: First line of the function.
         forward: Operators of the forward in order, such as "aten.mm.default".
         backward: Operators of the backward in order; None if no gradient was asked for.
         collectives: Messages between ranks.
-        saved_bytes: Bytes kept for the backward beside inputs and parameters.
+        saved_bytes: Bytes that the forward keeps for the backward, without inputs and parameters.
     """
 
     function: str
@@ -124,7 +124,7 @@ class GraphInfo:
 
 
 def place_text(file: str, line: int) -> str:
-    """A file and a line in it, as short as the working directory allows."""
+    """A place as ``file:line``; the path is relative if the file is in the working directory."""
     if not file:
         return "an unknown place"
     path = Path(file)
@@ -142,15 +142,15 @@ def _counted(head: str, ops: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphReport:
-    """What the compiler made of some calls.
+    """The result of `graph_report`: what was compiled for some calls, and what went wrong.
 
     Attributes:
         backend: Name of the backend.
-        calls: Number of graphs that each call compiled.
+        calls: For each call, the number of graphs that it compiled.
         graphs: The compiled graphs.
         breaks: Places where a graph ended early.
-        recompiles: Functions compiled more than once, with the guards that failed.
-        bypasses: Graphs that no cache on disk holds.
+        recompiles: Functions that were compiled again, with the guards that failed.
+        bypasses: Graphs that no cache on disk can hold.
     """
 
     backend: str
@@ -171,7 +171,7 @@ class GraphReport:
         return tuple(c for graph in self.graphs for c in graph.collectives)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """The report as dicts, tuples, strings and numbers."""
         return asdict(self)
 
     def to_json(self, *, indent: int | None = 1) -> str:
@@ -219,7 +219,7 @@ def counted_at(found: Sequence[GraphBreak] | Sequence[Recompile] | Sequence[Cach
 
 
 def break_lines(found: GraphBreak) -> Iterator[str]:
-    """A break in words: its place, its reason, how to mend it."""
+    """Lines that describe a graph break: its place, its reason and how to mend it."""
     yield f"graph break at {place_text(found.file, found.line)}: {found.reason}"
     if found.gives_up:
         yield from (f"  {each} runs without a graph" for each in found.without_graph or ["the rest of the function"])
@@ -231,7 +231,7 @@ def break_lines(found: GraphBreak) -> Iterator[str]:
 
 
 def recompile_lines(found: Recompile) -> Iterator[str]:
-    """A recompilation in words, with the newest graph's guards only, because older graphs failed earlier calls too."""
+    """Lines that describe a recompilation, with the newest graph's guard; older graphs failed earlier calls too."""
     call = "" if found.call is None else f" for call {found.call}"
     yield f"recompile of {found.function} at {place_text(found.file, found.line)}{call}"
     for guard in found.guards[:1]:
@@ -241,14 +241,14 @@ def recompile_lines(found: Recompile) -> Iterator[str]:
 
 
 def bypass_lines(found: CacheBypass) -> Iterator[str]:
-    """A cache bypass in words."""
+    """Lines that describe a cache bypass."""
     yield f"the {found.cache} cache is bypassed at {place_text(found.file, found.line)}: {found.reason}"
     if "autograd_function_apply" in found.reason:
         yield "  usually mended by a torch.library custom op with register_autograd in place of the autograd.Function"
 
 
 def _mends_guard(guard: str) -> str:
-    """What usually keeps such a guard from failing."""
+    """Advice on a guard that failed; empty if there is none."""
     if "size mismatch" in guard or "stride mismatch" in guard or ".size()" in guard:
         return "usually mended by torch._dynamo.mark_dynamic(tensor, dim), or by padding to one shape"
     if "training" in guard:
@@ -285,13 +285,13 @@ def _collectives(graph: fx.GraphModule, *, backward: bool) -> Iterator[Collectiv
 
 
 def _storages(nodes: Sequence[fx.Node]) -> dict[int, int]:
-    """Bytes of each storage behind these nodes."""
+    """Bytes of the storages that the nodes' tensors use, by the storage's identity."""
     storages = [t.untyped_storage() for node in nodes for t in tensors_in(node.meta.get("val"))]
     return {storage._cdata: size_of(storage.nbytes()) for storage in storages}
 
 
 def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
-    """Storages that the forward hands to the backward and that were not its inputs."""
+    """Bytes of the storages that the forward saves for the backward, without those of its inputs."""
     wanted = {node.name for node in backward.graph.find_nodes(op="placeholder")}
     inputs = _storages(forward.graph.find_nodes(op="placeholder"))
     saved = _storages([node for node in forward.graph.nodes if node.name in wanted and node.op != "placeholder"])
@@ -300,7 +300,7 @@ def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
 
 def _graph_info(kept: KeptGraph, log: CompilerLog, name: str) -> GraphInfo:
     function, file, line = log.functions.get(kept.compile_id, (name, "", 0))
-    if file.startswith(TORCH):  # the frame through which Dynamo calls a module of PyTorch's own
+    if file.startswith(TORCH):  # PyTorch's own frame, through which Dynamo calls one of PyTorch's modules
         function, file, line = name, "", 0
     forward = kept.forward or kept.dynamo
     collectives = list(_collectives(forward, backward=False))
@@ -318,7 +318,7 @@ def _graph_info(kept: KeptGraph, log: CompilerLog, name: str) -> GraphInfo:
 
 
 def _uncacheable(kept: KeptGraph) -> Iterator[CacheBypass]:
-    """Nodes that keep a graph out of AOTAutograd's cache."""
+    """A bypass for each node that keeps a graph out of AOTAutograd's cache."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe
 
     for node in kept.dynamo.graph.nodes:
@@ -332,7 +332,7 @@ def _uncacheable(kept: KeptGraph) -> Iterator[CacheBypass]:
 def _bypasses(recording: Recording, log: CompilerLog) -> tuple[CacheBypass, ...]:
     located = [bypass for kept in recording.graphs for bypass in _uncacheable(kept)]
     reasons = {bypass.reason for bypass in located}
-    # the log has the first node's reason, in the same words
+    # the log has the first node's reason again, in the same words
     others = [bypass for bypass in log.bypasses if bypass.reason not in reasons]
     return tuple(dict.fromkeys([*located, *others]))
 
@@ -348,7 +348,7 @@ def _shapes(call: Call) -> str:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves in which gradients would be accumulated: parameters and inputs, wherever the function got them."""
+    """The leaves of autograd's graph: the parameters and inputs in which ``backward()`` would accumulate gradients."""
     pending, seen, found = [output.grad_fn for output in outputs], set(), []
     while pending:
         node = pending.pop()
@@ -376,7 +376,7 @@ def run_call(compiled: Callable[..., Any], fn: Any, call: Call, *, backward: boo
 
 
 def is_compiled(fn: Any) -> bool:
-    """Whether a function or module was compiled, also by ``module.compile()``."""
+    """Whether a function or module is compiled, by ``torch.compile`` or ``module.compile()``."""
     wrapped = hasattr(fn, "_torchdynamo_orig_callable") and not getattr(fn, "_torchdynamo_disable", False)
     in_place = getattr(fn, "_compiled_call_impl", None) is not None
     return type(fn).__name__ == "OptimizedModule" or wrapped or in_place
@@ -411,28 +411,28 @@ def graph_report(
     dynamic: bool | None = None,
     **kwargs: Any,
 ) -> GraphReport:
-    """Compile and run a function or module, and report all that ``fullgraph=True`` would stop at, and more.
+    """Compile and run a function or module, and report its graphs, graph breaks and recompilations.
 
-    Works on what breaks: graphs, every break with its place and PyTorch's hints, every recompilation with the guards
-    that failed, cache bypasses, operators, collectives, bytes saved for the backward. Gradients, modes and buffers of
-    a module and random numbers are left as they were, arguments that are changed in place stay changed; graphs that
-    were compiled before, of any function, are forgotten.
+    It does not stop at the first break. The report has each break with its place and PyTorch's hints, each
+    recompilation with the guards that failed, cache bypasses, and for each graph its operators, its collectives and
+    the bytes that it saves for the backward. Gradients, modes and buffers of a module and random states are restored
+    afterwards; arguments that are changed in place stay changed. All earlier compiled graphs are dropped.
 
     Args:
-        fn: A module or function, not compiled.
+        fn: A module or function that is not compiled.
         args: Arguments of the first call.
         backend: "aot_eager", which is quick, or "inductor", whose graphs are decomposed.
-        backward: Whether to make the backward of graphs, and run that of outputs that require grad.
-        calls: Further calls: argument tuples, or `Call` with modes.
+        backward: Whether to compile backward graphs, and to run the backward of outputs that require grad.
+        calls: Further calls: tuples of arguments, or `Call` objects with modes.
         dynamic: Passed to `torch.compile`.
         kwargs: Keyword arguments of the first call.
 
     Returns:
-        The report; print it, or hand it to the assertions of this package.
+        The report. Print it, or pass it to the assertions of this package.
 
     Raises:
-        TypeError: ``fn`` can't be called, or was compiled already.
-        ValueError: No such backend.
+        TypeError: ``fn`` can't be called, or is compiled already.
+        ValueError: There is no such backend.
     """
     if not callable(fn):
         raise TypeError(f"graph_report: fn is a {type(fn).__name__}; it is a module or function.")
@@ -446,15 +446,15 @@ def graph_report(
         torch._dynamo.reset()
         log = stack.enter_context(listen())
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # of breaks, which the report has
+        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # warnings about breaks, which the report has
         stack.enter_context(kept_state(fn, [(call.args, call.kwargs) for call in every_call]))
         stack.enter_context(torch._dynamo.config.patch(NOTHING_HIDDEN))
-        # or no backward graph would be made of what is returned in an object that isn't looked into
+        # compile backward graphs at once: outputs inside of an unknown object get no backward call here
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=backward))
         if backend == "inductor":
             from torch._inductor.utils import fresh_cache
 
-            stack.enter_context(fresh_cache())  # what comes out of a cache passes the recording by
+            stack.enter_context(fresh_cache())  # graphs from a cache would bypass the recording
         compiled = torch.compile(fn, backend=recording, dynamic=dynamic)
         for log.call, call in enumerate(every_call):
             before = len(recording.graphs)

@@ -1,4 +1,4 @@
-"""snapshot: a report as a short text that stays the same until the graphs change."""
+"""snapshot: writes a report as a short text that changes only if the graphs change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8compile.testing.graphs.report import GraphReport
 __all__ = ["snapshot"]
 
 
-# other views of the same bytes: which of them a graph has changes with PyTorch, and costs nothing
+# views cost nothing, and which of them a graph has changes with PyTorch's version; so they are left out
 VIEWS = frozenset(f"aten.{name}" for name in (
     "alias", "detach", "expand", "permute", "slice", "squeeze", "t", "transpose", "unsqueeze", "view",
 ))  # fmt: skip
@@ -23,20 +23,20 @@ def _ops(ops: Sequence[str]) -> list[str]:
 
 
 def snapshot(report: GraphReport) -> str:
-    """A report without what changes from machine to machine: paths, lines, sizes, views; for expecttest.
+    """A report as text, without paths, lines, sizes and views, which change from machine to machine.
 
-    ``expecttest.assert_expected_inline(snapshot(report), ...)``; run the test with ``EXPECTTEST_ACCEPT=1`` to write
-    the text into it.
+    In a test write ``expecttest.assert_expected_inline(snapshot(report), ...)``. Run the test with
+    ``EXPECTTEST_ACCEPT=1`` to write the text into it.
 
     Args:
-        report: What `graph_report` returned.
+        report: The report, from `graph_report`.
 
     Returns:
-        Lines: new graphs of each call; of each graph its operators, sorted, with their number, and what it sends; then
-        breaks, recompiles and bypasses by their reasons.
+        The number of new graphs of each call. For each graph, its sorted operators with their counts, and its
+        messages. Then the graph breaks, recompiles and cache bypasses.
 
     Raises:
-        TypeError: ``report`` is something else.
+        TypeError: ``report`` is no `GraphReport`.
     """
     check_report(report, "snapshot")
     lines = [f"calls: {', '.join(f'{call.graphs} new' for call in report.calls)}"]

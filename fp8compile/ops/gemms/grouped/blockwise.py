@@ -1,4 +1,4 @@
-"""Hopper's grouped blockwise GEMM: a Triton kernel with a scale for 128 values of the sum or a tile of 128 x 128."""
+"""Hopper's grouped blockwise GEMM: a Triton kernel with a scale for each 128 values of the sum or 128 x 128 tile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    codes = b.codes.contiguous()  # here, where Inductor has the cast write them so
+    codes = b.codes.contiguous()  # not inside the op: here Inductor lets the cast write contiguous codes
     scales = a.quantizer.scale_values(a.scale), b.quantizer.scale_values(b.scale)
     formats: list[Any] = [each.quantizer.gemm_format() for each in (a, b)]  # which are why it was chosen
     return grouped_blockwise_mm(a.codes, codes, *scales, offsets, *(each.name for each in formats), out_dtype)

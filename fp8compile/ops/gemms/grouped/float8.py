@@ -1,7 +1,7 @@
-"""What the grouped GEMMs of `torch._scaled_grouped_mm` have in common: what a GPU lacks, padding, and the two calls.
+"""What all grouped GEMMs that call `torch._scaled_grouped_mm` share: checks of the GPU, padding, and the two calls.
 
-A GPU wants rows of codes in multiples of 16 bytes. Zeros are appended along features where sizes are others, and what
-they make is cut off the product; tokens are never padded.
+A GPU needs rows of codes that are multiples of 16 bytes. Other sizes are padded with zeros along features, and the
+product is cut to its own size. Tokens are never padded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ __all__ = ["lacks_grouped", "padded_features", "scaled_outer", "scaled_rows"]
 
 
 def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
-    """Why a device has no grouped product, a key of ``gates.PRODUCTS``, for these operands; None if it has."""
+    """Why a device does not run a grouped product for these operands, as an error text; None if it does.
+
+    Args:
+        product: A key of ``gates.PRODUCTS``.
+        problem: The product's operands, target and dtype of the result.
+    """
     if (lacking := lacks_tensor_cores(problem) or why_not(product, problem)) is not None:
         return lacking
     if {problem.a.gemm_format(), problem.b.gemm_format()} != {E4M3}:
@@ -33,7 +38,7 @@ def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
 
 
 def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float = 0) -> Tensor:
-    """Pad the last dims of a tensor with zeros to multiples of these numbers."""
+    """Pad the last dims of a tensor with ``value`` to multiples of the given numbers."""
     missing = [-size % multiple for size, multiple in zip(codes.shape[-len(multiples) :], multiples, strict=True)]
     if _compat.statically_equal(missing, (0,) * len(missing)):
         return codes
@@ -65,11 +70,11 @@ def scaled_rows(
         b_scale: Scales of ``b`` in the GEMM's layout; N is padded to a multiple of 16.
         offsets: Ends of the groups among the rows.
         out_dtype: Dtype of the product.
-        sum_to: Number to whose multiple K is padded.
-        fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
+        sum_to: K is padded to a multiple of this number.
+        fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.
 
     Returns:
-        (R, N), zeros behind the last group.
+        The product (R, N), zeros in rows after the last group.
     """
     product = torch.ops.aten._scaled_grouped_mm(
         _float8(a, (sum_to,)),
@@ -93,7 +98,7 @@ def scaled_outer(
     *,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """The product over the tokens of each group, zeros for a group without tokens.
+    """Multiply and sum over the tokens of each group.
 
     Args:
         a: (N, C), float8 codes.
@@ -102,10 +107,10 @@ def scaled_outer(
         b_scale: Scales of ``b`` in the GEMM's layout; K is padded to a multiple of 16.
         ends: End of each group among the columns.
         out_dtype: Dtype of the product.
-        fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
+        fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.
 
     Returns:
-        (E, N, K).
+        The products (E, N, K), zeros for a group without tokens.
     """
     product = torch.ops.aten._scaled_grouped_mm(
         _float8(a, (ALIGNMENT, 1)),

@@ -1,7 +1,7 @@
-"""What a grouped GEMM is to this package: a value that says which operands it takes, where it runs and how.
+"""GroupedGemm: describes a grouped GEMM: which operands it takes, where it runs and how it computes two products.
 
-rows     y_RN  = a_RK @ b_e,NK^T       each row by the matrix of its group; rows behind the last group are zeros
-outer    d_eNK = a_NC @ b_KC^T         over the tokens of each group; a group without tokens has zeros
+rows     y_RN  = a_RK @ b_e,NK^T       each row times the matrix of its group; 0 in rows after the last group
+outer    d_eNK = a_NC @ b_KC^T         sums over the tokens of each group; 0 for a group without tokens
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ class GroupedGemm(Gemm):
     """One way to multiply quantized matrices group by group.
 
     Attributes:
-        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``, the first product at the head of this file, (R, N).
-        outer: The second product there, (E, N, K). Inductor traces both, so they are PyTorch or `fp8compile` ops.
-        is_opaque: Whether it reads sizes of groups, which compiled code can't: the op then stays one call.
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Computes the first product at the head of this file,
+            (R, N). Inductor traces it, so it calls only PyTorch and `fp8compile` ops.
+        outer: Like ``rows``, for the second product, (E, N, K).
+        is_opaque: Whether the GEMM reads sizes of groups on the host. Compiled code can't do that, so the op then
+            stays one call.
     """
 
     rows: Multiply
@@ -42,4 +44,4 @@ class GroupedGemm(Gemm):
     is_opaque: bool = False
 
 
-REGISTERED_GROUPED: dict[str, GroupedGemm] = {}  # of other packages, by name
+REGISTERED_GROUPED: dict[str, GroupedGemm] = {}  # GEMMs that other packages registered, by name

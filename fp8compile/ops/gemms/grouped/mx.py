@@ -1,9 +1,9 @@
-"""Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with a power of two, an E8M0 byte, for 32 values of the sum.
+"""Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with E8M0 scales, powers of two, for 32 values of the sum.
 
-Its scales lie in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a tile:
+Its scales lie in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a new tile:
 
-    left of rows    rows of each group from the next multiple of 128
-    outer           blocks of 32 tokens of each group from the next multiple of 4, all tiles of a group together
+    rows, left operand    rows of each group begin at a multiple of 128
+    outer, both           blocks of 32 tokens of each group begin at a multiple of 4; tiles of a group are contiguous
 
 Source: PyTorch's checks in `_scaled_grouped_mm` (aten/src/ATen/native/cuda/GroupedBlas.cpp).
 """
@@ -35,7 +35,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
-    """Scales of rows, (R, blocks), in tiles that begin with each group."""
+    """Put scales of rows, (R, blocks), into tiles; each group begins with a new tile."""
     columns = padded_length(scale.shape[0], offsets.shape[0], TILE_ROWS)
     row, _ = row_of_columns(offsets, TILE_ROWS, columns)
     spread = torch.where((row >= 0).unsqueeze(1), scale[row.clamp(min=0)], 0)
@@ -43,16 +43,16 @@ def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
 
 
 def matrix_scales(matrices: Quantized) -> Tensor:
-    """Scales of 1 x 32 codes of each group's matrix in tiles, also of blocks of 32 x 32."""
+    """Put the scales of each group's matrix into tiles; the scale of a 32 x 32 block is repeated for its rows."""
     scale = for_each_row(matrices.scale, matrices.quantizer.block[0], matrices.codes.shape[1])
     return tiled(scale).flatten(1).view(torch.float8_e8m0fnu)
 
 
 def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
-    """Scales along tokens, (C / 32, features), in tiles that begin with each group.
+    """Put scales along tokens, (C / 32, features), into tiles; each group begins with a new tile.
 
     Args:
-        scale: A row for each block of 32 columns.
+        scale: One row for each block of 32 columns.
         ends: End of each group among the columns.
     """
     blocks = ends // MX_BLOCK
@@ -68,7 +68,7 @@ def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
     wide = (first[which + 1] - first[which]).clamp(min=1)
     inner = place - first[which] * features
     down, along = inner // wide, first[which] + inner % wide
-    down, along = down.clamp(max=features - 1), along.clamp(max=tiles.shape[1] - 1)  # behind the last group
+    down, along = down.clamp(max=features - 1), along.clamp(max=tiles.shape[1] - 1)  # for places after the last group
     return tiles[down, along].view(features * TILE_ROWS, -1).view(torch.float8_e8m0fnu)
 
 

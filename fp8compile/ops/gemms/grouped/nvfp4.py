@@ -1,7 +1,7 @@
-"""Blackwell's grouped NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values of the sum, a float32 scale of a group.
+"""Blackwell's grouped NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values of the sum, a float32 scale for a group.
 
-Codes of tokens come as `fp8compile.ops.groups.group_quantize_two_levels` makes them, their scales in tiles; those of
-matrices are laid out here.
+`fp8compile.ops.groups.group_quantize_two_levels` makes the codes of tokens, with scales in tiles. The codes and scales
+of matrices are put into the GEMM's layout here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _packed(operand: Quantized) -> str:
-    """Along what two codes of an operand share a byte."""
+    """How codes of an operand are packed: ``"rows"``, ``"columns"`` or ``"none"``."""
     quantizer: Any = operand.quantizer  # TwoLevelScaling
     return quantizer.packed
 
@@ -49,14 +49,14 @@ def _check_laid_out(operand: Quantized, *packed: str) -> None:
 
 
 def _codes_of_matrices(operand: Quantized) -> Tensor:
-    """Codes (E, N, K / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
+    """Codes (E, N, K / 2), two codes of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
     if _packed(operand) == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
     return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
 
 
 def _scales_of_matrices(operand: Quantized) -> Tensor:
-    """(E, bytes), the tiles of 1 x 16 codes, also of blocks of 16 x 16."""
+    """The scales of each matrix in tiles, (E, bytes); the scale of a 16 x 16 block is repeated for its rows."""
     return tiled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[1])).flatten(1)
 
 

@@ -1,6 +1,7 @@
-"""The grouped GEMM of a CPU: one group after the other, by the GEMM of two matrices.
+"""The grouped GEMM of a CPU: multiplies one group after the other with a GEMM for two matrices.
 
-It reads the sizes of groups. A GPU would have to wait for them, so it has no emulation of grouped products.
+It reads the sizes of groups on the host. On a GPU the host would have to wait for these sizes, so there is no
+emulation of grouped products on a GPU.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.group_two_levels import NO_GROUPS_OF_TWO_LEVELS, token_columns
-from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.layout import alignment, spans
 from fp8compile.ops.groups.portable import masks_of_groups
-from fp8compile.ops.groups.spans import spans
 from fp8compile.quantizers import GemmConfig, Quantizer, transposed
 
 __all__ = ["ONE_BY_ONE", "every_row"]
@@ -38,7 +38,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _outer_scales(operand: Quantized, groups: int) -> Sequence[Tensor | None]:
-    """The outer scale of each group, (1,), or None for each."""
+    """The outer scale of each group, (1,) each; None for each group if codes have one level of scales."""
     return (None,) * groups if operand.outer_scale is None else operand.outer_scale.split(1)
 
 
@@ -63,7 +63,10 @@ def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, c
 
 
 def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply rows without reading where groups end: all rows by each matrix, and take those of the group."""
+    """Multiply rows without reading where groups end.
+
+    All rows are multiplied by each matrix, and a mask selects the rows of the matrix's group.
+    """
     count = a.codes.shape[0]
     product = a.codes.new_zeros((count, b.codes.shape[1]), dtype=out_dtype)
     if guard_or_false(count == 0):
@@ -82,7 +85,7 @@ def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtyp
 
 
 def _tokens_of_groups(operand: Quantized, offsets: Tensor) -> Iterator[Quantized]:
-    """Each group's codes as (tokens, features), in the layout of a layer without groups."""
+    """The codes of each group as (tokens, features), in the layout of a layer without groups."""
     block, outer = operand.quantizer.block[0], _outer_scales(operand, len(offsets))
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
         columns = token_columns(columns, operand.quantizer)

@@ -1,9 +1,9 @@
-"""The rowwise grouped GEMM: `torch._scaled_grouped_mm` with a scale a row and a column.
+"""The rowwise grouped GEMM: `torch._scaled_grouped_mm` with a scale for each row and each column.
 
-It takes tensorwise operands too, whose one scale a group is spread over its rows and columns.
+It takes tensorwise operands too: the single scale of a group is repeated for its rows and columns.
 
-PyTorch's check lets it run on compute capability 10.x, and its kernel is built for 9.0 alone: on others it traps, and
-the process loses its CUDA context. So it is refused there before it is called.
+PyTorch's check lets it run on compute capability 10.x, but its kernel is built for 9.0 only. On other GPUs the kernel
+traps, and the process loses its CUDA context. This package therefore raises an error there before the call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _feature_scales(operand: Quantized, scale: Tensor, features: int) -> Tensor:
-    """A scale for each feature of each group, (E, padded features); padding gets 1."""
+    """One scale for each feature of each group, (E, padded features); padding gets 1."""
     scales = operand.quantizer.scale_values(scale).expand(scale.shape[0], features)
     return padded_features(scales, (ALIGNMENT,), value=1).contiguous()
 
@@ -43,7 +43,7 @@ def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, c
 
 
 def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    # one group's features after the other's
+    # PyTorch wants the features of one group after those of the group before, in one dim
     scale_a, scale_b = (_feature_scales(each, each.scale, each.codes.shape[0]).view(-1) for each in (a, b))
     ends = padded_offsets(offsets, alignment(a.quantizer))
     return scaled_outer(a, b, scale_a, scale_b, ends, out_dtype, fast_accumulation=config.fast_accumulation)

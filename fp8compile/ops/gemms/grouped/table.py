@@ -1,4 +1,4 @@
-"""The table of grouped GEMMs, in the order in which a product asks them."""
+"""The table of grouped GEMMs, in the order in which they are tried for a product."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fp8compile.target import Target, target_of
 __all__ = ["grouped_calls", "register_grouped_gemm", "selected_grouped_gemm"]
 
 NATIVE = (ROWWISE, MX, BLOCKWISE, NVFP4)
-BEFORE_OURS: set[str] = set()  # names of registered ones that are asked first
+BEFORE_OURS: set[str] = set()  # names of registered GEMMs that are tried first
 
 
 def _tiers() -> tuple[tuple[GroupedGemm, ...], ...]:
-    """All grouped GEMMs, in the order in which they are asked."""
+    """All grouped GEMMs, in the order in which they are tried."""
     first = tuple(gemm for name, gemm in REGISTERED_GROUPED.items() if name in BEFORE_OURS)
     last = tuple(gemm for name, gemm in REGISTERED_GROUPED.items() if name not in BEFORE_OURS)
     return first, NATIVE, last, (ONE_BY_ONE,)
@@ -38,7 +38,7 @@ def grouped_calls() -> frozenset[str]:
     return frozenset(call for tier in _tiers() for gemm in tier for call in gemm.calls)
 
 
-@lru_cache(maxsize=256)  # each eager call asks
+@lru_cache(maxsize=256)  # every eager call selects its GEMM
 def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype, config: GemmConfig) -> GroupedGemm:
     problem = GemmProblem(a=a, b=b, target=target, out_dtype=out_dtype, config=config)
     return first_running("scaled_grouped_mm", problem, _tiers(), REGISTERED_GROUPED)
@@ -54,10 +54,10 @@ def selected_grouped_gemm(
         b: Quantizer of the right operand, over (k, n).
         device: Device of the codes.
         out_dtype: Dtype of the product.
-        config: What the GEMM is allowed.
+        config: Options of the GEMM, such as emulation.
 
     Raises:
-        RuntimeError: This device has none.
+        RuntimeError: No grouped GEMM takes these operands on this device.
     """
     return _selected(a, b, target_of(device), out_dtype, config)
 
@@ -76,30 +76,32 @@ def register_grouped_gemm(
 ) -> GroupedGemm:
     """Add a grouped GEMM, such as another library's, for layers of experts.
 
-    Register it in the module that defines it, when that is imported: a graph that was compiled before keeps the GEMM
-    which it has.
+    Call this function in the module that defines the GEMM, when that module is imported. A graph that was compiled
+    before the call keeps the GEMM that it has.
 
     Args:
-        name: ``package::name``; ``fp8compile doctor`` and ``fp8compile explain`` call it so.
-        takes: ``(a, b) -> bool``, of two quantizers over (m, k) and (k, n) of one group, as of `register_gemm`.
-        lacks: ``(problem) -> str | None``, as of `register_gemm`.
-        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``: multiplies each row of a, (R, K), by the matrix of its
-            group in b, (E, N, K). Returns (R, N), zeros behind the last group. `Quantized` says how codes and scales
-            lie.
-        outer: ``(a, b, offsets, out_dtype, config) -> Tensor``: multiplies a, (N, C), and b, (K, C), over the tokens
-            of each group. Returns (E, N, K), zeros for a group without tokens.
-        detail: How it runs, in a few words.
-        calls: Names of the operators that multiply codes, by which reports count them.
-        is_opaque: Whether it reads data of ``offsets`` on the host, which compiled code can't: the op stays one call.
-        before_ours: Whether it is asked before ours, and so replaces one of ours on a device where it runs. Otherwise
-            it is asked after ours, and changes no product that has a GEMM.
+        name: ``package::name``; ``fp8compile doctor`` and ``fp8compile explain`` show this name.
+        takes: ``(a, b) -> bool``, as for `register_gemm`. Takes two quantizers, over (m, k) and (k, n) of one group.
+        lacks: ``(problem) -> str | None``, as for `register_gemm`.
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each row of a, (R, K), by the matrix of its
+            group in b, (E, N, K). Returns (R, N), zeros in rows after the last group. `Quantized` documents the
+            layout of codes and scales.
+        outer: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies a, (N, C), and b, (K, C), and sums over the
+            tokens of each group. Returns (E, N, K), zeros for a group without tokens.
+        detail: How the GEMM runs, in a few words.
+        calls: Names of the operators that multiply codes; reports count them.
+        is_opaque: Whether the GEMM reads the data of ``offsets`` on the host. Compiled code can't do that, so the op
+            then stays one call.
+        before_ours: Whether this GEMM is tried before those of fp8compile, and so replaces one of them on a device
+            where it runs. If False, it is tried after them, and changes no product that has a GEMM already.
 
     Returns:
-        The GEMM.
+        The registered GEMM.
 
     Raises:
         ValueError: The name has no package or is taken.
-        TypeError: A function is left out, is none or takes other arguments; ``detail`` or ``calls`` is no text.
+        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is
+            not text.
     """
     parts: dict[str, Any] = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
     gemm = new_grouped_gemm(name, **parts, detail=detail, calls=calls, is_opaque=is_opaque)

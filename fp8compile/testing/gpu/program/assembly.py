@@ -29,7 +29,7 @@ def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
 
     The first 8 bits that are dropped are added to 8 bits of noise, and a carry raises the magnitude by one code.
     """
-    magnitude = np.minimum(np.abs(values), np.float32(E2M1.max))  # a NaN passes, and is the largest below
+    magnitude = np.minimum(np.abs(values), np.float32(E2M1.max))  # a NaN becomes the largest number
     unit = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
     in_units = magnitude / unit
     lower = np.floor(in_units)

@@ -71,7 +71,7 @@ class _Eager(TorchDispatchMode):
         if op._schema.name in OPS:
             with self:
                 return OPS[op._schema.name].impl(*args, **kwargs)
-        if name in ("matmul", "linear"):  # in inference mode they reach this mode undecomposed
+        if name in ("matmul", "linear"):  # below the autograd key these operators arrive undecomposed
             with self:
                 return op.decompose(*args, **kwargs)
         return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)

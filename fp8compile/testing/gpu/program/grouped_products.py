@@ -43,7 +43,7 @@ def _spans(offs: Tensor, total: int, name: str) -> Iterator[tuple[int, int, int]
 
 
 def _check_strides(x: Tensor, name: str) -> None:
-    """Check that one of the two last strides is 1, and that the other is a multiple of 16 bytes."""
+    """Check that one of the two last strides is 1, and that the other and the address are multiples of 16 bytes."""
     one, other = (x.stride(-1), x.stride(-2)) if x.stride(-1) == 1 else (x.stride(-2), x.stride(-1))
     demand(one == 1, name, f"matrices with rows or columns side by side, not strides {x.stride()}.")
     aligned = other * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0

@@ -69,7 +69,7 @@ class Interpreter:
 
     Attributes:
         arithmetic: The choices of the GPU's compiler.
-        multiply_adds: Number of elements so far that a fused multiply-add computed.
+        multiply_adds: Number of elements that fused multiply-adds have computed so far.
     """
 
     def __init__(self, arithmetic: gpu.Arithmetic) -> None:

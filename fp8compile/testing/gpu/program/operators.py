@@ -24,7 +24,7 @@ FUNCTIONS = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp
 
 
 def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an operator: by this file if it is named here, otherwise by PyTorch."""
+    """Compute an operator, by the rule that this file has for it, or else by PyTorch."""
     if op is aten.view.default:  # saved tensors have the strides that Inductor gave them
         op = aten.reshape.default
     if op in SUMS:

@@ -97,7 +97,7 @@ class Reference(fx.Interpreter):
         return self.products.multiply("addmm", *map(self._memory, (other, *factors)))
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
-        """Whether an operator needs its operands rounded to their dtypes, because it reads their bits or is called."""
+        """Whether an operator reads its operands' bits, so that they have to be rounded to their dtypes first."""
         return node.target is aten.view.dtype or self._is_called(node)
 
     def _is_called(self, node: fx.Node) -> bool:
