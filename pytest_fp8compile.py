@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-MARKER = "fullgraph(max_breaks=0, max_recompiles=0, own=None)"
-USES_FIXTURE = pytest.StashKey[bool]()  # set on a test that uses our fixture, not another fixture of the same name
-# names of a test's properties without "graph_": `fp8compile.testing.graphs.plugin.PROPERTIES`
+MARKER = "fullgraph(max_breaks=0, max_recompiles=0, own=None, max_bypasses=None, max_graphs=None)"
+USES_FIXTURE = pytest.StashKey[bool]()  # on a test: it has our fixture, and not another one of that name
+# what a guarded test leaves in its report, and in JUnit's XML: `fp8compile.testing.graphs.plugin.PROPERTIES`, short
 COUNTS = ("graphs", "breaks", "recompiles", "bypasses", "saved_bytes", "sent_bytes")
 BASELINE = "graph_baseline"
 
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         f"{MARKER}: fail on graph breaks and recompiles in the test; with `own`, of the breaks only on those in that "
-        "package, and on every recompile all the same",
+        "package, and on every recompile all the same; max_bypasses: graphs that no cache holds; max_graphs: all",
     )
     given = config.getoption("--graph-baseline")
     update, frozen = config.getoption("--graph-update"), config.getoption("--graph-frozen")
@@ -65,6 +65,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails by a limit or by its baseline says so once: PyTorch logs the same twice more."""
+    report = yield
+    if report.failed and _is_guarded(item):
+        from fp8compile.testing.graphs.plugin import without_compilers_log
+
+        without_compilers_log(item, call, report)
+    return report
+
+
 @pytest.fixture
 def graph_report(request: pytest.FixtureRequest) -> Callable:
     """A ``fp8compile.testing.graph_report`` whose reports also count for the test's baseline."""
@@ -77,7 +90,8 @@ def graph_report(request: pytest.FixtureRequest) -> Callable:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     """Print a line with the counts of each guarded test, and a line for each baseline file without a test."""
     lines = list(_guarded_lines(terminalreporter))
-    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # otherwise not all tests have run
+    _count_faulty_baselines(terminalreporter)
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # else tests are missing that were to run
         lines += _stale_lines(terminalreporter)
     if lines:
         terminalreporter.section("graphs")
@@ -113,6 +127,17 @@ def _numbered(number: int, name: str) -> str:
     return f"1 {'bypass' if name == 'bypasses' else name.removesuffix('s')}"
 
 
+def _count_faulty_baselines(terminalreporter: pytest.TerminalReporter) -> None:
+    """In pytest's last line, beside what passed: baselines that were made with breaks, which nobody may have seen."""
+    called = (report for _, report in _reports(terminalreporter) if report.when == "call")
+    found = [dict(report.user_properties) | {"report": report} for report in called]
+    made = [each for each in found if str(each.get(BASELINE, "")).startswith("made with ")]
+    if breaks := sum(each["graph_breaks"] for each in made):
+        with_breaks = [each["report"] for each in made if each["graph_breaks"]]
+        noun = "baseline" if len(with_breaks) == 1 else "baselines"
+        terminalreporter.stats.setdefault(f"{noun} made with {_numbered(breaks, 'breaks')}", []).extend(with_breaks)
+
+
 def _stale_lines(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
     """Files of the baseline whose test is gone, renamed, or no longer guarded."""
     config = terminalreporter.config
@@ -126,11 +151,11 @@ def _stale_lines(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
     options = config.option
     selected = options.keyword or options.markexpr or options.maxfail or "deselected" in terminalreporter.stats
     selected = selected or any("::" in str(arg) for arg in config.args)
-    for path in sorted(Path(folder).glob("*.json")):
+    for path in sorted([*Path(folder).glob("*.json"), *Path(folder).glob("torch-*/*.json")]):
         try:
             test = str(json.loads(path.read_text())["test"])
         except (ValueError, KeyError, TypeError):
             continue  # the file's own test fails and says that it is no baseline
         file = test.partition("::")[0]
         if test not in kept and (not (config.rootpath / file).exists() or (file in files and not selected)):
-            yield f"{path.name}: stale, no guarded test is called {test}; delete it"
+            yield f"{path.relative_to(folder)}: stale, no guarded test is called {test}; delete it"

@@ -26,6 +26,7 @@ from examples.train.data import Text, load_text
 from examples.train.layout import is_first, layout_of
 from examples.train.table import Row, complaints, table
 from examples.train.trainer import Trainer, named_recipe, reproduce_bits
+from fp8compile.testing import emulation_note
 
 LINES_PER_ARM = 10
 
@@ -88,6 +89,8 @@ class Run:
                 except ValueError as error:  # the library's text says which options can't be combined
                     raise UsageError(str(error)) from error
                 trainer.load(self._checkpoints(arm))
+                if note := emulation_note(trainer.model):
+                    print(f"{arm.name}: {note}", flush=True)
                 self._train(trainer, arm)
                 self._append("done", arm, trainer.step, **trainer.summary())
         return self._finish(list(recipes))

@@ -7,6 +7,7 @@ from typing import Any
 
 from examples.train.config import Arm
 from examples.train.gemms import GemmCount
+from fp8compile.tables import table_lines, terminal_width
 
 Row = dict[str, Any]  # a row of metrics.jsonl
 
@@ -44,15 +45,9 @@ def table(rows: Sequence[Row], arms: Sequence[Arm]) -> str:
     """The table of a run, with a column for each arm, from the rows of metrics.jsonl. All arms have to be done."""
     columns = [_column(rows, arm) for arm in arms]
     labels = dict.fromkeys(label for column in columns for label in column)
-    cells = [["", *(arm.name for arm in arms)]]
-    cells += [[label, *(column.get(label, "-") for column in columns)] for label in labels]
-    label_width, *widths = (max(map(len, each)) for each in zip(*cells, strict=True))
-    border = "+".join(["", *("-" * (width + 2) for width in (label_width, *widths)), ""])
-    lines = []
-    for label, *values in cells:
-        padded = [label.ljust(label_width), *(value.rjust(width) for value, width in zip(values, widths, strict=True))]
-        lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join([border, lines[0], border, *lines[1:], border])
+    cells = [(label, *(column.get(label, "-") for column in columns)) for label in labels]
+    names = ("", *(arm.name for arm in arms))
+    return "\n".join(table_lines(names, cells, width=terminal_width(), right=range(1, len(names))))
 
 
 def complaints(rows: Sequence[Row], arms: Sequence[Arm]) -> list[str]:

@@ -8,6 +8,7 @@ process groups, and one measures an import.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import logging
 import subprocess
@@ -138,7 +139,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _name(text: str) -> str:
     if text not in NAMES:
-        raise argparse.ArgumentTypeError(f"no benchmark is called {text!r}; there are {', '.join(NAMES)}")
+        close = difflib.get_close_matches(text, NAMES, n=1)
+        hint = f". Did you mean {close[0]}?" if close else ""
+        raise argparse.ArgumentTypeError(f"no benchmark is called {text!r}; there are {', '.join(NAMES)}{hint}")
     return text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["run_checks"]
@@ -108,19 +108,17 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 
 
-def run_checks() -> list[dict[str, Any]]:
-    """Run every check.
+def run_checks() -> Iterator[dict[str, Any]]:
+    """Run every check, one after the other.
 
-    Returns:
+    Yields:
         For each check a dict with its ``name``, whether it is ``ok``, and a ``detail``: what was found, or what went
         wrong.
     """
-    results = []
     for name, check in CHECKS.items():
         log.info("checking %s", name)
         try:
             ok, detail = True, check()
         except Exception as error:  # doctor reports whatever goes wrong, one line each
             ok, detail = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        results.append({"name": name, "ok": ok, "detail": detail})
-    return results
+        yield {"name": name, "ok": ok, "detail": detail}

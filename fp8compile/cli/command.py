@@ -9,11 +9,13 @@ Any other exception is a defect of the program, and keeps its traceback.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import os
+import re
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fp8compile import __version__
 from fp8compile.cli.errors import Failed, UserError
@@ -32,10 +34,32 @@ MOVED = {
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
+# argparse's words for what it doesn't know, and for what is none of some choices
+UNKNOWN = re.compile(r"unrecognized arguments: (?P<given>--?[\w-]+)")
+NO_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<known>.*)\)")
+
+
 class _OneLineParser(argparse.ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Report what is left over by the parser of the command that was given: it has the options to choose from."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest and not self._subparsers:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed, rest
+
     def error(self, message: str) -> NoReturn:
         """Report a bad argument in one line; argparse would print the usage first."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {message}{self._did_you_mean(message)}; see {self.prog} --help\n")
+
+    def _did_you_mean(self, message: str) -> str:
+        if unknown := UNKNOWN.search(message):
+            given, known = unknown["given"], list(self._option_string_actions)
+        elif wrong := NO_CHOICE.search(message):
+            given, known = wrong["given"], re.findall(r"[\w-]+", wrong["known"])
+        else:
+            return ""
+        close = difflib.get_close_matches(given, known, n=1)
+        return f". Did you mean {close[0]}?" if close else ""
 
 
 def _parser() -> argparse.ArgumentParser:

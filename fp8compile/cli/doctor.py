@@ -7,13 +7,19 @@ import dataclasses
 import json
 import logging
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
+
+from fp8compile.cli.section import Section
+from fp8compile.tables import Cell, Note
 
 __all__ = ["add_parser", "examine"]
 
 log: logging.Logger = logging.getLogger(__name__)
-PACKAGES = ("torch", "triton", "numpy", "rich", "matplotlib", "torchao")
+ALL_GEMMS, CANNOT = "all three", "can't run"
+DEVICE_KEYS = ("device", "name", "capability", "rocm", "threads")
+PACKAGES = ("torch", "triton", "numpy", "matplotlib", "torchao")
 
 
 def _versions() -> dict[str, str]:
@@ -99,6 +105,12 @@ def _warnings() -> list[str]:
     ]
 
 
+def _checks() -> Iterator[dict[str, Any]]:
+    from fp8compile.cli.checks import run_checks
+
+    return run_checks()
+
+
 def examine() -> dict[str, Any]:
     """All results of doctor, as plain values for JSON.
 
@@ -106,11 +118,9 @@ def examine() -> dict[str, Any]:
         A dict with ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM of linears and of experts runs
         on each device), ``checks`` (each with name, ok and detail) and ``ok``.
     """
-    from fp8compile.cli.checks import run_checks
-
     log.info("looking for devices")
     devices = _devices()
-    checks = run_checks()
+    checks = list(_checks())
     return {
         "versions": _versions(),
         "warnings": _warnings(),
@@ -121,47 +131,54 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    from fp8compile.nn.report import aligned
-
-    for line in aligned(rows):
-        print("  " + line)
-
-
-def _recipe_lines(row: dict[str, Any]) -> list[tuple[str, ...]]:
+def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
     """Table rows for one recipe on one device: a row for all GEMMs that run in the same way."""
-    lines: list[tuple[str, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for layers in ("gemms", "experts"):
-        ways: dict[str, list[str]] = {}
+        ways: dict[Cell, list[str]] = {}
         for gemm in row[layers]:
-            cannot = "can't run: " if gemm["kind"] == "none" else ""
-            ways.setdefault(cannot + gemm["detail"], []).append(gemm["gemm"])
+            way = Note(gemm["detail"], CANNOT) if gemm["kind"] == "none" else gemm["detail"]
+            ways.setdefault(way, []).append(gemm["gemm"])
         name = row["recipe"] + (", experts" if layers == "experts" else "")
-        lines += [(row["device"], name, ", ".join(gemms), way) for way, gemms in ways.items()]
-    return lines
+        rows += [
+            (row["device"], name, ALL_GEMMS if len(gemms) == len(row[layers]) > 1 else ", ".join(gemms), way)
+            for way, gemms in ways.items()
+        ]
+    return rows
 
 
-def _print(findings: dict[str, Any]) -> None:
-    print("versions")
-    _print_table(list(findings["versions"].items()))
-    for warning in findings["warnings"]:
-        print(f"  WARNING: {warning}")
-    print("\ndevices")
-    keys = ("device", "name", "capability", "rocm", "threads")
-    _print_table([tuple(str(d.get(key, "")) for key in keys) for d in findings["devices"]])
-    print("\nrecipes, and how their GEMMs run")
-    _print_table([line for row in findings["recipes"] for line in _recipe_lines(row)])
-    print("\nself-checks")
-    _print_table([("ok" if check["ok"] else "FAILED", check["name"], check["detail"]) for check in findings["checks"]])
+def _sections() -> Iterator[Section]:
+    """What is printed, each section as soon as it is known; the last one has the self-checks."""
+    warnings = tuple(f"WARNING: {text}" for text in _warnings())
+    yield Section(title="versions", lines=warnings, rows=tuple(_versions().items()))
+    log.info("looking for devices")
+    devices = _devices()
+    keys = [key for key in DEVICE_KEYS if any(key in device for device in devices)]
+    rows = tuple(tuple(str(device.get(key, "")) for key in keys) for device in devices)
+    yield Section(title="devices", columns=tuple(keys), rows=rows)
+    ways = [row for found in _recipes(devices) for row in _recipe_rows(found)]
+    yield Section(title="recipes, and how their GEMMs run", columns=("device", "recipe", "GEMMs", "run"), rows=ways)
+
+
+def _print() -> bool:
+    """Print section by section; returns whether all checks passed."""
+    from fp8compile.cli.terminal import print_section
+
+    for section in _sections():
+        print_section(section)
+    checks = list(_checks())
+    rows = tuple(("ok" if check["ok"] else "FAILED", check["name"], check["detail"]) for check in checks)
+    failed = frozenset(at for at, check in enumerate(checks) if not check["ok"])
+    print_section(Section(title="self-checks", rows=rows, loud=failed))
+    return not failed
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    findings = examine()
     if arguments.json:
+        findings = examine()
         print(json.dumps(findings, indent=2))
-    else:
-        _print(findings)
-    return 0 if findings["ok"] else 1
+        return 0 if findings["ok"] else 1
+    return 0 if _print() else 1
 
 
 def add_parser(subparsers: Any) -> None:

@@ -7,6 +7,8 @@ leaves out the layers that it matches. If all patterns begin with ``!``, all oth
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
@@ -24,6 +26,8 @@ __all__ = [
     "resolve_filter",
     "size_of_gain",
 ]
+
+WILD = re.compile(r"[*?\[]")
 
 Filter = Callable[[nn.Module, str], bool] | str | Iterable[str]
 Reason = Callable[[nn.Module, str], str | None]
@@ -73,11 +77,27 @@ def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
     return reason
 
 
+def _did_you_mean(pattern: str, fqns: list[str]) -> str:
+    """A question with a pattern that matches, made by mending the parts that no name has; empty if there is none."""
+    known = sorted({part for fqn in fqns for part in fqn.split(".")})
+    parts = pattern.split(".")
+    mended = [
+        part if part in known or WILD.search(part) else next(iter(difflib.get_close_matches(part, known, n=1)), part)
+        for part in parts
+    ]
+    close = [".".join(mended), *difflib.get_close_matches(pattern, fqns, n=1)]
+    found = next((each for each in close if any(fnmatchcase(fqn, each) for fqn in fqns)), None)
+    return f" Did you mean {found!r}?" if found else ""
+
+
 def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
     """Raise a ValueError if a pattern matches none of the names. ``given`` is the argument that the error shows."""
     if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
         shown = ", ".join(fqns[:5]) + (", ..." if len(fqns) > 5 else "")
-        raise ValueError(f"convert: the pattern {given!r} matches none of the model's linears: {shown}.")
+        raise ValueError(
+            f"convert: the pattern {given!r} matches none of the model's linears: {shown}."
+            f"{_did_you_mean(pattern, fqns)}"
+        )
 
 
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,10 @@ from fp8compile.nn.experts import layout_of, routers
 from fp8compile.nn.parameter_uses import PAST_FORWARD, Kind, Uses, past_forward, uses_seen
 from fp8compile.nn.why_left_out import LEFT_OUT, ROUTER
 from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.tables import Cell, Note, folded, table_lines, terminal_width
 from fp8compile.tensor import GATHERED, PLAIN, shown
 
-__all__ = ["ConversionReport", "ConversionRow", "aligned", "conversion_report"]
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Format rows of cells as lines of a table, with each column as wide as its widest cell."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+__all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,29 +73,38 @@ class ConversionRow:
             return f"{self.out_features} x {self.in_features}"
         return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
 
-    def _gathered_in_words(self) -> str:
-        """The text for what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
+    def _gathered_cell(self) -> Cell:
+        """The cell for what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
         if self.sharded or not self.gathered:
-            return self.gathered
+            kind, colon, why = self.gathered.partition(": ")
+            return Note(why, kind) if colon else self.gathered
         plain = [words for words in self.gathered.split("; ") if words.startswith(f"{PLAIN}:")]
-        return "; then ".join([NOT_SHARDED, *plain])
+        return Note(f"then {'; then '.join(plain)}", NOT_SHARDED) if plain else NOT_SHARDED
 
-    def _in_words(self) -> str:
-        """The text for the GEMMs in FP8, or for the reason why there are none."""
+    def _gemms_cell(self) -> Cell:
+        """The cell for the GEMMs in FP8, or for the reason why there are none."""
         if not self.converted:
-            return self.reason
+            return Note(self.reason)
         if self.called is False:
             what = "the products of these experts" if self.experts else "this layer"
-            return f"none: the forward never called {what}"
-        words = [", ".join(self.float8_gemms()) or "none: every slot of the recipe is None"]
+            return Note(f"the forward never called {what}", "none")
+        names = self.float8_gemms()
+        if not names:
+            return Note("every slot of the recipe is None", "none")
+        words = [ALL_GEMMS if len(names) == len(GEMMS) else ", ".join(names)]
         words += ["weight kept as codes"] if self.quantized_weight else []
-        words += [f"{self.past_forward} {PAST_FORWARD}"] if self.past_forward else []
-        return "; ".join(words)
+        text = "; ".join(words)
+        return Note(f"{self.past_forward} {PAST_FORWARD}", text) if self.past_forward else text
+
+    def _cells(self) -> tuple[Cell, ...]:
+        """All cells but the name."""
+        recipe = recipes.describe(self.recipe) if self.recipe else "-"
+        return self.module, self._size(), recipe, self._gemms_cell(), self._gathered_cell()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """Rows in the order of the model. ``print`` shows them as a table.
+    """Rows in the order of the model. ``print`` shows them as a table, in which equal layers are one line.
 
     Attributes:
         rows: One row for each layer.
@@ -109,17 +113,14 @@ class ConversionReport:
     rows: tuple[ConversionRow, ...]
 
     def __str__(self) -> str:
-        cells = [("layer", "module", "out x in", "recipe", "GEMMs in FP8 or why not", "FSDP2 gathers")]
-        for row in self.rows:
-            name = recipes.describe(row.recipe) if row.recipe else "-"
-            cells.append(
-                (row.fqn or "(the model)", row.module, row._size(), name, row._in_words(), row._gathered_in_words())
-            )
-        known = any(row.gathered for row in self.rows)
-        lines = aligned(cells if known else [row[:-1] for row in cells])
+        columns = ("layer", "module", "out x in", "recipe", "GEMMs in FP8", "FSDP2 gathers")
+        found = folded((row.fqn or "(the model)", row._cells()) for row in self.rows)
+        shown = len(columns) if any(row.gathered for row in self.rows) else len(columns) - 1
+        cells = [(name, *rest)[:shown] for name, rest in found]
         converted = sum(row.converted for row in self.rows)
         idle = sum(row.called is False for row in self.rows)
         never = f", {idle} of them never called" if idle else ""
+        lines = table_lines(columns[:shown], cells, width=terminal_width())
         return "\n".join([*lines, f"{converted} of {len(self.rows)} converted{never}"])
 
 
@@ -146,6 +147,7 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
     )
 
 
+ALL_GEMMS = "all three"
 NOT_SHARDED = "not sharded yet"
 EXPERTS = "a 3-D parameter (experts?), no nn.Linear"
 NO_LINEAR = "no nn.Linear"

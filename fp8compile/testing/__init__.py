@@ -7,6 +7,7 @@ explain/      reports on each FP8 layer of a model
 """
 
 from fp8compile.testing.contracts import check_op, check_quantizer
+from fp8compile.testing.explain.emulation import emulation_note
 from fp8compile.testing.explain.gemm_share import GemmShare, gemm_share
 from fp8compile.testing.explain.sends import Send, Sends, sends
 from fp8compile.testing.gpu import EagerRun, GpuCode, Launch, eager_run, gpu_kernels, run_gpu_program
@@ -53,6 +54,7 @@ __all__ = [
     "check_op",
     "check_quantizer",
     "eager_run",
+    "emulation_note",
     "gemm_share",
     "gpu_kernels",
     "graph_report",

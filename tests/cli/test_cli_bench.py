@@ -60,5 +60,6 @@ def test_an_unknown_name_is_refused(capsys):
         command.main(["bench", "kernelz"])
     assert stop.value.code == 2
     complaint = capsys.readouterr().err
-    assert f"no benchmark is called 'kernelz'; there are {', '.join(bench.NAMES)}; see" in complaint
+    there = ", ".join(bench.NAMES)
+    assert f"no benchmark is called 'kernelz'; there are {there}. Did you mean kernels?; see" in complaint
     assert "[]" not in complaint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.cli import checks, doctor, main
 from fp8compile.ops import OPS
 
-ALL = "output, grad_input, grad_weight"
+ALL = "all three"
 EMULATED = "emulated in float64"
 NO_TENSOR_CORES = "needs a GPU with FP8 tensor cores, compute capability 8.9 or more"
 NO_BLOCKWISE = "needs a GPU of compute capability 9.0 (H100, H200)"
@@ -32,16 +33,20 @@ WAYS = {
 
 
 def lines_about_recipes(capsys):
-    """Recipe, GEMMs, way of each line."""
+    """Recipe, GEMMs, way of each line, with the note that it refers to."""
     assert main(["doctor"]) == 0
-    table = capsys.readouterr().out.split("how their GEMMs run\n")[1].split("\n\n")[0]
-    return [tuple(cell.strip() for cell in line.split("  ") if cell)[1:] for line in table.splitlines()]
+    table = capsys.readouterr().out.split("how their GEMMs run\n")[1].split("\n\n")[0].splitlines()[2:]
+    notes = dict(line.split(" ", 1) for line in table if line.startswith("["))
+    rows = [[cell.strip() for cell in line.split("  ") if cell] for line in table if not line.startswith("[")]
+    return [(*middle, re.sub(r"\[\d+\]$", lambda m: notes[m[0]], way)) for _, *middle, way in rows]
 
 
 @pytest.fixture
 def pretended(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # a note is one line
+
     def pretend(capability):
-        monkeypatch.setattr(checks, "run_checks", lambda: [{"name": "left out", "ok": True, "detail": "slow"}])
+        monkeypatch.setattr(checks, "run_checks", lambda: iter([{"name": "left out", "ok": True, "detail": "slow"}]))
         monkeypatch.setattr(doctor, "_devices", lambda: [{"device": "cpu" if capability is None else "cuda:0"}])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
@@ -68,13 +73,14 @@ def test_each_recipe_on_each_device(capability, capsys, pretended):
     for name, gemms, way in lines_about_recipes(capsys):
         if name.endswith(", experts"):
             continue
-        assert way.startswith("can't run: ") == ("needs" in way)
+        assert way.startswith("can't run ") == ("needs" in way)
         short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_MX, NO_NV) if w in way), way)
         merged[name, short] = ", ".join(filter(None, [merged.get((name, short)), gemms]))
+    merged = {key: ALL if gemms == "output, grad_input, grad_weight" else gemms for key, gemms in merged.items()}
     assert merged == {(name, way): gemms for name, gemms, way in expected}
 
 
-NONE = "can't run: "
+NONE = "can't run "
 GROUPED = "native, rowwise grouped GEMM"
 # rowwise, blockwise, mxfp8
 EXPERTS = {

@@ -44,6 +44,26 @@ def test_what_the_parser_refuses_is_one_line(capsys, words):
     one_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["explain", "x.py", "--no-gup"], "--no-gpu"),
+        (["explain", "x.py", "--recip", "rowwise"], "--recipe"),
+        (["explain", "x.py", "--gpu", "h20"], "h200"),
+        (["explian", "x.py"], "explain"),
+        (["bench", "kernel"], "kernels"),
+        (["--verson"], None),
+        (["explain", "x.py", "--something-else"], None),
+    ],
+)
+def test_a_typo_is_asked_about(capsys, words, meant):
+    with pytest.raises(SystemExit):
+        main(words)
+    complaint = one_line(capsys)
+    assert (f"Did you mean {meant}?" in complaint) if meant else "Did you mean" not in complaint
+    assert complaint.rstrip().endswith(" --help")
+
+
 def test_importing_the_command_loads_neither_rich_nor_matplotlib_nor_inductor():
     program = "import fp8compile.cli, sys; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -64,6 +64,27 @@ def test_a_name_is_matched_as_a_whole_and_by_case():
             converted(pattern)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("lm_haed", "lm_head"),
+        ("!lm_haed", "lm_head"),
+        ("layers.*.mpl", "layers.*.mlp"),
+        ("layer.0.mlp", "layers.0.mlp"),
+        ("layers.0.atention", "layers.0.attention"),
+        ("LM_HEAD", None),
+        ("encoder.*", None),
+    ],
+)
+def test_a_typo_in_a_pattern_is_asked_about(pattern, meant):
+    with pytest.raises(ValueError, match="matches none") as caught:
+        f8.convert(model(), RECIPE, filter=pattern)
+    hint = str(caught.value).partition(" Did you mean ")[2]
+    assert hint == (f"{meant!r}?" if meant else "")
+    if meant:
+        assert f8.convert(model(), RECIPE, filter=meant)
+
+
 @pytest.mark.parametrize("filter", ["encoder.*", "!encoder.*", ["lm_head", "encoder.*"], ["*", "!encoder.*"]], ids=str)
 def test_pattern_that_matches_nothing_raises_and_changes_nothing(filter):
     unchanged = model()

@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8compile as f8
 from fp8compile.cli import checks, doctor, main
-from fp8compile.cli.explain.sections import sections
+from fp8compile.cli.explain.sections import gpu_sections
 from fp8compile.library import Quantizer, register_gemm
 from fp8compile.ops.gemm import _selected, select_gemm, selected_gemm
 from fp8compile.ops.gemms.table import REGISTERED, gemm_table
@@ -212,7 +212,7 @@ def test_explain_names_it_and_counts_its_products(int8):
     assert {gemm.runs for layer in found.layers for gemm in layer.gemms if gemm.runs} == {"Int8 x Int8 rowwise"}
     assert found.gpu.gemms == (("swiglu8::int8_rowwise", 6),)
     assert [(cost.gemms, cost.fp8_gemms) for cost in found.gpu.costs] == [(2, 2), (3, 3)]
-    lines = [line for section in sections(found) for line in section.lines]
+    lines = [line for section in gpu_sections(found) for line in section.lines]
     assert "GEMMs of converted layers: swiglu8::int8_rowwise (6)." in lines
 
 

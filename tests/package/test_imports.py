@@ -20,6 +20,7 @@ LAYERS = {
     "target": 1,
     "formats": 2,
     "scale_layouts": 2,
+    "tables": 2,
     "inductor": 3,
     "quantizers": 4,
     "layout": 5,
@@ -120,7 +121,7 @@ def test_an_import_from_above_is_found(file, source, found):
 
 # rooms of testing/, each with those that it may import; bits, which compares tensors, is everyone's
 ROOMS = {
-    "graphs": {"_compat"},
+    "graphs": {"_compat", "tables"},
     "contracts": {"graphs", "bits"},
     "gpu": {"graphs", "bits"},
     "explain": {"graphs", "gpu"},

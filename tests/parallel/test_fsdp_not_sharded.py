@@ -59,9 +59,10 @@ def test_the_report_says_before_fully_shard_what_will_not_travel_as_codes():
     bf16_output = f8.Recipe(grad_output=f8.CurrentScaling(), weight_for_grad_input=f8.CurrentScaling())
     f8.convert(model, {"0": bf16_output, "1": f8.recipes.rowwise()}, filter=lambda *_: True)
     f8.parallel.fsdp_float8_all_gather(model)
-    first, second = str(f8.conversion_report(model)).splitlines()[1:3]
-    assert first.endswith("not sharded yet; then param_dtype: the recipe leaves output in high precision")
+    first, second, note = str(f8.conversion_report(model)).splitlines()[2:5]
+    assert first.endswith("not sharded yet [1]")
     assert second.endswith("not sharded yet")
+    assert note == "[1] then param_dtype: the recipe leaves output in high precision"
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

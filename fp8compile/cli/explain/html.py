@@ -6,7 +6,9 @@ from html import escape
 from string import Template
 from typing import TYPE_CHECKING
 
-from fp8compile.cli.explain.sections import Section, sections
+from fp8compile.cli.explain.sections import GRAPHS, gpu_sections, graph_sections
+from fp8compile.cli.section import Section
+from fp8compile.tables import Cell
 
 if TYPE_CHECKING:
     from fp8compile.testing.explain import Explanation
@@ -45,8 +47,8 @@ $body
 """)
 
 
-def _cells(tag: str, cells: tuple[str, ...]) -> str:
-    return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+def _cells(tag: str, cells: tuple[Cell, ...]) -> str:
+    return "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells)
 
 
 def _table(section: Section) -> str:
@@ -77,8 +79,8 @@ def page(found: Explanation, target: str) -> str:
     """
     import fp8compile
 
-    shown = list(sections(found))
-    names = ["answer", *["part"] * (len(shown) - 2), "graphs"]
+    shown = [*graph_sections(found), *gpu_sections(found)]
+    names = ["answer", *("graphs" if section.title == GRAPHS else "part" for section in shown[1:])]
     return PAGE.substitute(
         title=escape(f"fp8compile explain {target}"),
         body="\n".join(_section(section, name) for section, name in zip(shown, names, strict=True)),

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fp8compile.cli.errors import Failed, UserError
-from fp8compile.cli.explain.sections import Section
 from fp8compile.cli.explain.target import found_at
+from fp8compile.cli.section import Section
 from fp8compile.cli.user_code import running
 
 if TYPE_CHECKING:
@@ -155,8 +155,12 @@ def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
             columns=("", *found),
             rows=rows,
             loud=frozenset({1}) if first.problem else frozenset(),
+            numbers=tuple(range(1, 1 + len(each))),
         ),
         Section(
-            title="what it sends", columns=("", "message", "dtype", "ranks", "times", "MB to others"), rows=tuple(sent)
+            title="what it sends",
+            columns=("", "message", "dtype", "ranks", "times", "MB to others"),
+            rows=tuple(sent),
+            numbers=(3, 4, 5),
         ),
     ]

@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from fp8compile.cli.section import Section
+from fp8compile.tables import Cell, Note, folded
+from fp8compile.testing.explain.layers import ABSENT, FELL_BACK, UNPROVEN
+from fp8compile.testing.explain.sends import NUMBERS
 
 if TYPE_CHECKING:
-    from fp8compile.testing.explain import Explanation, GemmExplanation, GpuExplanation, Roofline
+    from fp8compile.testing.explain import Explanation, GemmExplanation, GpuExplanation, LayerExplanation, Roofline
     from fp8compile.testing.explain.sends import Sends
 
-__all__ = ["Section", "sections"]
+__all__ = ["GRAPHS", "gpu_sections", "graph_sections"]
+
+GRAPHS = "graphs"  # a title
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """One part of an explanation: a title, lines of text and a table.
+ALL_GEMMS = "all three"
+OPERATORS = 3  # in a cell that says what a kernel computes; JSON has them all
+LAYER_COLUMNS = ("layer", "out x in", "recipe", "GEMMs", "really run in")
 
-    Attributes:
-        title: The title.
-        lines: Lines of text above the table.
-        columns: Headings of the table; empty if there is no table.
-        rows: Cells of the table, row by row.
-        loud: Numbers of the rows to highlight; of lines, if there is no table.
-    """
 
-    title: str
-    lines: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-    loud: frozenset[int] = frozenset()
+def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
+    """Rows whose first cell is a layer's name; equal layers are one row."""
+    return tuple((name, *rest) for name, rest in folded((str(row[0]), row[1:]) for row in rows))
+
+
+def _runs(gemm: GemmExplanation) -> Cell:
+    """In what a GEMM runs, the reason as a note."""
+    if gemm.status in (ABSENT, UNPROVEN):
+        return Note(gemm.detail, gemm.status)
+    if gemm.status == FELL_BACK:
+        return Note(gemm.detail, f"FELL BACK to {gemm.runs}")
+    return f"{gemm.runs}, {gemm.detail}" if gemm.detail else gemm.runs
+
+
+def _layer_content(layer: LayerExplanation) -> tuple[Any, ...]:
+    """All of a layer but its name: size, recipe, and which GEMMs run in what."""
+    ways: dict[Cell, list[str]] = {}
+    for gemm in layer.gemms:
+        ways.setdefault(_runs(gemm), []).append(gemm.gemm)
+    gemms = tuple(
+        (ALL_GEMMS if len(names) == len(layer.gemms) else ", ".join(names), way) for way, names in ways.items()
+    )
+    recipe = layer.recipe if layer.converted else Note(layer.reason, "-")
+    return f"{layer.out_features} x {layer.in_features}", recipe, gemms, bool(_fell_back(layer))
+
+
+def _fell_back(layer: LayerExplanation) -> list[GemmExplanation]:
+    return [gemm for gemm in layer.gemms if gemm.status == FELL_BACK]
 
 
 def _layers(found: Explanation) -> Section:
-    columns = ("layer", "out x in", "converted", "output", "grad_input", "grad_weight")
-    rows = []
-    for layer in found.layers:
-        converted = f"yes, {layer.recipe}" if layer.converted else f"no: {layer.reason}"
-        size = f"{layer.out_features} x {layer.in_features}"
-        rows.append((layer.name, size, converted, *map(str, layer.gemms)))
-    loud = {
-        number for number, layer in enumerate(found.layers) if any(gemm.status == "fell back" for gemm in layer.gemms)
-    }
+    rows: list[tuple[Cell, ...]] = []
+    loud: set[int] = set()
+    for name, (size, recipe, gemms, is_loud) in folded((layer.name, _layer_content(layer)) for layer in found.layers):
+        begin = len(rows)
+        rows += [(name, size, recipe, *gemms[0]), *(("", "", "", *rest) for rest in gemms[1:])]
+        loud |= set(range(begin, len(rows))) if is_loud else set()
     line = "FP8 formats are those of the two operands in the graphs; a dtype alone means high precision."
     return Section(
         title="linears, and what their GEMMs really run in",
         lines=(line,),
-        columns=columns,
+        columns=LAYER_COLUMNS,
         rows=tuple(rows),
         loud=frozenset(loud),
     )
@@ -58,24 +77,26 @@ def _sends(sent: Sends) -> Section:
         'One forward and backward of one rank, by the plan\'s placements; "plan": what a style of it moves around the '
         "layer. In compiled code, layers that read one tensor may share what they send."
     )
-    return Section(title="what layers send", lines=(line,), columns=columns, rows=tuple(rows))
+    return Section(title="what layers send", lines=(line,), columns=columns, rows=tuple(rows), numbers=NUMBERS)
 
 
 def _small(found: Explanation) -> Section:
     """The section on layers in FP8 that the default filter would leave out on the GPU."""
-    rows = tuple(
+    rows = _folded(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers
         if layer.converted and layer.is_small
     )
     if not rows:
-        return Section(title="small layers", lines=("none: by the GPU's peaks each layer in FP8 can gain",))
+        return Section(
+            title="small layers", lines=("none: with enough tokens each layer in FP8 gains by the GPU's peaks",)
+        )
     line = (
         "By the GPU's peaks the casts of these layers cost more than their GEMMs gain; where the weights lie on the "
         "GPU, the default filter of convert leaves them in high precision."
     )
     columns = ("layer", "out x in", "K N / (K + N)", "FP8 gains from")
-    return Section(title="small layers", lines=(line,), columns=columns, rows=rows)
+    return Section(title="small layers", lines=(line,), columns=columns, rows=rows, numbers=(2, 3))
 
 
 def _padded(gemm: GemmExplanation) -> bool:
@@ -83,7 +104,7 @@ def _padded(gemm: GemmExplanation) -> bool:
 
 
 def _padding(found: Explanation) -> Section:
-    rows = tuple(
+    rows = _folded(
         (
             layer.name,
             gemm.gemm,
@@ -97,7 +118,8 @@ def _padding(found: Explanation) -> Section:
     )
     if not rows:
         return Section(title="padding", lines=("no FP8 GEMM is padded: sums and columns are what it takes",))
-    return Section(title="padding", columns=("layer", "GEMM", "m x k x n", "padded to", "more flops"), rows=rows)
+    columns = ("layer", "GEMM", "m x k x n", "padded to", "more flops")
+    return Section(title="padding", columns=columns, rows=rows, numbers=(4,))
 
 
 def _casts(gpu: GpuExplanation) -> Section:
@@ -106,10 +128,12 @@ def _casts(gpu: GpuExplanation) -> Section:
         if not cast.kernel:
             where = "-"
         else:
-            where = f"fused with {', '.join(cast.fused_with)}" if cast.is_fused else "on its own"
+            more = len(cast.fused_with) - OPERATORS
+            ops = [*cast.fused_with[:OPERATORS], *([f"{more} more"] if more > 0 else [])]
+            where = f"fused with {', '.join(ops)}" if ops else "on its own"
         rows.append((cast.layer or "(unknown)", cast.gemm, cast.operand, where, str(cast.serves)))
     columns = ("layer", "GEMM", "operand", "cast", "GEMMs served")
-    return Section(title=f"casts on {gpu.gpu}", columns=columns, rows=tuple(rows))
+    return Section(title=f"casts on {gpu.gpu}", columns=columns, rows=_folded(rows), numbers=(4,))
 
 
 def _launches(gpu: GpuExplanation) -> Section:
@@ -125,7 +149,8 @@ def _launches(gpu: GpuExplanation) -> Section:
     if gpu.bf16_problem:
         lines += (f"No unconverted model beside it: {gpu.bf16_problem}",)
     columns = ("model", "graph", "kernels", "GEMMs", "of them FP8", "other", "bytes moved")
-    return Section(title=f"launches on {gpu.gpu}", lines=lines, columns=columns, rows=tuple(rows))
+    right = tuple(range(2, len(columns)))
+    return Section(title=f"launches on {gpu.gpu}", lines=lines, columns=columns, rows=rows, numbers=right)
 
 
 def _roofline(bound: Roofline) -> Section:
@@ -140,32 +165,40 @@ def _roofline(bound: Roofline) -> Section:
         ("bf16 / this model", f"{bound.ratio:.2f}", "1.00"),
     )
     columns = ("least time of a step (us)", "this model", "all in bf16")
-    return Section(title=f"roofline of {bound.gpu}", lines=lines, columns=columns, rows=rows)
+    return Section(title=f"roofline of {bound.gpu}", lines=lines, columns=columns, rows=rows, numbers=(1, 2))
 
 
-def sections(found: Explanation) -> Iterator[Section]:
-    """All sections of an explanation, the answer first.
+def graph_sections(found: Explanation) -> Iterator[Section]:
+    """What the graphs tell, the answer first.
 
     Args:
-        found: The explanation.
+        found: What is to be shown; no code for a GPU is needed.
     """
-    yield Section(
-        title="is this really running in FP8?",
-        lines=(found.verdict, *(f"FELL BACK: {line}" for line in found.fell_back)),
-        loud=frozenset(range(1, 1 + len(found.fell_back))),
-    )
+    answer = (found.verdict, *filter(None, [found.gain]))
+    lines = (*answer, *(f"FELL BACK: {line}" for line in found.fell_back))
+    yield Section(title="is this really running in FP8?", lines=lines, loud=frozenset(range(len(answer), len(lines))))
     yield _layers(found)
     if found.sends is not None:
         yield _sends(found.sends)
     yield _padding(found)
     if any(layer.least_gaining for layer in found.layers):
         yield _small(found)
-    if found.gpu is not None and found.gpu.problem:
-        yield Section(title=f"launches on {found.gpu.gpu}", lines=(f"no generated code: {found.gpu.problem}",))
-    elif found.gpu is not None:
-        if found.gpu.casts:
-            yield _casts(found.gpu)
-        yield _launches(found.gpu)
     if found.roofline is not None:
         yield _roofline(found.roofline)
-    yield Section(title="graphs", lines=tuple(str(found.graphs).splitlines()))
+    yield Section(title=GRAPHS, lines=tuple(str(found.graphs).splitlines()))
+
+
+def gpu_sections(found: Explanation) -> Iterator[Section]:
+    """What the code for a GPU tells, or why there is none; nothing if no GPU was asked for.
+
+    Args:
+        found: What is to be shown.
+    """
+    if found.gpu is None:
+        return
+    if found.gpu.problem:
+        yield Section(title=f"launches on {found.gpu.gpu}", lines=(f"no generated code: {found.gpu.problem}",))
+        return
+    if found.gpu.casts:
+        yield _casts(found.gpu)
+    yield _launches(found.gpu)

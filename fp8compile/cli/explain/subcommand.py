@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import logging
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ its class) with a method example_inputs(); FILE.py alone looks for model_and_inp
 """
 # the keys of PEAKS, repeated here because importing PEAKS would import PyTorch
 GPUS = ("h200", "b200", "rtx4090", "l40s", "h100", "b300", "rtx5090", "rtx_pro_6000", "gb10")
+COMPILING = "compiling the model and running it"
 log: logging.Logger = logging.getLogger(__name__)
 
 
@@ -87,23 +88,33 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def _explained(parsed: argparse.Namespace) -> Explanation:
+def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
     """Explain the model. Output of the user's code goes to standard error, so that standard output has only ours."""
     from fp8compile.cli.explain.ranks import check_spread, pretended_ranks
     from fp8compile.cli.explain.target import load_target
-    from fp8compile.testing.explain import explain
+    from fp8compile.testing.explain import explain_in_steps
+    from fp8compile.testing.explain.emulation import emulation_note
 
-    with contextlib.redirect_stdout(sys.stderr), pretended_ranks(parsed.tp):
-        log.info("loading %s", parsed.target)
-        target = load_target(parsed.target)
-        if parsed.recipe is not None:
-            _convert(target.model, parsed.recipe)
-        if parsed.tp is not None:
-            check_spread(target, parsed.tp)
-        log.info("calling it once, eagerly")
-        target.try_out()
-        with running(f"{parsed.target}: compiling the model and running it"):
-            return explain(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)
+    with pretended_ranks(parsed.tp):
+        with contextlib.redirect_stdout(sys.stderr):
+            log.info("loading %s", parsed.target)
+            target = load_target(parsed.target)
+            if parsed.recipe is not None:
+                _convert(target.model, parsed.recipe)
+            if parsed.tp is not None:
+                check_spread(target, parsed.tp)
+            if note := emulation_note(target.model):
+                print(note, file=sys.stderr)
+            log.info("calling it once, eagerly")
+            target.try_out()
+        steps = explain_in_steps(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)
+        with contextlib.closing(steps):
+            while True:
+                with contextlib.redirect_stdout(sys.stderr), running(f"{parsed.target}: {COMPILING}"):
+                    found = next(steps, None)
+                if found is None:
+                    return
+                yield found
 
 
 def _check(found: Explanation) -> None:
@@ -128,7 +139,7 @@ def _run_on_mesh(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(mesh.to_json(found), flush=True)
     else:
-        from fp8compile.cli.explain.table import print_sections
+        from fp8compile.cli.terminal import print_sections
 
         print_sections(mesh.mesh_sections(found))
     mesh.check(found)
@@ -136,13 +147,18 @@ def _run_on_mesh(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    if not parsed.json and importlib.util.find_spec("rich") is None:
-        raise UserError("rich missing; pip install rich, or take --json")
     if parsed.mesh is not None:
         return _run_on_mesh(parsed)
     if parsed.html is not None:
         _check_writable(Path(parsed.html))
-    found = _explained(parsed)
+    from fp8compile.cli.explain.sections import gpu_sections, graph_sections
+    from fp8compile.cli.terminal import print_sections
+
+    with contextlib.closing(_steps(parsed)) as steps:
+        found = next(steps)
+        if not parsed.json:
+            print_sections(graph_sections(found))  # before minutes go into code for a GPU
+        found = next(steps, found)
     if parsed.html is not None:
         from fp8compile.cli.explain.html import page
 
@@ -150,8 +166,6 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(found.to_json(), flush=True)
     else:
-        from fp8compile.cli.explain.table import print_explanation
-
-        print_explanation(found)
+        print_sections(gpu_sections(found))
     _check(found)
     return 0

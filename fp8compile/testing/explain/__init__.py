@@ -1,7 +1,7 @@
 """Answers whether a model really runs in FP8: for each GEMM of its linears, with proof from the model's graphs."""
 
 import fp8compile.testing.explain.exchanges  # noqa: F401  registers the exchanges' messages
-from fp8compile.testing.explain.explanation import Explanation, explain
+from fp8compile.testing.explain.explanation import Explanation, explain, explain_in_steps
 from fp8compile.testing.explain.gpu import Cast, GpuExplanation, GraphCost
 from fp8compile.testing.explain.layers import GemmExplanation, LayerExplanation
 from fp8compile.testing.explain.mesh import MeshExplanation, Product, explain_mesh
@@ -22,5 +22,6 @@ __all__ = [
     "Product",
     "Roofline",
     "explain",
+    "explain_in_steps",
     "explain_mesh",
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import Call, GraphReport, graph_report, is_compiled
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "explain", "explain_in_steps"]
 
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -120,6 +120,15 @@ class Explanation:
         counts = f"{proven}, {len(converted)} of {len(self.layers)} linears are converted"
         return f"YES, as the recipes say: {counts}" + (f"; never called: {_named(idle)}" if idle else "")
 
+    @property
+    def gain(self) -> str:
+        """What FP8 can gain by the GPU's peaks, in one line; empty if that isn't known, or nothing runs in FP8."""
+        if self.roofline is None or not any(gemm.status == FP8 for layer in self.layers for gemm in layer.gemms):
+            return ""
+        ratio = f"{self.roofline.ratio:.2f}"
+        says = "too small to gain" if float(ratio) <= 1 else "a bound, no measurement"
+        return f"by the peaks of an {self.roofline.gpu}: {ratio} of bf16's speed with these inputs, {says}"
+
     def _doubts(self) -> list[str]:
         """The reasons why the verdict can't be YES, in a few words each."""
         layers = len(self._of_converted(UNPROVEN))
@@ -127,8 +136,8 @@ class Explanation:
         return [*doubts, *(line for line in self.unproven[layers:])]
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as dicts, lists, strings and numbers, with the verdict, ``fell_back`` and ``unproven``."""
-        answers = {"verdict": self.verdict, "fell_back": self.fell_back, "unproven": self.unproven}
+        """The explanation as dicts, lists, strings and numbers, with its answers."""
+        answers = {"verdict": self.verdict, "gain": self.gain, "fell_back": self.fell_back, "unproven": self.unproven}
         return json.loads(json.dumps({**answers, **asdict(self)}))
 
     def to_json(self, *, indent: int | None = 1) -> str:
@@ -147,23 +156,19 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
     return ""
 
 
-def _explained(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None
+def _by_graphs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None, names: Names
 ) -> Explanation:
+    """All but the code for a GPU, or why there is none."""
     log.info("compiling the model and calling it twice")
     report = graph_report(model, calls=[Call(args, kwargs, name=name) for name in ("first", "the same again")])
     log.info("reading its graphs")
-    names = Names.of(model)
     buffers = set(map(id, model.buffers()))
     gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
     on_gpu, spread = None, is_spread(model)
     if peaks is not None and gpu is not None:
         missing = missing_gemm(model, GPUS[gpu])
-        problem = missing or _no_code(model, report)
-        on_gpu = GpuExplanation(gpu=peaks.name, problem=problem, no_gemm=missing)
-        if not problem:
-            log.info("generating code for %s", peaks.name)
-            on_gpu = explain_gpu(model, args, kwargs, names, GPUS[gpu], name=peaks.name)
+        on_gpu = GpuExplanation(gpu=peaks.name, problem=missing or _no_code(model, report), no_gemm=missing)
     return Explanation(
         torch=torch.__version__,
         graphs=report,
@@ -172,6 +177,45 @@ def _explained(
         roofline=None if peaks is None or spread else roofline(gemms, peaks),
         sends=sends(model, *args, **kwargs) if spread else None,
     )
+
+
+def explain_in_steps(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    gpu: str | None = "h200",
+) -> Generator[Explanation, None, None]:
+    """The explanation by the graphs, then the one with the code for a GPU, which may take minutes more.
+
+    Args:
+        model: As `explain` takes it; its state is restored at the end.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
+        gpu: The GPU, or None.
+
+    Yields:
+        An explanation whose ``gpu`` has no costs and no casts; then, if there is code to generate, the whole one.
+
+    Raises:
+        ValueError: No such GPU.
+        TypeError: The model is none, or was compiled.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    if gpu is not None and gpu not in PEAKS:
+        raise ValueError(f"explain: gpu is {gpu!r}; it is one of {', '.join(PEAKS)}, or None.")
+    if is_compiled(model):
+        raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
+    kwargs = kwargs or {}
+    peaks = None if gpu is None else PEAKS[gpu]
+    with kept_state(model, (args, kwargs)), untold():
+        names = Names.of(model)
+        found = _by_graphs(model, args, kwargs, gpu, peaks, names)
+        yield found
+        if gpu is not None and peaks is not None and found.gpu is not None and not found.gpu.problem:
+            log.info("generating code for %s", peaks.name)
+            yield replace(found, gpu=explain_gpu(model, args, kwargs, names, GPUS[gpu], name=peaks.name))
 
 
 def explain(
@@ -201,13 +245,5 @@ def explain(
         ValueError: There is no such GPU.
         TypeError: ``model`` is no module, or is compiled.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"explain: model is a {type(model).__name__}; it is a torch.nn.Module.")
-    if gpu is not None and gpu not in PEAKS:
-        raise ValueError(f"explain: gpu is {gpu!r}; it is one of {', '.join(PEAKS)}, or None.")
-    if is_compiled(model):
-        raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
-    kwargs = kwargs or {}
-    peaks = None if gpu is None else PEAKS[gpu]
-    with kept_state(model, (args, kwargs)), untold():
-        return _explained(model, args, kwargs, gpu, peaks)
+    *_, found = explain_in_steps(model, args, kwargs, gpu=gpu)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from fp8compile.testing.graphs.compiler_log import one_line
 
 __all__ = ["Cast", "GpuExplanation", "GraphCost", "explain_gpu", "missing_gemm"]
 
+log: logging.Logger = logging.getLogger(__name__)
 GEMM_OF = {op._opname: gemm.name for op, gemm in ops.LAYER_OPS.items()}
 NO_WORK = (
     "view", "permute", "expand", "squeeze", "unsqueeze", "full", "reshape", "clone", "slice", "t", "transpose",
@@ -185,12 +187,14 @@ def _cost(found: Schedule, *, backward: bool) -> GraphCost:
 
 
 def _costs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu, *, what: str
 ) -> tuple[tuple[GraphCost, ...], tuple[Cast, ...]]:
     fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
     costs: list[GraphCost] = []
     casts: list[Cast] = []
+    log.info("tracing %s", what)
     for number, graph in enumerate(gpu_graphs(fn, args, gpu)):
+        log.info("fusing operators of the %s into kernels", "backward" if number else "forward")
         found = schedule(graph, gpu)
         costs.append(_cost(found, backward=number > 0))
         casts += _casts(found, names)
@@ -208,7 +212,7 @@ def _unconverted(
         return (), ""
     try:
         plain = revert(copy.deepcopy(model))
-        return _costs(plain, args, kwargs, names, gpu)[0], ""
+        return _costs(plain, args, kwargs, names, gpu, what="the same model unconverted")[0], ""
     except Exception as error:  # the model can't be copied or reverted; the report goes on without this part
         return (), _said(error)
 
@@ -230,7 +234,7 @@ def explain_gpu(
         The numbers, or the reason why there are none.
     """
     try:
-        costs, casts = _costs(model, args, kwargs, names, gpu)
+        costs, casts = _costs(model, args, kwargs, names, gpu, what="the model")
     except ModuleNotFoundError as error:
         return GpuExplanation(gpu=name, problem=f"needs {error.name}, which is not installed")
     except Exception as error:  # PyTorch's private interfaces may change; the report says what failed

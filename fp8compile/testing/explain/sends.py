@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8compile import _compat
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn import Linear
-from fp8compile.nn.report import aligned
 from fp8compile.ops.layer.products import steps_of
 from fp8compile.quantizers import GEMMS, Gemm, Recipe
+from fp8compile.tables import folded, table_lines, terminal_width
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.messages import COLLECTIVES
 from fp8compile.testing.graphs.report import Call, is_compiled, run_call
 
-__all__ = ["Send", "Sends", "is_spread", "sends"]
+__all__ = ["NUMBERS", "Send", "Sends", "is_spread", "sends"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 OPS = {
@@ -44,6 +44,7 @@ OPS = {
 NO_MESSAGES = ("wait_tensor", "_wrap_tensor_autograd")
 PLAN = "plan"  # for a message that a style of the plan sends, before or after a layer
 BETWEEN = "(between layers)"
+NUMBERS = (5, 6, 7)  # columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,19 +99,18 @@ class Sends:
         return tuple(row for row in self.rows if row.layer == layer and gemm in (None, row.gemm))
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """The table's rows of cells, the head first."""
+        """Cells of the table, its head first; layers that send the same are one."""
         yield "layer", "for", "what", "how", "dtype", "bytes an element", "bytes", "times"
+        rows: list[tuple[str, ...]] = []
         for name in self.layers:
-            rows = self.of(name)
-            if not rows:
-                yield name or "(the model)", "-", "nothing", *("-" for _ in range(5))
-            for row in rows:
-                yield _cells(row)
-        for row in self.of(BETWEEN):
-            yield _cells(row)
+            sent = self.of(name)
+            rows += map(_cells, sent) if sent else [(name or "(the model)", "-", "nothing", *("-" for _ in range(5)))]
+        rows += map(_cells, self.of(BETWEEN))
+        yield from ((name, *rest) for name, rest in folded((row[0], row[1:]) for row in rows))
 
     def __str__(self) -> str:
-        return "\n".join(aligned(list(self.cells())))
+        columns, *rows = self.cells()
+        return "\n".join(table_lines(columns, rows, width=terminal_width(), right=NUMBERS))
 
 
 def _cells(row: Send) -> tuple[str, ...]:

@@ -8,8 +8,11 @@ The machine needs no GPU. Nothing is launched, computed or allocated, so a layer
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -24,6 +27,8 @@ from fp8compile.testing.gpu.graphs import GpuGraph
 
 __all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule"]
 
+log: logging.Logger = logging.getLogger(__name__)
+SECONDS_BETWEEN = 5  # between lines that say which kernel is being generated
 SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which the second tracing keeps
 GPU = torch.device("cuda", 0)
 LAUNCH = re.compile(
@@ -289,6 +294,21 @@ def _moved(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
+def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """A method of Inductor's scheduler, called once a kernel, that also logs the kernel's number every few seconds."""
+    number, told = itertools.count(1), 0.0
+
+    def enter_and_tell(scheduler: Any, node: Any) -> None:
+        nonlocal told
+        at = next(number)
+        if time.monotonic() - told > SECONDS_BETWEEN:
+            told = time.monotonic()
+            log.info("generating kernel %d of %d", at, len(scheduler.nodes))
+        enter(scheduler, node)
+
+    return enter_and_tell
+
+
 def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
     """Let Inductor compile a graph for a GPU, and take the generated code at the step that would load it.
 
@@ -302,6 +322,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
     """
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import Scheduler
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -321,6 +342,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
     with (
         pretend_gpu(gpu),
         mock.patch.object(GraphLowering, "compile_to_module", take),
+        mock.patch.object(Scheduler, "enter_context", _telling(Scheduler.enter_context)),
         # kernel names without operators, so that kernels with equal code are one kernel
         config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
         torch._guards.tracing(context),

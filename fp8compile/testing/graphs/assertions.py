@@ -14,6 +14,7 @@ from fp8compile.testing.graphs.report import (
     GraphReport,
     break_lines,
     bypass_lines,
+    counted_at,
     graph_report,
     recompile_lines,
 )
@@ -39,6 +40,7 @@ def check_report(report: object, assertion: str) -> None:
 
 
 def _fail_if(lines: Iterable[str], what: str) -> None:
+    __tracebackhide__ = True  # pytest then shows the caller's line, and not this one
     lines = list(lines)
     if lines:
         raise AssertionError("\n".join([what, *lines]))
@@ -61,10 +63,11 @@ def assert_fullgraph(fn: Callable[..., Any] | GraphReport, *args: Any, **options
         AssertionError: There is a break, or nothing was compiled. The text has each break with its place and PyTorch's
             hints.
     """
+    __tracebackhide__ = True
     report = _report(fn, args, options)
     _fail_if(
         (line for each in report.breaks for line in break_lines(each)),
-        f"{numbered(len(report.breaks), 'graph breaks')}:",
+        f"{counted_at(report.breaks, 'graph breaks')}:",
     )
     if not report.graphs:
         raise AssertionError("nothing was compiled: Dynamo skips this function, or no tensor operation is in it.")
@@ -97,6 +100,7 @@ def assert_no_recompile(
         TypeError: ``calls`` is no list of calls.
         ValueError: There are fewer than two calls, which can't show a recompilation.
     """
+    __tracebackhide__ = True
     no_calls = isinstance(calls, Sequence) and not calls
     report = _report(fn, (), options if no_calls else options | {"calls": calls})
     if len(report.calls) < 2:
@@ -105,7 +109,7 @@ def assert_no_recompile(
         )
     if len(report.recompiles) > allowed:
         lines = (line for each in report.recompiles for line in recompile_lines(each))
-        _fail_if(lines, f"{numbered(len(report.recompiles), 'recompiles')}, {allowed} allowed:")
+        _fail_if(lines, f"{counted_at(report.recompiles, 'recompiles')}, {allowed} allowed:")
     return report
 
 
@@ -123,9 +127,10 @@ def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options
     Raises:
         AssertionError: A graph can't be kept. The text has each reason with its place.
     """
+    __tracebackhide__ = True
     report = _report(fn, args, options)
     lines = (line for each in report.bypasses for line in bypass_lines(each))
-    _fail_if(lines, f"{len(report.bypasses)} cache bypasses:")
+    _fail_if(lines, f"{counted_at(report.bypasses, 'cache bypasses')}:")
     return report
 
 
@@ -147,6 +152,7 @@ def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Ite
     Raises:
         AssertionError: An operator is missing, or is there and must not be.
     """
+    __tracebackhide__ = True
     check_report(report, "assert_ops")
     contains, absent = ([names] if isinstance(names, str) else list(names) for names in (contains, absent))
     present = sorted(set(report.ops))
@@ -181,6 +187,7 @@ def assert_comm(
         AssertionError: There is no such collective, one sends another dtype, or they send more bytes.
         TypeError: ``report`` is no `GraphReport`, or ``dtype`` is no dtype.
     """
+    __tracebackhide__ = True
     check_report(report, "assert_comm")
     dtypes = [] if dtype is None else [dtype] if isinstance(dtype, (torch.dtype, str)) else list(dtype)
     if not all(isinstance(each, torch.dtype) for each in dtypes):

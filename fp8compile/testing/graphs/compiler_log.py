@@ -180,6 +180,10 @@ class CompilerLog:
             self.functions[metrics["compile_id"]] = code
             self._hear_compiled(metrics["compile_id"], *code)
 
+    def graph_functions(self) -> list[tuple[str, str, int]]:
+        """Name, file and first line of each function that a graph was compiled of."""
+        return [self.functions[number] for number in self._attempts if number in self.functions]
+
     def _hear_compiled(self, compile_id: str, function: str, file: str, line: int) -> None:
         if compile_id in self._pending:
             guards, call = self._pending.pop(compile_id)
@@ -209,8 +213,9 @@ def _function(name: str) -> str:
 
 
 def numbered(number: int, noun: str) -> str:
-    """A number with its noun, such as "1 graph" or "2 graphs". The noun is passed in the plural."""
-    return f"{number} {noun.removesuffix('s') if number == 1 else noun}"
+    """A number and its noun: "1 graph", "2 graphs". The noun is passed in the plural."""
+    one = noun.removesuffix("es") if noun.endswith("sses") else noun.removesuffix("s")
+    return f"{number} {one if number == 1 else noun}"
 
 
 def one_line(text: str) -> str:

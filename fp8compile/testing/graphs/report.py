@@ -16,6 +16,7 @@ import torch._functorch.config
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fp8compile.tables import listed, terminal_width
 from fp8compile.testing.graphs.compiler_log import (
     NOTHING_HIDDEN,
     TORCH,
@@ -31,7 +32,17 @@ from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.messages import is_message, sent_bytes, size_of, tensors_in
 from fp8compile.testing.graphs.recording import KeptGraph, Recording, user_place
 
-__all__ = ["Call", "CallReport", "Collective", "GraphInfo", "GraphReport", "graph_report", "is_compiled", "place_text"]
+__all__ = [
+    "Call",
+    "CallReport",
+    "Collective",
+    "GraphInfo",
+    "GraphReport",
+    "counted_at",
+    "graph_report",
+    "is_compiled",
+    "place_text",
+]
 
 
 @dataclass(frozen=True)
@@ -121,8 +132,12 @@ def place_text(file: str, line: int) -> str:
     return f"{shown}:{line}"
 
 
-def _counted(ops: Sequence[str]) -> str:
-    return ", ".join(f"{op} x{n}" if n > 1 else op for op, n in Counter(ops).items()) or "nothing"
+def _counted(head: str, ops: Sequence[str]) -> list[str]:
+    """Operators by number, other libraries' first, in three lines at most."""
+    counts = Counter(ops)
+    order = sorted(counts, key=lambda op: (op.startswith(("aten.", "prims.")), -counts[op]))
+    shown = [f"{op} x{counts[op]}" if counts[op] > 1 else op for op in order]
+    return listed(head, shown or ["nothing"], width=terminal_width())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +203,19 @@ def _call_lines(report: GraphReport) -> Iterator[str]:
 def _graph_lines(report: GraphReport) -> Iterator[str]:
     for number, graph in enumerate(report.graphs):
         yield f"graph {number}: {graph.function}" + (f" at {place_text(graph.file, graph.line)}" if graph.file else "")
-        yield f"  forward: {_counted(graph.forward)}"
+        yield from _counted("  forward: ", graph.forward)
         if graph.backward is not None:
-            yield f"  backward: {_counted(graph.backward)}"
+            yield from _counted("  backward: ", graph.backward)
             yield f"  saved for backward: {graph.saved_bytes} bytes"
         for collective in graph.collectives:
             where = "backward" if collective.backward else "forward"
             yield f"  {where} sends {collective.bytes} bytes of {collective.dtype} by {collective.op}"
+
+
+def counted_at(found: Sequence[GraphBreak] | Sequence[Recompile] | Sequence[CacheBypass], noun: str) -> str:
+    """A number with the first place: "1 graph break at model.py:5", "3 graph breaks, the first at model.py:5"."""
+    where = place_text(found[0].file, found[0].line) if found else ""
+    return numbered(len(found), noun) + (f"{' at' if len(found) == 1 else ', the first at'} {where}" if found else "")
 
 
 def break_lines(found: GraphBreak) -> Iterator[str]:

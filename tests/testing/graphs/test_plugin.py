@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8compile._compat import TORCH_VERSION
 from fp8compile.testing import graph_report
 from fp8compile.testing.graphs.plugin import guarded  # noqa: F401  as the runs below do
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 WHOLE = """
 import pytest, torch
@@ -84,7 +85,7 @@ def run(pytester, monkeypatch):
 
 
 def baseline(pytester):
-    (path,) = (pytester.path / "graphs").glob("*.json")
+    (path,) = (pytester.path / "graphs").glob("torch-*/*.json")
     return json.loads(path.read_text())
 
 
@@ -101,7 +102,7 @@ def test_a_break_fails_with_its_place_and_a_hint(run):
     result = run(BROKEN.format(allowed=0))
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["1 graph break, 0 allowed:", "graph break at *.py:5: Failed to trace builtin operator", "  hint: *"]
+        ["1 graph break at *.py:5, 0 allowed:", "graph break at *.py:5: Failed to trace builtin operator", "  hint: *"]
     )
     run(BROKEN.format(allowed=1)).assert_outcomes(passed=1)
 
@@ -109,7 +110,7 @@ def test_a_break_fails_with_its_place_and_a_hint(run):
 def test_a_recompile_fails_with_the_guard(run):
     result = run(RECOMPILED.format(allowed=0))
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["1 recompile, 0 allowed:", "  failed: *size mismatch at index 0*"])
+    result.stdout.fnmatch_lines(["1 recompile at *.py:*, 0 allowed:", "  failed: *size mismatch at index 0*"])
     run(RECOMPILED.format(allowed=1)).assert_outcomes(passed=1)
 
 
@@ -129,7 +130,9 @@ def test_own_counts_only_breaks_in_that_package(run, pytester):
     pytester.syspathinsert()
     result = run(source, "-v")
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*test_show?mine? FAILED*", "*test_show?theirs? PASSED*", "1 graph break in mine*"])
+    result.stdout.fnmatch_lines(
+        ["*test_show?mine? FAILED*", "*test_show?theirs? PASSED*", "1 graph break at mine*.py:3 in mine, 0 allowed:"]
+    )
 
 
 def test_a_test_that_compiles_nothing_is_no_proof(run):
@@ -141,11 +144,13 @@ def test_a_test_that_compiles_nothing_is_no_proof(run):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("most=1", "is given most; it takes max_breaks, max_recompiles, own."),
-        ("max_break=0", "is given max_break; it takes max_breaks, max_recompiles, own."),
-        ("0, 0, None, 3", "is given 3; it takes max_breaks, max_recompiles, own."),
+        ("most=1", "is given most; it takes max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
+        ("max_break=0", "is given max_break; it takes max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
+        ("0, 0, None, 1, 1, 3", "is given 3; it takes max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
         ("max_breaks='1'", "max_breaks is '1'; it is how many are allowed, an int from 0."),
         ("max_recompiles=-1", "max_recompiles is -1; it is how many are allowed, an int from 0."),
+        ("max_graphs=True", "max_graphs is True; it is how many are allowed, an int from 0."),
+        ("max_bypasses=-1", "max_bypasses is -1; it is how many are allowed, an int from 0."),
         ("own=['mine']", "own is ?'mine'?; it is the name of one package, such as 'mypkg'."),
         ("own='nowhere'", "own='nowhere' is no package that can be imported."),
         ("own='nope.x'", "own='nope.x' is no package that can be imported (ModuleNotFoundError: *)."),
@@ -192,6 +197,100 @@ def test_a_fixture_of_the_same_name_is_not_ours(run):
     result.stdout.no_fnmatch_line("*= graphs =*")
 
 
+def test_graphs_and_bypasses_have_limits_of_their_own(run):
+    source = """
+        import pytest, torch
+
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x): return x * 2
+
+            @staticmethod
+            def backward(ctx, grad): return grad * 2
+
+        def model(x):
+            x = x.sin()
+            torch._dynamo.graph_break()
+            return Twice.apply(x)
+
+        @pytest.mark.fullgraph({limits})
+        def test_limits(graph_report):
+            graph_report(model, torch.ones(4, requires_grad=True))
+    """
+    result = run(source.format(limits="max_breaks=1, max_graphs=1, max_bypasses=0"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "1 cache bypass at *.py:13, 0 allowed:",
+            "the AOTAutograd cache is bypassed at *",
+            "2 graphs, 1 allowed:",
+            "  model at *.py:10",
+            "  torch_dynamo_resume_in_model_at_12 at *.py:12",
+        ]
+    )
+    run(source.format(limits="max_breaks=1, max_graphs=2, max_bypasses=1")).assert_outcomes(passed=1)
+    run(source.format(limits="max_breaks=1")).assert_outcomes(passed=1)
+
+
+def test_the_line_of_a_failed_test_has_the_place(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run(BROKEN.format(allowed=0))
+    result.stdout.fnmatch_lines(["FAILED *::test_broken - Failed: 1 graph break at *.py:5, 0 allowed:"])
+    result = run(RECOMPILED.format(allowed=0))
+    result.stdout.fnmatch_lines(["FAILED *::test_recompiled - Failed: 1 recompile at *.py:*, 0 allowed:"])
+    asserted = """
+        import torch
+        from fp8compile.testing import assert_fullgraph
+
+        def model(x):
+            x = x.sin()
+            print("here")
+            return x.cos()
+
+        def test_asserted():
+            assert_fullgraph(model, torch.ones(4))
+    """
+    result = run(asserted)
+    result.stdout.fnmatch_lines(["FAILED *::test_asserted - AssertionError: 1 graph break at *.py:6:"])
+    result.stdout.no_fnmatch_line("*_fail_if*")
+
+
+LOGGED = """
+import pytest, torch
+
+def model(x):
+    x = x.sin()
+    x.sum().item()
+    return x.cos()
+
+@pytest.mark.fullgraph
+def test_logged(graph_report):
+    import logging, sys
+    logging.getLogger("mine").warning("my own line")
+    print("my own text", file=sys.stderr)
+    {test}
+"""
+BY_LIMIT = 'torch.compile(model, backend="aot_eager")(torch.ones(4))'
+BY_ASSERTION = "from fp8compile.testing import assert_fullgraph; assert_fullgraph(graph_report(model, torch.ones(4)))"
+
+
+@pytest.mark.parametrize("test", [BY_LIMIT, BY_ASSERTION], ids=["limit", "assertion"])
+def test_pytorch_does_not_say_the_same_twice_more(run, test):
+    result = run(LOGGED.format(test=test), subprocess=True)
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    assert text.count("graph break at ") >= 1
+    assert "Graph break from `Tensor.item()`" not in text
+    assert "my own line" in text
+    assert "my own text" in text
+
+
+def test_what_pytorch_logs_stays_where_the_test_itself_failed(run):
+    result = run(LOGGED.format(test=f"{BY_LIMIT}; assert 1 == 2"), subprocess=True)
+    result.assert_outcomes(failed=1)
+    assert "Graph break from `Tensor.item()`" in result.stdout.str()
+
+
 def test_own_is_a_package_and_not_a_prefix(run, pytester):
     for package in ("mine", "mine_extra"):
         pytester.mkpydir(package).joinpath("__init__.py").write_text(
@@ -212,8 +311,8 @@ def test_own_is_a_package_and_not_a_prefix(run, pytester):
 
 WORSE = BROKEN.format(allowed=9).replace("return x.cos()", "x = x.cos()\n    print('there')\n    return x * 2")
 BETTER = BROKEN.format(allowed=9).replace('    print("here")\n', "")
-MADE = "*test_broken: 2 graphs, 1 break, 0 recompiles, 0 bypasses, baseline made"
-WORSENED = "*worse than the graph baseline: graphs 2 -> 3, breaks 1 -> 2"
+MADE = "*test_broken: 2 graphs, 1 break, 0 recompiles, 0 bypasses, baseline made with 1 break"
+WORSENED = "*worse than the graph baseline: graphs 2 -> 3, breaks 1 -> 2, *break* at *.py:*"
 
 
 def test_baseline_is_made_worsened_bettered_and_updated(run, pytester):
@@ -260,9 +359,60 @@ def test_bytes_saved_for_the_backward_are_part_of_the_baseline(run):
     result.stdout.fnmatch_lines(["*worse than the graph baseline: saved_bytes 0 -> 16"])
 
 
+def test_pytests_last_line_counts_baselines_that_were_made_with_breaks(run):
+    result = run(BROKEN.format(allowed=9), "--graph-baseline", "graphs")
+    assert "1 passed, 1 baseline made with 1 break in" in result.outlines[-1]
+    assert "baseline" not in run(BROKEN.format(allowed=9), "--graph-baseline", "graphs").outlines[-1]
+    assert "baseline" not in run(WHOLE, "--graph-baseline", "graphs").outlines[-1]
+
+
+def test_a_baseline_is_that_of_the_minor_version_or_of_the_nearest(run, pytester):
+    major, minor = TORCH_VERSION[:2]
+    options = ("--graph-baseline", "graphs")
+    run(BROKEN.format(allowed=9), *options)
+    folder = pytester.path / "graphs" / f"torch-{major}.{minor}"
+    far, near, other = (folder.with_name(f"torch-{major}.{minor + step}") for step in (-3, 2, -2))
+    (file,) = folder.iterdir()
+    kept = json.loads(file.read_text())
+    folder.rename(near)
+    for path, breaks in ((far, 7), (other, 1)):
+        path.mkdir()
+        (path / file.name).write_text(json.dumps(kept | {"breaks": breaks}))
+
+    result = run(BROKEN.format(allowed=9), *options, "--graph-frozen")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines([f"*1 break*, baseline of PyTorch {major}.{minor - 2}"])  # as near, and older
+    assert not folder.exists()
+
+    result = run(WORSE, *options)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"worse than the graph baseline of PyTorch {major}.{minor - 2}: graphs 2 -> 3, breaks 1 -> 2, *",
+            f"--graph-update keeps it as the baseline of PyTorch {major}.{minor}.",
+        ]
+    )
+    run(WORSE, *options, "--graph-update").assert_outcomes(passed=1)
+    assert json.loads((folder / file.name).read_text())["breaks"] == 2
+    assert json.loads((near / file.name).read_text()) == kept
+    run(WORSE, *options).assert_outcomes(passed=1)
+    run(BROKEN.format(allowed=9), *options).stdout.fnmatch_lines(["*baseline better: graphs 3 -> 2, *"])
+
+
+def test_a_baseline_from_before_versions_is_compared_with(run, pytester):
+    options = ("--graph-baseline", "graphs")
+    run(BROKEN.format(allowed=9), *options)
+    (file,) = (pytester.path / "graphs").glob("torch-*/*.json")
+    file.rename(pytester.path / "graphs" / file.name)
+    file.parent.rmdir()
+    result = run(WORSE, *options)
+    result.stdout.fnmatch_lines(["worse than the graph baseline of an unknown PyTorch: graphs 2 -> 3*"])
+    run(BROKEN.format(allowed=9), *options, "--graph-frozen").assert_outcomes(passed=1)
+
+
 def test_a_damaged_baseline_is_named(run, pytester):
     run(WHOLE, "--graph-baseline", "graphs")
-    (path,) = (pytester.path / "graphs").glob("*.json")
+    (path,) = (pytester.path / "graphs").glob("torch-*/*.json")
     path.write_text("{")
     result = run(WHOLE, "--graph-baseline", "graphs")
     result.assert_outcomes(failed=1)
@@ -330,7 +480,7 @@ def test_a_break_that_became_another_is_worse(run):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "worse than the graph baseline: a break at a new place",
+            "worse than the graph baseline: a break at a new place, 1 break at *.py:5",
             "graph break at *.py:5: Call to `torch._dynamo.graph_break()`",
             "gone: *.py: Failed to trace builtin operator",
         ]

@@ -59,19 +59,29 @@ def test_printed_after_convert():
     assert_expected_inline(
         str(f8.conversion_report(converted)),
         """\
-layer                     module                           out x in  recipe              GEMMs in FP8 or why not
-attention.in_proj_weight  MultiheadAttention               96 x 32   -                   no nn.Linear
-attention.out_proj        NonDynamicallyQuantizableLinear  32 x 32   -                   MultiheadAttention.forward reads its weight itself, past the layer's forward, which would not be FP8
-up                        Linear                           64 x 32   rowwise_bf16_wgrad  output, grad_input
-down                      Linear                           32 x 64   rowwise_bf16_wgrad  output, grad_input
-gate                      Linear                           8 x 32    -                   tiny: a dim of 8 is less than 16
-exact                     Linear                           32 x 32   -                   weights are torch.float64; FP8 layers take bfloat16, float16, float32
-scaled                    Scaled                           32 x 32   -                   a subclass of nn.Linear (Scaled), whose own forward would be lost
-experts.w1                Experts                          64 x 32   -                   a 3-D parameter (experts?), no nn.Linear
-experts.router            Linear                           4 x 32    -                   tiny: a dim of 4 is less than 16
-c_attn.weight             Conv1D                           96 x 32   -                   no nn.Linear
-lm_head                   Linear                           100 x 32  rowwise_bf16_wgrad  output, grad_input
-3 of 11 converted""",  # noqa: E501
+layer                     module                    out x in  recipe              GEMMs in FP8
+------------------------  ------------------------  --------  ------------------  ------------------
+attention.in_proj_weight  MultiheadAttention        96 x 32   -                   [1]
+attention.out_proj        NonDynamicallyQuantizabl  32 x 32   -                   [2]
+                          eLinear
+up                        Linear                    64 x 32   rowwise_bf16_wgrad  output, grad_input
+down                      Linear                    32 x 64   rowwise_bf16_wgrad  output, grad_input
+gate                      Linear                    8 x 32    -                   [3]
+exact                     Linear                    32 x 32   -                   [4]
+scaled                    Scaled                    32 x 32   -                   [5]
+experts.w1                Experts                   64 x 32   -                   [6]
+experts.router            Linear                    4 x 32    -                   [7]
+c_attn.weight             Conv1D                    96 x 32   -                   [1]
+lm_head                   Linear                    100 x 32  rowwise_bf16_wgrad  output, grad_input
+[1] no nn.Linear
+[2] MultiheadAttention.forward reads its weight itself, past the layer's forward, which would not be
+    FP8
+[3] tiny: a dim of 8 is less than 16
+[4] weights are torch.float64; FP8 layers take bfloat16, float16, float32
+[5] a subclass of nn.Linear (Scaled), whose own forward would be lost
+[6] a 3-D parameter (experts?), no nn.Linear
+[7] tiny: a dim of 4 is less than 16
+3 of 11 converted""",
     )
 
 
@@ -79,8 +89,10 @@ def test_printed_before_convert():
     assert_expected_inline(
         str(f8.conversion_report(nn.Sequential(nn.Linear(32, 48), nn.ReLU()))),
         """\
-layer  module  out x in  recipe  GEMMs in FP8 or why not
-0      Linear  48 x 32   -       convert() has not seen it
+layer  module  out x in  recipe  GEMMs in FP8
+-----  ------  --------  ------  ------------
+0      Linear  48 x 32   -       [1]
+[1] convert() has not seen it
 0 of 1 converted""",
     )
 
@@ -89,8 +101,10 @@ def test_printed_of_a_root_linear_with_a_recipe_of_nothing():
     assert_expected_inline(
         str(f8.conversion_report(f8.convert(nn.Linear(32, 48), f8.Recipe()))),
         """\
-layer        module  out x in  recipe  GEMMs in FP8 or why not
-(the model)  Linear  48 x 32   custom  none: every slot of the recipe is None
+layer        module  out x in  recipe  GEMMs in FP8
+-----------  ------  --------  ------  ------------
+(the model)  Linear  48 x 32   custom  none [1]
+[1] every slot of the recipe is None
 1 of 1 converted""",
     )
 
@@ -102,11 +116,12 @@ def test_printed_with_filters_and_two_recipes():
     assert_expected_inline(
         str(f8.conversion_report(layers)),
         """\
-layer  module  out x in  recipe              GEMMs in FP8 or why not
-0      Linear  32 x 32   tensorwise          output, grad_input, grad_weight
-1      Linear  32 x 32   -                   left out by the filter
-2      Linear  32 x 32   rowwise(eps=1e-06)  output, grad_input, grad_weight
-3      Linear  32 x 32   -                   left out by the filter
+layer  module  out x in  recipe              GEMMs in FP8
+-----  ------  --------  ------------------  ------------
+0      Linear  32 x 32   tensorwise          all three
+{1,3}  Linear  32 x 32   -                   [1]
+2      Linear  32 x 32   rowwise(eps=1e-06)  all three
+[1] left out by the filter
 2 of 4 converted""",
     )
 
@@ -115,7 +130,8 @@ def test_printed_of_a_model_that_multiplies_nothing():
     assert_expected_inline(
         str(f8.conversion_report(nn.ReLU())),
         """\
-layer  module  out x in  recipe  GEMMs in FP8 or why not
+layer  module  out x in  recipe  GEMMs in FP8
+-----  ------  --------  ------  ------------
 0 of 0 converted""",
     )
 
@@ -254,4 +270,4 @@ def test_matrices_of_a_linear_beside_its_weight_are_listed():
 def test_print_names_a_recipe_and_the_report_does(recipe, name):
     layer = f8.convert(nn.Linear(32, 48), recipe)
     assert repr(layer) == f"Linear(in_features=32, out_features=48, bias=True, recipe={name})"
-    assert name in str(f8.conversion_report(layer)).splitlines()[1]
+    assert name in str(f8.conversion_report(layer)).splitlines()[2]

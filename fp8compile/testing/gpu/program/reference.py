@@ -119,7 +119,8 @@ class Reference(fx.Interpreter):
             return self._product(name, args, kwargs)
         if namespace == "prims" and name.startswith("inductor_") and name != "inductor_force_stride_order":
             raise NotImplementedError(
-                f"run_gpu_program: {target} draws random numbers, and no reference of PyTorch draws the same."
+                f"run_gpu_program: {target} draws random numbers, and no reference of PyTorch draws the same. If that "
+                "is dropout, call model.eval() first: gradients are taken all the same."
             )
         if target is prims.convert_element_type.default and not self._rounds_each and args[1] in LOW_PRECISION:
             return args[0].float()

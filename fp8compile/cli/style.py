@@ -1,0 +1,26 @@
+"""How text stands out in a terminal, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["Style"]
+
+
+class Style:
+    """Marks text for standard output, if that is a terminal; the variable NO_COLOR turns marks off."""
+
+    def __init__(self) -> None:
+        self._is_on = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+    def _marked(self, text: str, codes: str) -> str:
+        return f"\x1b[{codes}m{text}\x1b[0m" if self._is_on and text else text
+
+    def bold(self, text: str) -> str:
+        """A title or heading."""
+        return self._marked(text, "1")
+
+    def alarm(self, text: str) -> str:
+        """What must not be overlooked."""
+        return self._marked(text, "1;31")

@@ -1,0 +1,44 @@
+"""What of a model is emulated where it lies, as a warning before a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from fp8compile import recipes
+from fp8compile.nn.candidates import device_of, is_converted
+from fp8compile.nn.experts import ConvertedExperts
+from fp8compile.ops.gemms.emulated import EMULATED
+from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
+from fp8compile.ops.support import recipe_support
+from fp8compile.quantizers import Recipe
+
+__all__ = ["emulation_note"]
+
+
+def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool:
+    """Whether a product of a layer is emulated; groups that are multiplied one by one are products of their own."""
+    kinds = {gemm.kind for gemm in recipe_support(recipe, device, grouped=grouped)}
+    return EMULATED.name in kinds or (ONE_BY_ONE.name in kinds and _is_emulated(recipe, device, grouped=False))
+
+
+def emulation_note(model: nn.Module) -> str:
+    """A line for each recipe that is emulated on the device of its layers: "nvfp4 is emulated here, ..."; or nothing.
+
+    How much slower it is depends on the device's products in bfloat16 and on the model, so there is no number.
+
+    Args:
+        model: A converted model; layers on the meta device are left out.
+    """
+    emulated: Counter[Recipe] = Counter()
+    for layer in filter(is_converted, model.modules()):
+        device = device_of(layer)
+        if device.type != "meta" and _is_emulated(layer.recipe, device, grouped=isinstance(layer, ConvertedExperts)):
+            emulated[layer.recipe] += 1
+    return "\n".join(
+        f"{recipes.describe(recipe)} is emulated here in {layers} {'layer' if layers == 1 else 'layers'}: the values "
+        "are right, and it is much slower than bf16"
+        for recipe, layers in emulated.items()
+    )

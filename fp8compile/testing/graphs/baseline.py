@@ -1,0 +1,169 @@
+"""The baseline of a guarded test: what it compiled once, by version of PyTorch, and whether it got worse.
+
+    DIR/torch-2.13/test_model_py_test_step.1a2b3c4d.json
+
+Each minor version of PyTorch breaks graphs at places of its own, so it has a folder of its own; a version without one
+is compared with the nearest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from fp8compile._compat import TORCH_VERSION
+from fp8compile.testing.graphs.compiler_log import CompilerLog, GraphBreak, numbered
+from fp8compile.testing.graphs.counts import Counts
+from fp8compile.testing.graphs.report import break_lines, counted_at, recompile_lines
+
+__all__ = ["check_baseline"]
+
+VERSIONED = re.compile(r"torch-(\d+)\.(\d+)")
+FAULTS = ("breaks", "recompiles", "bypasses")
+TAKES = "takes it as it is"
+
+
+def _file_name(nodeid: str) -> str:
+    """The name of a test's file: readable, and no other test's."""
+    readable = re.sub(r"\W+", "_", nodeid).strip("_")[-80:]
+    return f"{readable}.{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}.json"
+
+
+def _folder_name(version: tuple[int, ...]) -> str:
+    return f"torch-{'.'.join(map(str, version[:2]))}"
+
+
+def _version(folder: Path) -> tuple[int, ...] | None:
+    """The version of PyTorch that a folder of baselines is named after; None for another folder."""
+    match = VERSIONED.fullmatch(folder.name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
+    """The file of another PyTorch, the nearest minor version first, and whose it is; None if there is none."""
+    own = TORCH_VERSION[0] * 1000 + TORCH_VERSION[1]
+    found = []
+    for path in folder.glob(f"torch-*/{name}"):
+        if (version := _version(path.parent)) is not None:
+            other = version[0] * 1000 + version[1]
+            found.append((abs(other - own), other, path, f" of PyTorch {version[0]}.{version[1]}"))
+    if found:
+        _, _, path, whose = min(found)
+        return path, whose
+    # files had no version once
+    return (folder / name, " of an unknown PyTorch") if (folder / name).exists() else None
+
+
+def _portable(file: str, root: Path) -> str:
+    """A path that is the same on another machine: from the project's root, or from where Python imports it."""
+    path = Path(file)
+    roots = [root, *sorted(map(Path, sys.path), key=lambda folder: -len(folder.parts))]
+    return next((path.relative_to(folder).as_posix() for folder in roots if path.is_relative_to(folder)), file)
+
+
+def _places(item: pytest.Item, log: CompilerLog) -> dict[str, list[GraphBreak]]:
+    """Count breaks by file and reason; lines are left out, because edits above a break move it."""
+    places: dict[str, list[GraphBreak]] = {}
+    for found in log.breaks:
+        places.setdefault(f"{_portable(found.file, item.config.rootpath)}: {found.reason}", []).append(found)
+    return places
+
+
+def _load(path: Path) -> tuple[Counts, dict[str, int]]:
+    try:
+        known = json.loads(path.read_text())
+        places = {str(place): int(number) for place, number in known["places"].items()}
+        return Counts(**{name: known[name] for name in Counts.__dataclass_fields__}), places
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        pytest.fail(f"{path} is no graph baseline ({error!r}); delete it to make a new one.", pytrace=False)
+
+
+def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held = {"test": nodeid, **asdict(counts), "places": dict(sorted(places.items()))}
+    path.write_text(json.dumps(held, indent=1) + "\n")
+
+
+def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
+    """What got worse and what got better, each as "breaks 0 -> 1"."""
+    worse: list[str] = []
+    better: list[str] = []
+    for name, now in asdict(counts).items():
+        before = getattr(known, name)
+        if now == before or None in (now, before):  # bytes are counted by reports alone
+            continue
+        if name == "saved_bytes" and counts.breaks < known.breaks:
+            continue  # what lay between the graphs was saved too, by eager mode, and nobody counted it
+        # a test that compiles nothing shows nothing
+        grew = now > before or (name == "graphs" and now == 0)
+        (worse if grew else better).append(f"{name} {before} -> {now}")
+    return worse, better
+
+
+def _note(item: pytest.Item, text: str) -> None:
+    item.user_properties.append(("graph_baseline", text))
+
+
+def _made_with(counts: Counts) -> str:
+    """What a new baseline holds for good: "made with 1 break"."""
+    faults = [numbered(getattr(counts, name), name) for name in FAULTS if getattr(counts, name)]
+    return f"made with {', '.join(faults)}" if faults else "made"
+
+
+def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
+    """Compare what a test compiled with its baseline, or make one.
+
+    Args:
+        item: The test; its properties get a note.
+        counts: What it compiled.
+        log: What the compiler logged.
+    """
+    given = item.config.getoption("--graph-baseline")
+    if given is None:
+        return
+    folder, name = Path(given), _file_name(item.nodeid)
+    path, whose = folder / _folder_name(TORCH_VERSION) / name, ""
+    found = _places(item, log)
+    places = {place: len(breaks) for place, breaks in found.items()}
+    compared = (path, whose) if path.exists() else _nearest(folder, name)
+    if compared is None:
+        if item.config.getoption("--graph-frozen"):
+            pytest.fail(
+                f"there is no graph baseline {path}, and --graph-frozen makes none. Run pytest --graph-baseline "
+                f"{folder} without it, and commit the file.",
+                pytrace=False,
+            )
+        _store(path, item.nodeid, counts, places)
+        _note(item, _made_with(counts))
+        return
+    known_path, whose = compared
+    known, known_places = _load(known_path)
+    worse, better = _changes(known, counts)
+    new = Counter(places) - Counter(known_places)
+    gone = Counter(known_places) - Counter(places)
+    if item.config.getoption("--graph-update"):
+        if worse or better or new or gone:
+            _store(path, item.nodeid, counts, places)
+            _note(item, f"updated: {', '.join([*worse, *better]) or 'breaks are at other places'}")
+    elif worse or new:
+        added = [each for place in new for each in found[place]]
+        at = f", {counted_at(added, 'breaks')}" if added else ""
+        lines = [f"worse than the graph baseline{whose}: {', '.join(worse) or 'a break at a new place'}{at}"]
+        lines += [f"better: {', '.join(better)}"] if better else []
+        lines += [f"new: {number} more of {place}" for place, number in new.items() if known_places.get(place)]
+        lines += [line for each in added for line in break_lines(each)]
+        lines += [f"gone: {place}" for place in gone]
+        lines += [line for each in log.recompiles for line in recompile_lines(each)]
+        takes = f"keeps it as the baseline of PyTorch {'.'.join(map(str, TORCH_VERSION[:2]))}" if whose else TAKES
+        pytest.fail("\n".join([*lines, f"--graph-update {takes}."]), pytrace=False)
+    elif better:
+        _note(item, f"{whose.strip()} better: {', '.join(better)}; --graph-update takes it".strip())
+    elif whose:
+        _note(item, whose.strip())

@@ -1,0 +1,47 @@
+"""What a guarded test compiled, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8compile.testing.graphs.compiler_log import CompilerLog
+from fp8compile.testing.graphs.report import GraphReport
+
+__all__ = ["PROPERTIES", "Counts", "counts_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What a test compiled; fewer is better for each number.
+
+    Attributes:
+        graphs: Number of compiled graphs; a forward and its backward count as one. 0 is not better than 1.
+        breaks: Number of places where a graph ended early.
+        recompiles: Number of functions that were compiled again.
+        bypasses: Number of graphs that no cache holds.
+        saved_bytes: Bytes kept for backward passes in the fixture's reports; None without a report.
+        sent_bytes: Bytes sent between ranks in the fixture's reports; None without a report.
+    """
+
+    graphs: int
+    breaks: int
+    recompiles: int
+    bypasses: int
+    saved_bytes: int | None
+    sent_bytes: int | None
+
+
+PROPERTIES = ("graph_baseline", *(f"graph_{name}" for name in Counts.__dataclass_fields__))
+
+
+def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
+    """What a log and the fixture's reports count."""
+    by_report = {bypass for report in reports for bypass in report.bypasses}
+    return Counts(
+        graphs=log.graphs,
+        breaks=len(log.breaks),
+        recompiles=len(log.recompiles),
+        bypasses=len(by_report) if reports else len(log.bypasses),
+        saved_bytes=sum(g.saved_bytes for report in reports for g in report.graphs) if reports else None,
+        sent_bytes=sum(c.bytes for report in reports for c in report.collectives) if reports else None,
+    )
