@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +46,7 @@ def test_links_are_absolute_and_files_of_the_repository():
     urls = [first or second for first, second in links]
     assert [url for url in urls if not url.startswith("https://")] == []
     ours = [url.removeprefix(base).partition("#")[0] for url in urls for base in (BLOB, RAW) if url.startswith(base)]
-    assert len(ours) > 20
+    assert len(ours) >= 15
     assert [path for path in ours if not (ROOT / path).is_file()] == []
 
 
@@ -119,3 +122,13 @@ def test_a_cell_of_ranks_is_what_the_pairs_found(column):
     tried = {name: outcome[found[name].split(" (")[0]] for name in f8.recipes.names() if found[name] != "not run"}
     assert len(tried) >= 6
     assert tried == {name: CELLS[name, column] for name in tried}
+
+
+@pytest.mark.slow
+def test_what_explain_prints_is_on_the_front_page():
+    pytest.importorskip("transformers", reason="examples/llama.py is a model of transformers, of the test extra")
+    shown = README.split("$ fp8compile explain examples/llama.py\n")[1].split("```")[0].splitlines()
+    command = [sys.executable, "-m", "fp8compile", "explain", "examples/llama.py", "--no-gpu"]
+    environment = os.environ | {"COLUMNS": "100"}
+    printed = subprocess.check_output(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.DEVNULL)
+    assert [line for line in shown if line not in printed.splitlines()] == []
