@@ -107,7 +107,7 @@ class Float8Format:
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        """The values within the format's range; rounded to codes' values if the target's own cast rounds wrongly."""
+        """Clamp values to the format's range; if the target's own cast rounds wrongly, also round them here."""
         saturated = values.clamp(-self.max, self.max)
         if target_of(values.device).capability == CASTS_BY_FLOAT16:
             return _to_nearest(saturated, self)

@@ -25,7 +25,7 @@ from fp8compile.layout.shapes import scale_shapes
 from fp8compile.ops.collectives import all_gather
 from fp8compile.quantizers import Gemm, Quantizer
 
-__all__ = ["GatherLayout", "SetToGather", "as_sent", "as_they_travel"]
+__all__ = ["GatherLayout", "SetToGather", "as_sent", "as_they_travel", "codes_to_send"]
 
 Shapes = tuple[tuple[int, ...], ...]
 

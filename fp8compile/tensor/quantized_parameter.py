@@ -246,7 +246,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
-        """Whether this is a blank: FSDP2 takes the shard's rows from its beginning, and the rest is padding."""
+        """Whether ``new_zeros`` made this tensor: FSDP2 takes the shard's rows from its beginning, and the rest is padding."""
         return self.extent == BLANK
 
     def cuts_by(self, own: Quantized, dim: int, first: int, last: int) -> bool:

@@ -22,7 +22,7 @@ class Section:
         lines: Lines of text above the table.
         columns: Headings of the table; empty if there is no table.
         rows: Cells of the table, row by row.
-        loud: Numbers of the rows to highlight; of lines, if there is no table.
+        loud: Indices of the rows to highlight; if there is no table, indices of the lines.
     """
 
     title: str

@@ -161,8 +161,8 @@ def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tu
 
     Args:
         rows: The rows that are sent.
-        length: Number of places in messages if there is a capacity; otherwise None.
-        slot: Slot of the layer that reads the rows.
+        length: Number of rows that all messages have room for, if there is a capacity; otherwise None.
+        slot: The recipe's field for the rows, ``"input"`` or ``"grad_output"``.
         recipe: Recipe of the layer.
     """
     quantizer, features = sent_as(recipe, slot), rows.shape[1]

@@ -49,7 +49,7 @@ def wire_width(features: int, quantizer: Quantizer) -> int:
 
 
 def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase: Phase) -> Tensor:
-    """Codes and scales of rows, (rows, `wire_width`) uint8.
+    """Quantize rows, and lay the codes and scales of each row side by side in bytes, (rows, `wire_width`) uint8.
 
     Args:
         rows: (rows, K), sorted by expert.

@@ -319,7 +319,7 @@ def _is_aligned(codes: Tensor) -> bool:
 
 
 def _as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
-    """The quantizer for a stack with two levels of scales.
+    """Choose how a quantizer with two levels of scales packs the codes of a stack.
 
     On a GPU it packs four-bit codes along the dim that the GEMM sums; elsewhere it stores one code a byte.
     """

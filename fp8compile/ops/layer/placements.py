@@ -276,8 +276,8 @@ class CutOverGroup(_OverGroup):
         feature_sizes: Number of features on each rank.
         rank: This rank's number in the group.
         group: The name of the group.
-        sequence_dim: The leading dim along which ranks share the tokens, on the side of the layer whose features are
-            whole; None if every rank has all tokens.
+        sequence_dim: The leading dim along which ranks share the tokens: of the input if ``weight_dim`` is 0, of the
+            output if it is 1. None if every rank has all tokens.
         sequence_sizes: Number of tokens on each rank along ``sequence_dim``.
     """
 
@@ -461,7 +461,7 @@ class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the multipliers."""
+        """Keyword arguments of `Operands`: the multipliers that the forward used, None without delayed scaling."""
         return {"multiplier": self.multiplier}
 
 

@@ -108,7 +108,7 @@ def _sides(part: Plain, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
 
 
 def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """The part's elements; if ranks cut blocks, in a window of whole blocks, with zeros around the elements."""
+    """The part's elements; if ranks cut blocks, padded with zeros to a window of whole blocks."""
     if all(side.kind != "split" for side in sides):
         return part.local
     window = part.local if part.layout.batch else as_matrix(part.local)
@@ -118,7 +118,7 @@ def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
 
 
 def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """Cut the part's own codes out of the codes of its window."""
+    """Undo the padding of `_window`: take the codes of the part's elements."""
     if all(side.kind != "split" for side in sides):
         return codes
     for dim, side in zip(SIDES, sides, strict=True):

@@ -58,7 +58,7 @@ class _WithMultiplier:
         return amax_of(weight, quantizer)
 
     def empty_beside(self: Any) -> tuple[Tensor, ...]:
-        """The further outputs that `begin` returns, without values, for tracing."""
+        """Empty tensors like the further outputs that `begin` returns, for tracing."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
@@ -122,7 +122,7 @@ class DelayedForGradient(Placement):
     multiplier: Tensor
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the multipliers."""
+        """Keyword arguments of `Operands`: the multipliers that the forward used."""
         return {"multiplier": self.multiplier}
 
 

@@ -122,7 +122,7 @@ class Roofline:
 
 
 def padding(gemm: GraphGemm) -> tuple[int, int]:
-    """Sizes (k, n) to which a GPU pads the sum and the columns of a product of codes."""
+    """Sizes (k, n) to which a GPU pads the contracted dim and the columns of a product of codes."""
     if not gemm.is_fp8:
         return gemm.k, gemm.n
     return gemm.k + -gemm.k % gemm.sum_to, gemm.n + -gemm.n % ALIGNMENT

@@ -302,8 +302,8 @@ def is_spread(model: nn.Module) -> bool:
 def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
     """The messages that a model's FP8 layers on DTensors send in one forward and backward.
 
-    The plan decides what is sent, so a fake process group (``torch.testing._internal.distributed.fake_pg``) gives the
-    same messages without other ranks. With a real process group, all ranks call this. Modes, buffers, gradients and
+    The messages depend only on the plan given to ``parallelize_module``, not on values, so a fake process group
+    (``torch.testing._internal.distributed.fake_pg``) gives the same messages without other ranks. With a real process group, all ranks call this. Modes, buffers, gradients and
     random states are restored.
 
     Args:

@@ -69,7 +69,7 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
     Args:
         scale: The operand's scales. Those of a right operand are transposed, so that they run along its columns.
         rows: The operand's rows; for a right operand its columns.
-        k: Length of the sum.
+        k: Size of the contracted dim.
         side: "a" or "b", for errors.
         gpu: The GPU.
 
@@ -107,7 +107,7 @@ def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> T
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """The scales of a right operand, transposed; a scale without dims as it is."""
+    """The scales of a right operand, transposed; a scale without dims is returned unchanged."""
     return scale.t() if scale.ndim == 2 else scale
 
 
