@@ -127,7 +127,7 @@ class Quantizer(Constant):
         return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
-        """The quantizer that a layer uses for a matrix of this shape: itself, or `unpacked` if it can't pack it."""
+        """The quantizer for a layer's matrix of this shape: itself, or `unpacked()` if it can't pack its codes."""
         return self
 
     def transform(self) -> tuple[int, ...]:

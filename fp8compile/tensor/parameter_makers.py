@@ -86,7 +86,7 @@ def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[
 
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
-    """Make a blank parameter of zero codes, as memory for a shard of ``x`` or for a tensor like it."""
+    """Make a parameter of zero codes, into which FSDP2 copies a shard of ``x``, or others a tensor like ``x``."""
     if x.batch and len(size) != x.ndim:  # FSDP2 does this for a rank without elements
         return x.flat([own.codes.new_empty(size, **kwargs) for own in x.sets()])
     if kwargs.pop("dtype", None) not in (None, x.dtype):

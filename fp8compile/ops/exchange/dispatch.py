@@ -10,7 +10,7 @@ Each op is the gradient of the other. Arguments of both after the rows:
     sizes       (2, R), int64, on the host: the sums of `sent` and of `received` over experts, the lengths of messages;
                 None: all messages have the same length, and unused places hold zeros
     length      number of rows that come out; None: as many as arrive
-    slot        (dispatch) slot of the layer that reads the rows: "input" or "grad_output"
+    slot        (dispatch) the recipe's field for the rows, "input" or "grad_output"
     recipe      decides whether rows, or the gradient of combine, are sent as codes: see `sent_as`
     group       name of the group; ignored if R is 1
 

@@ -30,11 +30,11 @@ __all__ = ["Moves", "fitting", "take"]
 def fitting(counts: Tensor, capacity: int) -> Tensor:
     """Number of rows of each expert that fit into a capacity, (R, E) int64.
 
-    The places of a rank are filled in the order of its experts.
+    The room for a rank is filled in the order of its experts.
 
     Args:
         counts: Number of rows of each expert, (R, E) int64.
-        capacity: Number of places for each of the R ranks.
+        capacity: Number of rows that there is room for, for each of the R ranks.
     """
     ends = counts.cumsum(1).clamp(max=capacity)
     return torch.diff(ends, dim=1, prepend=ends.new_zeros((ends.shape[0], 1)))
@@ -47,10 +47,10 @@ def _starts(sizes: Tensor) -> Tensor:
 
 
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
-    """Index of the row that goes to each place, (length,) int64; -1 for a place that stays empty.
+    """For each row of the result, the index of its row in the source, (length,) int64; -1 for a row of zeros.
 
     Args:
-        length: Number of places.
+        length: Number of rows of the result.
         to: Offset of each part in the result, (parts,), not decreasing.
         at: Offset of each part in the source, (parts,).
         sizes: Number of rows in each part, (parts,).
@@ -75,7 +75,7 @@ class Moves:
     Attributes:
         sent: Number of rows that this rank has for each expert of each rank, (R, E) int64.
         received: Number of rows that each rank has for each expert of this rank, (R, E) int64.
-        capacity: Number of places for each rank's part; None if parts follow one another without gaps.
+        capacity: Number of rows that each rank's part has room for; None if parts follow one another without gaps.
     """
 
     sent: Tensor
@@ -124,6 +124,6 @@ class Moves:
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """For each of ``length`` places of the buffer, the index of its grouped row."""
+        """For each of ``length`` rows of the buffer, the index of its grouped row."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

@@ -114,7 +114,7 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     """Zero the rows after the last group, which PyTorch's products leave unwritten.
 
-    The backward computes the mask again. If the mask's result were kept, the forward would write both the product and
+    The backward masks again instead of keeping the result of the forward, which would then write both the product and
     the masked copy.
     """
     with inductor.recomputed():

@@ -94,7 +94,7 @@ class LayerOp:
         Args:
             phase: The kind of code in which the steps run.
             args: The op's arguments.
-            codes: Arguments of `Operands` for a weight that is quantized already.
+            codes: Keyword arguments of `Operands` for a weight that is quantized already.
         """
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":

@@ -41,7 +41,7 @@ def _exact(
     """Replace `torch._scaled_mm`: multiply in float64, and round once to ``out_dtype``.
 
     Scales must broadcast against the operands: one scale, or one for each row of ``a`` and each column of ``b``.
-"""
+    """
     out_dtype = next((each for each in _ if isinstance(each, torch.dtype)), out_dtype)
     return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)
 

@@ -201,7 +201,8 @@ def grouped_nvfp4_mm(
 ) -> Tensor:  # fmt: skip
     """`torch._scaled_grouped_mm_v2` of four-bit codes, as `fp8compile::grouped_nvfp4_mm` calls it.
 
-    Requirements are checked. A group whose sum is empty is skipped: its result stays unwritten, and is NaN here.
+    Requirements are checked. A group without columns to sum over is skipped: its result stays unwritten, and is
+    NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
     demand(bool(gates_of("nvfp4 groups", gpu.target)), name, "compute capability 10.0 or 10.3.")
