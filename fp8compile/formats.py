@@ -219,7 +219,7 @@ class ExponentFormat:
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
     def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
-        """Convert exponents to bytes, and give a value that is NaN the byte for NaN: its comparison below is False."""
+        """Convert exponents to bytes; a value that is NaN gets the byte for NaN, because its comparison is False."""
         return torch.where(values <= torch.inf, exponents, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:

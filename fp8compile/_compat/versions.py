@@ -145,7 +145,7 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
-    """The dtype in which FSDP2 sums gradients by default: the parameter's own; before 2.15, the forward's dtype."""
+    """The dtype in which FSDP2 sums gradients by default: the parameter's dtype; before 2.15, the forward's dtype."""
     return own if TORCH_VERSION >= (2, 15) else used
 
 

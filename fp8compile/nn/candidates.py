@@ -1,4 +1,4 @@
-"""The layers that `convert` can convert: ``nn.Linear``, and modules that a host takes, such as experts."""
+"""The layers that `convert` can convert: ``nn.Linear``, and modules that a `Host` describes, such as experts."""
 
 from __future__ import annotations
 

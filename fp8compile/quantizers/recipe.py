@@ -197,7 +197,7 @@ class Recipe(Constant):
         return 0
 
     def shares_weight_codes(self) -> bool:
-        """Whether one set of a weight's codes serves the output and grad_input, whose GEMM may read their values."""
+        """Whether output and grad_input read the same codes of a weight; grad_input may read them dequantized."""
         quantizer = self.weight
         return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
 

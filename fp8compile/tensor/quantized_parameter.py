@@ -282,7 +282,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return super()._values(dtype)
 
     def amax_of(self, own: Quantized, values: Tensor) -> Tensor:
-        """Amaxes of new values, one for each scale of the set ``own``, as far as this rank's part tells."""
+        """Amaxes of new values, one for each scale of the set ``own``, from this rank's elements alone."""
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
             return ops.amax(values, own.quantizer)

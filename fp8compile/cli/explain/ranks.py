@@ -1,7 +1,7 @@
 """`fp8compile explain --tp N`: explains the first of N ranks in this process; the other ranks do not exist.
 
-A fake process group accepts every message and sends none, so a model's parallelize plan is applied, traced and run
-as on N ranks. The computed values of such a run mean nothing; its messages and the formats of its GEMMs are the right ones.
+A fake process group accepts every message and sends none, so a model is parallelized, traced and run as on N
+ranks. The computed values of such a run mean nothing; its messages and the formats of its GEMMs are the right ones.
 """
 
 from __future__ import annotations

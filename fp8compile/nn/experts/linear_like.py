@@ -20,7 +20,7 @@ FORWARD = ("transformers.pytorch_utils", "Conv1D.forward")
 
 
 def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool) -> Host:
-    """The host for classes whose forward is ``x @ weight.T + bias``, or if transposed ``x @ weight + bias``.
+    """Make a `Host` for classes whose forward is ``x @ weight.T + bias``, or if transposed ``x @ weight + bias``.
 
     Args:
         takes: Returns whether a class has such a forward.

@@ -22,7 +22,7 @@ KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
-    """The layers whose weight a PyTorch module is known to multiply, each with the name of the method that does it."""
+    """The layers whose weight a PyTorch module multiplies without calling the layer, each with that method's name."""
     return {
         getattr(module, name): f"{cls.__name__}.forward"
         for module in model.modules()

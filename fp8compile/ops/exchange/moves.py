@@ -70,7 +70,7 @@ def take(rows: Tensor, sources: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moves:
-    """Indices that move rows between the four orders: rows to slots and back, buffer to grouped rows and back.
+    """Indices that move rows between the four orders that the head of this file defines.
 
     Attributes:
         sent: Number of rows that this rank has for each expert of each rank, (R, E) int64.
@@ -109,21 +109,21 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """For each of ``length`` slots, the index of its row."""
+        """For each of ``length`` slots of the sent messages, the index of the row in it."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 
     def slots_of_rows(self, length: int) -> Tensor:
-        """For each of ``length`` rows, the index of its slot."""
+        """For each of ``length`` rows, the index of its slot in the sent messages."""
         rows, slots, sizes = self._parts()
         return _sources(length, rows, slots, sizes)
 
     def buffer_of_grouped(self, length: int) -> Tensor:
-        """For each of ``length`` grouped rows, its index in the buffer."""
+        """For each of ``length`` rows sorted by expert, its index in the buffer of received rows."""
         buffer, grouped, sizes = (each.t().flatten() for each in self._pieces())
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """For each of ``length`` rows of the buffer, the index of its grouped row."""
+        """For each of ``length`` rows of the receive buffer, its index among the rows sorted by expert."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

@@ -1,4 +1,4 @@
-"""fp8compile::routed_rows: puts rows of tokens into the order of their experts; its gradient gathers, not scatters.
+"""fp8compile::routed_rows: puts rows of tokens into the order of their experts; its gradient scatters nothing.
 
     order (R,)    index of the (token, expert) pair at each of R places
     places (R,)   place of each pair, the inverse of `order`

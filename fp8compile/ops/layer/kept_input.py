@@ -52,7 +52,7 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
-    """Whether the kept codes are cast along rows: grad_weight then reads the values that the forward multiplied."""
+    """Whether kept codes have blocks along rows, because grad_weight reads the values that the forward multiplied."""
     return quantizer.block[1] != 1
 
 

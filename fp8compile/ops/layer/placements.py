@@ -75,7 +75,7 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Placement:
-    """Base of placements. Used by itself, it stands for a layer whose tensors are all whole."""
+    """Base of placements, which say what part of each tensor a rank has; by itself, every tensor is whole."""
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
@@ -198,7 +198,7 @@ class WholeGroups(Placement):
 
 @dataclass(slots=True)
 class _OverGroup(Placement):
-    """Base of placements whose weight is shared by the ranks of a group.
+    """Base of placements in which the ranks of a group share the weight.
 
     The op itself sends messages. A graph with the op therefore holds the group's name, and never runs for another
     group. In a group of one rank nothing is cut and nothing is sent.
@@ -442,7 +442,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the rows that each rank has, the weight's amax and the multipliers."""
+        """Keyword arguments of `Operands`: each rank's rows, the weight's amax, and the forward's multipliers."""
         return {"rows": self.rows, "weight_amax": self.amax, "multiplier": self.multiplier}
 
 

@@ -1,4 +1,4 @@
-"""Placements of layers with delayed scaling. Their fields hold the state, or tokens that bring amaxes to the state.
+"""Placements of layers with delayed scaling. Their fields hold the state, or tokens whose gradients are amaxes.
 
 Delayed           the layer's own backward updates the state
 DelayedOverFsdp   amaxes travel as gradients of tokens, see `fp8compile.ops.layer.amax_tokens`
@@ -63,7 +63,7 @@ class _WithMultiplier:
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
     def keep_used(self: Any, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Save the multipliers that the output used, for the backward; returns them."""
+        """Save the multipliers that the output used for the backward, and return them."""
         return keep_used(ctx, self.multiplier, output)
 
 
@@ -129,6 +129,8 @@ class DelayedForGradient(Placement):
 @dataclass(slots=True)
 class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     """A weight that FSDP cuts by rows, with the layer's multipliers.
+
+    A token is a tensor of zeros that nothing reads; its gradient carries amaxes to the state.
 
     Attributes:
         of_activations: Token (3,). Its gradient holds 1 if the layer's backward ran, the amax of x, and the amax of

@@ -125,7 +125,7 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in a layer: in the layer's op, or where the plan moves a tensor before or after the op."""
+    """A place in a layer's run: its op, or before or after the op, where a style of the plan moves a tensor."""
 
     layer: str
     tensor: str | None  # name of the tensor that the plan moves; None in the op
