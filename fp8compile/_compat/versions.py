@@ -91,8 +91,8 @@ def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
 
     Args:
         function: Takes and returns tensors, constants, and containers of them.
-        often: Number of different codes that one graph may need for its calls of the function. From 2.13 on PyTorch
-            raises if there are more.
+        often: Number of compiled versions that one graph may need for its calls of the function. From 2.13 on
+            PyTorch raises if there are more.
     """
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)

@@ -63,7 +63,7 @@ TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
 
 @triton.jit
 def _tiles(size, e, E):
-    """Number of tiles of columns of each group, at least one; 0 if ``e`` is no group."""
+    """Number of tiles of columns of each group, at least one; 0 if ``e`` is no index of a group."""
     return tl.where(e < E, tl.maximum(tl.cdiv(size, TILE), 1), 0)
 
 

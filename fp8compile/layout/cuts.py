@@ -187,7 +187,7 @@ class AxisBlocks:
         return torch.arange(self.first - self.first % self.block, self.first + self.length, device=device)
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
-        """Pad the grid of this rank's blocks with zeros to the grid of the whole."""
+        """Pad a grid with this rank's blocks with zeros, to a grid with all blocks of the whole."""
         first, count, every = self._blocks()
         if self.kind == "aligned" and self.first is None:
             shape = list(grid.shape)

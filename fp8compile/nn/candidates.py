@@ -88,7 +88,7 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def converted_class(layer: nn.Module) -> type[Any]:
-    """The class that a layer gets when it is converted. Making the class may raise, so this changes no layer."""
+    """The class that a layer gets when it is converted. This may raise, and changes no layer."""
     if isinstance(layer, nn.Linear):
         return float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
     return hosted_class(type(layer))

@@ -71,7 +71,7 @@ class CurrentScaling(Quantizer):
         return torch.uint8 if self.stores_e8m0() else torch.float32
 
     def is_local(self) -> bool:
-        """Whether a value's code depends on its block alone; False for stochastic rounding, which has positions."""
+        """Whether a value's code depends on its block alone; False for stochastic rounding, with noise by position."""
         return self.rounding == "nearest"
 
     def multiplier(self, amax: Tensor) -> Tensor:

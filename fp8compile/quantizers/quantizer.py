@@ -283,8 +283,7 @@ class Quantizer(Constant):
         Args:
             x: Values, as `cast` takes them.
             multiplier: Multipliers, as `cast` takes them.
-            rows: For each row of ``x``, the index in the whole tensor of the first element of that row of the whole,
-                (M,) int64.
+            rows: For each row of ``x``, the index at which that row begins in the whole, flattened tensor, (M,) int64.
             columns: For each column of ``x``, its column in the whole tensor, (K,) int64. The index of an element is
                 the sum of both.
         """

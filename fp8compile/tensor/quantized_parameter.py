@@ -353,7 +353,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """A view of the same shape."""
+        """A view of this parameter with the same shape, made of the given sets of codes."""
         found = super().like(sets)
         found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
         return found

@@ -108,7 +108,7 @@ WEIGHT_IN_BACKWARD = replace(STEPS[Phase.BACKWARD], cast=_cast_in_backward)
 
 @dataclass(frozen=True)
 class Operands:
-    """What quantizes and multiplies the operands of one product of a layer.
+    """Quantizes and multiplies the operands of one product of a layer.
 
     Attributes:
         recipe: Quantizers for the operands. For groups, those with one level of scales store one code a byte.

@@ -289,7 +289,7 @@ class CutOverGroup(_OverGroup):
     group: str
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError for delayed scaling, because a function has no place for its state."""
+        """Raise a ValueError for delayed scaling, because users call this op by functions, which keep no state."""
         if not _compat.is_stand_in(recipe) and recipe.history():
             raise ValueError(
                 "sharded_linear: the recipe has delayed scaling, whose state is kept by layers, and this one is a "

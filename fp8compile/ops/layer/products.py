@@ -138,7 +138,7 @@ def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
 
 
 def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """The step of each group for a GEMM of two operands; no rank sends anything.
+    """Find what each group of ranks would do for a GEMM of two operands; nothing is sent.
 
     Args:
         gemm: Which of the three GEMMs.
