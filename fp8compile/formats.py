@@ -114,7 +114,7 @@ class Float8Format:
         return saturated
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
-        """Round each value at random to one of the two codes around it, so that the expected value is the value.
+        """Round each value at random to one of the two codes around it, so that the expected result is the value.
 
         Args:
             values: Any shape, float32.

@@ -157,7 +157,7 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _computing(self, params: list[Tensor], *, rounds: bool = True) -> Iterator[None]:
-        """Context in which the inner optimizer runs on the masters of ``params``; if ``rounds``, round them after it."""
+        """Context in which the inner optimizer runs on the masters of ``params``; with ``rounds`` they are then rounded"""
         for p in params:
             local_itself(p).check_writable("a step")
         self._check_exchanged()
