@@ -144,7 +144,7 @@ def _mixed(h):
 
 @triton.jit
 def _noise(values, position, SEED: tl.constexpr):
-    """Noise in [0, 1), as in `quantizers/stochastic_rounding.py`; 32-bit arithmetic needs no masks."""
+    """Noise in [0, 1), as in `quantizers/stochastic_rounding.py`; it masks to 32 bits, which are all bits here."""
     h = _word(values.to(tl.uint32, bitcast=True), position, SEED)
     return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
 

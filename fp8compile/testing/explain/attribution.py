@@ -184,7 +184,7 @@ class Owners:
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """The weights whose gradient a value is, or becomes by addition, concatenation or other operators."""
+        """The weights whose gradient is a value, or is made from it by addition, concatenation or other operators."""
         todo, seen = [value], set()
         while todo:
             value = todo.pop()

@@ -201,8 +201,8 @@ def grouped_nvfp4_mm(
 ) -> Tensor:  # fmt: skip
     """Check a GPU's requirements, and compute what `fp8compile::grouped_nvfp4_mm` calls on a GPU.
 
-    It calls `torch._scaled_grouped_mm_v2` on four-bit codes. A group without columns to sum over is skipped: its result
-    stays unwritten, and is NaN here.
+    It calls `torch._scaled_grouped_mm_v2` on four-bit codes. A group without columns to sum over is skipped. Its
+    result stays unwritten, and is NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
     demand(bool(gates_of("nvfp4 groups", gpu.target)), name, "compute capability 10.0 or 10.3.")
