@@ -6,8 +6,8 @@
     cast       finds the rows for 128 columns of codes, loads them, multiplies by their groups' multipliers --> codes
     quantize   finds rows like cast; blocks of tokens begin with each group: amax --> multiplier --> codes, scales
 
-Columns come in units of `ALIGN`, and all columns of a unit belong to one group, so a group is looked up only once for
-each unit. Rows after the last group are never loaded. Every byte of the codes is written: padding is 0. Offsets that
+Columns come in runs of `ALIGN`, and all columns of a run belong to one group, so a group is looked up only once for
+each run. Rows after the last group are never loaded. Every byte of the codes is written: padding is 0. Offsets that
 are not ends of groups give wrong results, but never an access outside the tensors.
 
 The steps are those of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits

@@ -63,7 +63,7 @@ class CurrentScaling(Quantizer):
         check_rounding("CurrentScaling", self.rounding, self.seed)
 
     def stores_e8m0(self) -> bool:
-        """Whether scales are stored as E8M0 bytes: those of the rules ``"e8m0_rceil"`` and ``"e8m0_floor"`` are."""
+        """Whether scales are stored as E8M0 bytes, by the rules ``"e8m0_rceil"`` and ``"e8m0_floor"``."""
         return self.scale.startswith("e8m0")
 
     def scale_dtype(self) -> torch.dtype:

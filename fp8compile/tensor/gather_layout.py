@@ -37,7 +37,7 @@ class SetToGather:
     Attributes:
         gemm: The GEMM that reads the codes.
         quantizer: The quantizer of the codes.
-        is_own: For each level of scales, whether only this rank has the scales of its shard.
+        is_own: For each level of scales (blocks, outer), whether only this rank has the scales of its shard.
         scale_shapes: Shapes of the gathered weight's scales, by level.
         make: Returns the codes, and then the scales by level. Its argument is a quantizer that makes the same codes
             but may pack them otherwise. The scales are those of the shard if ``is_own``, else those of the weight.

@@ -9,8 +9,8 @@ Rows of an expert stay in the order of ranks, and rows from one rank stay in the
 process that has the tokens of all ranks, one rank after the other, gets the same order, and so the same blocks along
 tokens.
 
-With a capacity each rank's part has a fixed number of places, and unused places hold zeros. Without a capacity parts
-follow one another without gaps, and slots are equal to rows.
+With a capacity, each rank's part of a message has room for a fixed number of rows, and room that is left holds zeros.
+Without a capacity, parts follow one another without gaps, and slots are equal to rows.
 
 Letters: R ranks of the group, E experts of each rank.
 """

@@ -32,7 +32,7 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
 
     Args:
         recipe: Recipe of the products that read the rows.
-        slot: ``"input"`` or ``"grad_output"``.
+        slot: The recipe's field for the rows, ``"input"`` or ``"grad_output"``.
     """
     (slots,) = (each for each in TENSORS.values() if slot in each)
     quantizers = [getattr(recipe, each) for each in slots]
