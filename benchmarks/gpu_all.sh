@@ -37,6 +37,9 @@ python=${PYTHON:-python3}
 # pytest's plugins of other packages are left out: a warning of theirs would be an error here
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$(nproc)}
+# what a Blackwell GPU multiplies by itself is trained there too
+major=$("$python" -c 'import torch; print(torch.cuda.get_device_capability()[0])' 2>/dev/null || echo 0)
+[ "$major" -lt 10 ] || train+=(mxfp8 nvfp4)
 mkdir -p "$logs" || exit 2
 failed=()
 

@@ -107,14 +107,14 @@ class Float8Format:
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        """The values within the format's range; rounded to codes' values if the target's own cast rounds wrongly."""
+        """Clamp values to the format's range; if the target's own cast rounds wrongly, also round them here."""
         saturated = values.clamp(-self.max, self.max)
         if target_of(values.device).capability == CASTS_BY_FLOAT16:
             return _to_nearest(saturated, self)
         return saturated
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
-        """Round each value at random to one of the two codes around it, so that the expected value is the value.
+        """Round each value at random to one of the two codes around it, so that the expected result is the value.
 
         Args:
             values: Any shape, float32.
@@ -219,7 +219,7 @@ class ExponentFormat:
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
     def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
-        """Convert exponents to bytes, and give a value that is NaN the byte for NaN: its comparison below is False."""
+        """Convert exponents to bytes; a value that is NaN gets the byte for NaN, because its comparison is False."""
         return torch.where(values <= torch.inf, exponents, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:

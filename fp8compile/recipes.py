@@ -457,7 +457,7 @@ ARGUMENTS = {
 
 
 def _call(name: str, recipe: Recipe) -> str | None:
-    """The call of a ready recipe's function that makes this recipe, without default arguments; None if none does."""
+    """The text of the call ``name(...)`` that makes this recipe, without default arguments; None if no call does."""
     function = READY[name]
     defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
     weight: Any = recipe.weight  # any class of quantizers, or None

@@ -57,7 +57,10 @@ def forget_meshes() -> None:
 
 
 def local_itself(tensor: Any) -> Any:
-    """The tensor object that a DTensor wraps, where ``to_local()`` may return a view; any other tensor itself."""
+    """The tensor object that a DTensor wraps; any other tensor is returned unchanged.
+
+    ``to_local()`` may return a view of the object instead.
+    """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
@@ -80,7 +83,7 @@ def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Redistribute the gradient of an input: where the input was cut, a partial sum is reduced and scattered.
+    """Reduce-scatter the gradient of an input over each mesh dim that cuts the input, if it is a partial sum there.
 
     If the gradient stayed a partial sum, the backward of the norm before the layer would compute with it, and ranks
     would sum three float32 tensors instead of one.

@@ -68,7 +68,7 @@ def _check_not_written(parameter: Any) -> None:
 
 @functools.cache
 def _extend() -> None:
-    """Patch FSDP2's parameters to keep and gather parts."""
+    """Patch FSDP2's parameter class, so that it keeps parts of gathered tensors and gathers these parts again."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
     def to_sharded_post_forward(self: Any) -> None:

@@ -134,7 +134,7 @@ def is_unbacked(size: Any) -> bool:
 
 
 def new_dynamic_size() -> torch.SymInt:
-    """A new symbol, for a fake kernel, for a size that depends on data.
+    """Make a symbol, in a fake kernel, for a size that depends on data.
 
     PyTorch's own `new_dynamic_size` breaks the graph unless ``fullgraph=True`` or Dynamo's option
     ``capture_dynamic_output_shape_ops`` is set. This function never breaks the graph.

@@ -91,8 +91,8 @@ def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
 
     Args:
         function: Takes and returns tensors, constants, and containers of them.
-        often: Number of different codes that one graph may need for its calls of the function. From 2.13 on PyTorch
-            raises if there are more.
+        often: Number of compiled versions that one graph may need for its calls of the function. From 2.13 on
+            PyTorch raises if there are more.
     """
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
@@ -130,7 +130,7 @@ def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any)
 
 
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
-    """Let the backward of a gather get its gradient in the same dtype in which FSDP2 gets a parameter's gradient.
+    """Let autograd pass a gather's gradient in the dtype in which FSDP2 receives the gradient of a parameter.
 
     From 2.15 on, the float32 gradient that a norm computes for a bfloat16 weight reaches the sum over ranks unrounded.
     Before 2.15 autograd rounds it to the dtype of the weight first, and this function does nothing.
@@ -145,7 +145,7 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
-    """The dtype in which FSDP2 sums gradients by default: the parameter's own; before 2.15, the forward's dtype."""
+    """The dtype in which FSDP2 sums gradients by default: the parameter's dtype; before 2.15, the forward's dtype."""
     return own if TORCH_VERSION >= (2, 15) else used
 
 
@@ -186,7 +186,7 @@ def concatenated(first: Any, second: Any) -> Any:
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The mesh of which a mesh is a part; a mesh that is no part is its own root."""
+    """The whole mesh that a mesh was sliced from; the mesh itself if it is no slice."""
     return mesh._get_root_mesh()
 
 
@@ -203,15 +203,15 @@ def cpu_has_rowwise_gemm() -> bool:
 
 
 def traces_no_constant() -> bool:
-    """Whether Dynamo is tracing and can't trace methods of constants, such as quantizers; so in PyTorch 2.11 only."""
+    """Whether Dynamo of PyTorch 2.11 is tracing, which can't trace methods of constants, such as quantizers."""
     return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 
 def asks_a_constant(fn: F) -> F:
     """Let traced code call ``fn``, a function that calls a method of a constant, such as a quantizer.
 
-    PyTorch 2.11 can't trace such a method. There the result becomes a constant of the graph, and a second quantizer
-    that is equal to the first compiles once more.
+    PyTorch 2.11 can't trace such a method. There Dynamo calls ``fn`` while it traces, and the graph holds the result
+    as a constant. A second quantizer that is equal to the first compiles the graph once more.
     """
     if TORCH_VERSION < (2, 12):
         fn._dynamo_marked_constant = True  # type: ignore[attr-defined]

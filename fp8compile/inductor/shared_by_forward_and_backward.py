@@ -76,7 +76,7 @@ def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], 
 
 
 def _nodes_below(tensor: torch.Tensor) -> list[Any]:
-    """The nodes of a tensor; for a functional tensor, the nodes of its current value."""
+    """The graph nodes of a tensor; a functional tensor is first unwrapped to its current value."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if isinstance(tensor, FunctionalTensor):

@@ -1,4 +1,4 @@
-"""Triton kernels for steps that Inductor's own code needs more passes for.
+"""Triton kernels for steps in which the code that Inductor generates would read or write memory more often.
 
 Each kernel is called by an op, which has a reference in PyTorch with the same bits.
 """

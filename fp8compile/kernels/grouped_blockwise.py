@@ -1,4 +1,4 @@
-"""Kernels for grouped products on Hopper with a scale for every 128 values of the sum; PyTorch has no such product.
+"""Kernels for grouped products on Hopper with a scale for every 128 values to be summed; PyTorch has none.
 
     product                             tile of a program
     rows     y_RN  = a_RK @ b_e,NK^T    128 columns by 128 rows of one group, or of rows after the last group
@@ -24,7 +24,7 @@ from fp8compile.kernels.groups import SEARCHED, _sizes, _units
 
 __all__ = ["STAGES", "WARPS", "multiply_rows", "multiply_tokens", "rows_kernel", "tokens_kernel"]
 
-TILE = 128  # rows and columns of a program's part of the product, and length of a block of the sum
+TILE = 128  # rows and columns of a program's part of the product, and length of a block of the summed dim
 WARPS = 8
 STAGES = 4  # each takes 32 KiB of shared memory
 
@@ -106,7 +106,7 @@ def tokens_kernel(
     a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, offsets_ptr, d_ptr, N, K, C,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of one group's matrix; the padding after a group's tokens has codes 0."""
+    """Compute one tile of one group's matrix; the padding after a group's tokens adds nothing, because it is 0."""
     columns = tl.cdiv(K, TILE)
     n = tl.program_id(0) // columns * TILE + tl.arange(0, TILE)
     k = tl.program_id(0) % columns * TILE + tl.arange(0, TILE)

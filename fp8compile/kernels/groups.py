@@ -6,8 +6,8 @@
     cast       finds the rows for 128 columns of codes, loads them, multiplies by their groups' multipliers --> codes
     quantize   finds rows like cast; blocks of tokens begin with each group: amax --> multiplier --> codes, scales
 
-Columns come in units of `ALIGN`, and all columns of a unit belong to one group, so a group is looked up only once for
-each unit. Rows after the last group are never loaded. Every byte of the codes is written: padding is 0. Offsets that
+Columns come in runs of `ALIGN`, and all columns of a run belong to one group, so a group is looked up only once for
+each run. Rows after the last group are never loaded. Every byte of the codes is written: padding is 0. Offsets that
 are not ends of groups give wrong results, but never an access outside the tensors.
 
 The steps are those of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits
@@ -48,7 +48,7 @@ CAST_WARPS = 16
 
 @triton.jit
 def _sizes(offsets_ptr, e, E):
-    """Number of tokens of each group ``e``; 0 if ``e`` is no group."""
+    """Number of tokens of each group; 0 if ``e`` is no index of a group."""
     start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
     return tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
 
@@ -69,7 +69,7 @@ def amax_kernel(
     x_ptr, offsets_ptr, amax_ptr, R, K, E, stride_m, stride_k,
     TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes of one tile, group by group: one for each group with IS_WHOLE, otherwise one for each of its columns."""
+    """Update the groups' amaxes with one tile: a group has one amax if IS_WHOLE, otherwise one for each column."""
     first = tl.program_id(0) * TILE
     m, k = first + tl.arange(0, TILE), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_token = m < tl.minimum(tl.load(offsets_ptr + E - 1), R)
@@ -89,9 +89,9 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """Find the groups of units of columns from ``first`` on; E after the last group.
+    """Find the group of each run of ALIGN columns of codes, from column ``first`` on; E for runs after the last group.
 
-    Returns the group, the first row and the end of the group for each unit.
+    Returns for each run its group, the row of x that its first column is made from, and the end of the group's rows.
     """
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
@@ -108,7 +108,10 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """The row of each of TILE columns of codes, (TILE, 1), and a mask of columns that are not padding."""
+    """Find the row of x that each of TILE columns of transposed codes is made from.
+
+    Returns the rows, (TILE, 1) int64, and a mask that is False for padding.
+    """
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
     is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
     return tl.reshape(m, (TILE, 1)).to(tl.int64), is_row

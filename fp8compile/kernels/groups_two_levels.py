@@ -63,7 +63,7 @@ TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
 
 @triton.jit
 def _tiles(size, e, E):
-    """Number of tiles of columns of each group, at least one; 0 if ``e`` is no group."""
+    """Number of tiles of columns of each group, at least one; 0 if ``e`` is no index of a group."""
     return tl.where(e < E, tl.maximum(tl.cdiv(size, TILE), 1), 0)
 
 
@@ -95,7 +95,7 @@ def _end(offsets_ptr, group, R, E):
 
 @triton.jit
 def _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group):
-    """Load sixteen rows for each unit; zeros beyond the end of the group."""
+    """Load blocks of sixteen rows, which begin at ``row``, as sixteen tensors; zeros beyond the end of the group."""
     xs = ()
     for i in tl.static_range(SIXTEEN):
         m = row + i
@@ -111,7 +111,7 @@ def amaxes_kernel(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the largest magnitudes of one tile to the amaxes of its group; rows after the last group are in no amax."""
+    """Update a group's amaxes with the largest magnitudes of one tile; rows after the last group are left out."""
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
     end = _end(offsets_ptr, group, R, E)
@@ -150,7 +150,10 @@ def _along_tokens(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize sixteen rows of each unit along tokens."""
+    """Quantize a tile in blocks of sixteen tokens of one feature, and store its codes and scales transposed.
+
+    Padding gets zeros.
+    """
     BLOCKS: tl.constexpr = TILE // SIXTEEN
     packed, scale = _packed_columns(
         xs, inside, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
@@ -173,7 +176,7 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows in blocks along the rows; rows after the last group get zeros."""
+    """Quantize some rows in blocks along the rows, and store codes and scales; rows after the last group get zeros."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(inside.to(tl.int64)[:, None] * K + k[None, :], split)

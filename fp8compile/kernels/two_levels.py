@@ -144,7 +144,7 @@ def _mixed(h):
 
 @triton.jit
 def _noise(values, position, SEED: tl.constexpr):
-    """Noise in [0, 1), as in `quantizers/stochastic_rounding.py`, whose masks 32-bit arithmetic makes unnecessary."""
+    """Noise in [0, 1), as in `quantizers/stochastic_rounding.py`; it masks to 32 bits, which are all bits here."""
     h = _word(values.to(tl.uint32, bitcast=True), position, SEED)
     return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
 
@@ -219,7 +219,7 @@ def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Sum j of the transform of sixteen rows, added term after term; without a transform, row j itself."""
+    """Compute sum j of the transform of sixteen rows, term after term; without a transform, return row j."""
     if TRANSFORM:
         total = xs[0] * (-0.25 if _is_negative(0, j, NEGATIVE) else 0.25)
         for i in tl.static_range(1, SIXTEEN):

@@ -11,8 +11,9 @@ The block and the cuts decide whether ranks have to exchange amaxes, so that all
     n, cut between blocks      nothing                                        "aligned"
     n, cut through blocks      a maximum over the ranks of the whole grid     "split"
 
-If blocks are split, a rank embeds its elements in a window of whole blocks, with zeros around them. Zeros do not
-change an amax, and their codes add nothing to a product. The steps of any quantizer therefore run on such a window.
+If blocks are split, a rank pads its elements with zeros in front, so that they begin with a block. The result is
+called a window. Zeros do not change an amax, and their codes add nothing to a product. The steps of any quantizer
+therefore run on such a window.
 """
 
 from __future__ import annotations
@@ -147,7 +148,10 @@ class AxisBlocks:
         return found
 
     def embed(self, matrix: Tensor, dim: int) -> Tensor:
-        """Embed this rank's elements in the window: whole blocks with the elements in place, and zeros around them."""
+        """Pad this rank's elements with zeros to a window, which begins with a block.
+
+        If the elements are several runs of the whole, the window is the whole.
+        """
         if self.kind == "aligned":
             return matrix
         if self.first is None:
@@ -158,7 +162,7 @@ class AxisBlocks:
         return pad(matrix, (0, 0, before, 0) if dim == ROWS else (before, 0)) if before else matrix
 
     def extract(self, window: Tensor, dim: int) -> Tensor:
-        """Take this rank's elements out of a window."""
+        """Undo `embed`: take this rank's elements out of a window."""
         if self.kind == "aligned":
             return window
         if self.first is None:
@@ -166,7 +170,7 @@ class AxisBlocks:
         return window.narrow(dim, self.first % self.block, self.length)
 
     def _blocks(self) -> tuple[int, int, int]:
-        """Index of the window's first block, number of blocks in the window, number of blocks in the whole."""
+        """Returns the index of the window's first block, and the numbers of blocks in the window and in the whole."""
         every = -(-self.total // self.block)
         if self.first is None:
             return 0, every, every
@@ -175,7 +179,7 @@ class AxisBlocks:
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def window_positions(self, device: torch.device) -> Tensor:
-        """For each element of this rank's window, its index in the whole, (elements,) int64."""
+        """For each element of the window that `embed` returns, its index in the whole, (elements,) int64."""
         if self.kind != "split":
             return self._positions(device)
         if self.first is None:
@@ -183,7 +187,7 @@ class AxisBlocks:
         return torch.arange(self.first - self.first % self.block, self.first + self.length, device=device)
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
-        """Pad the grid of this rank's blocks with zeros to the grid of the whole."""
+        """Pad a grid with this rank's blocks with zeros, to a grid with all blocks of the whole."""
         first, count, every = self._blocks()
         if self.kind == "aligned" and self.first is None:
             shape = list(grid.shape)
@@ -194,7 +198,7 @@ class AxisBlocks:
         return pad(grid, (0, 0, first, after) if dim == ROWS else (first, after)) if first or after else grid
 
     def window(self, grid: Tensor, dim: int) -> Tensor:
-        """Cut the scales of this rank's window (see `embed`) out of the grid of the whole."""
+        """Cut the scales of the blocks in this rank's window, which `embed` returns, out of the grid of the whole."""
         if self.kind == "aligned" and self.first is None:
             return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
         first, count, _ = self._blocks()

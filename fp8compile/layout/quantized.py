@@ -77,7 +77,7 @@ class Plain:
         return tuple(shape)
 
     def with_cuts(self, cuts: Sharding) -> Plain:
-        """The same elements with other cuts."""
+        """The same elements, with other cuts in the layout."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
@@ -111,12 +111,12 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The scales by level: first those of blocks, then the outer scale if there is one."""
+        """The scales of blocks, and then the outer scale if there is one."""
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether it has scales of blocks that other ranks have elements of."""
+        """Whether ``scale`` has scales of blocks whose elements are on other ranks."""
         return any(self.has_scales_of_whole)
 
     @property
@@ -159,16 +159,16 @@ class Quantized:
         )
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The plain tensors: codes, then scales by level."""
+        """The plain tensors: codes, scales of blocks, and the outer scale if there is one."""
         return self.codes, *self.scales
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
-        """A set with `change` applied to each tensor."""
+        """The same operand with ``change`` applied to its codes and to its scales."""
         outer = None if self.outer_scale is None else change(self.outer_scale)
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
-        """The set of codes of a view: the given codes, and views of all scales that are not given."""
+        """A view of this operand: the given codes, and views of all scales that are not given."""
         alias = torch.ops.aten.alias.default
         scale = alias(self.scale) if scale is None else scale
         outer = None if self.outer_scale is None else alias(self.outer_scale)
@@ -180,5 +180,5 @@ class Quantized:
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """The same codes with other cuts."""
+        """The same codes and scales, with other cuts in the layout."""
         return replace(self, layout=replace(self.layout, cuts=cuts))

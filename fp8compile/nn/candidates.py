@@ -1,4 +1,4 @@
-"""The layers that `convert` can convert: ``nn.Linear``, and modules that a host takes, such as experts."""
+"""The layers that `convert` can convert: ``nn.Linear``, and modules that a `Host` describes, such as experts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def converted_class(layer: nn.Module) -> type[Any]:
-    """The class that a layer gets when it is converted. Making the class may raise, so this changes no layer."""
+    """The class that a layer gets when it is converted. This may raise, and changes no layer."""
     if isinstance(layer, nn.Linear):
         return float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
     return hosted_class(type(layer))

@@ -30,14 +30,14 @@ __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
 
 def codes_of(weight: Tensor, own: Quantized) -> Tensor:
-    """The codes of one set of a weight; a DTensor if the weight is one."""
+    """The codes in one of a weight's sets of codes; a DTensor if the weight is one."""
     if not is_dtensor(weight):
         return own.codes
     return _placed(weight, own.codes, weight.placements, codes_shape(weight.shape, own.quantizer))
 
 
 def scale_of(weight: Tensor, own: Quantized) -> Tensor:
-    """The scale of one set of a weight: replicated over ranks, or cut as the weight is."""
+    """The scale of one of a weight's sets of codes: replicated over ranks, or cut as the weight is."""
     if not is_dtensor(weight):
         return own.scale
     placements = placements_of_scale(weight, own)
@@ -47,7 +47,7 @@ def scale_of(weight: Tensor, own: Quantized) -> Tensor:
 
 
 def outer_scale_of(weight: Tensor, own: Quantized) -> Tensor | None:
-    """The outer scale of one set of a weight: replicated over ranks; for a stack, cut as its matrices are."""
+    """The outer scale of a weight's set of codes: replicated over ranks; for a stack, cut as its matrices are."""
     if not is_dtensor(weight):
         return own.outer_scale
     placements = placements_of_outer_scale(weight)
@@ -74,7 +74,7 @@ ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the seco
 
 
 def _part(weight: Tensor, part: str, index: int) -> Tensor | None:
-    """Codes, scale or outer scale of one set of a quantized parameter; None if the parameter has no such part."""
+    """Codes, scale or outer scale of a quantized parameter's first or second set of codes; None if it has none."""
     sets = local_itself(weight).sets()
     if index >= len(sets) or (part == "outer_scale" and sets[index].outer_scale is None):
         return None
@@ -151,7 +151,7 @@ class CodesInState(Module):
         CONVERTED.add(self)
 
     def extra_repr(self) -> str:
-        """The text of the class, and the recipe, by name if it has one."""
+        """What ``print`` shows: the text of the base class, and the recipe, by name if it has one."""
         recipe: Any = self.recipe
         name, own = describe(recipe), super().extra_repr()
         return f"{own}{', ' if own else ''}recipe={shown(recipe) if name == 'custom' else name}"

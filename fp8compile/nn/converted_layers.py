@@ -1,4 +1,4 @@
-"""Tables of facts about modules. They are not attributes of the modules, because graphs may have guards on these."""
+"""Tables of facts about modules, which are no attributes of modules, because Dynamo may guard on attributes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ LEAST_GAINING = {(8, 9): 109, (9, 0): 137, (10, 0): 187, (10, 3): 187, (12, 0): 
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
-    """K N / (K + N): the gain of a layer's GEMMs in FP8 divided by the cost of casts, up to a factor of the GPU."""
+    """K N / (K + N): the gain of a layer's GEMMs in FP8 divided by the cost of casts, up to a factor for the GPU."""
     return in_features * out_features // (in_features + out_features)
 
 

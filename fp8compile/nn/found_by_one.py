@@ -1,4 +1,4 @@
-"""Raise an error on all ranks if one rank finds it. It is sent with the first message, so that no rank waits forever.
+"""Raise an error on all ranks if one rank finds it: that rank sends a mark first, so that none waits forever.
 
 rank 0   rows are right   --its counts-->     the host reads counts that are negative   --> both raise the text
 rank 1   rows are wrong   --FOUND, FOUND-->   the host reads its own                    -->

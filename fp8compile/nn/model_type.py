@@ -1,4 +1,4 @@
-"""The type of a model that a function changes in place and returns: of whichever class it was given."""
+"""A type variable for functions that change a model in place and return it, so that the model's class is kept."""
 
 from __future__ import annotations
 

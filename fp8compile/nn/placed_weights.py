@@ -85,7 +85,7 @@ def placements_of_outer_scale(weight: DTensor) -> list[Any]:
 
 
 def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
-    """Quantize a DTensor of values, whose parts cut no block, to one or two sets of codes.
+    """Quantize this rank's part of a DTensor of values to one or two sets of codes; no part cuts a block.
 
     All ranks that share a scale call this.
     """

@@ -147,7 +147,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 class _Region(MadeClass, nn.Module):
-    """Base of the classes that `_region_class` makes, whose forward is the plain class's forward as a region."""
+    """Base of the classes that `_region_class` makes: their forward runs the plain class's forward as a region."""
 
 
 @cache

@@ -110,8 +110,8 @@ def _is_no_reshape(match: Any) -> bool:
 def _drop(match: Any, *_: Any) -> None:
     """Remove a reshape that changes nothing.
 
-    With it, PyTorch's pass would miss a product that two reshapes follow, and would take the reshape of a matrix for a
-    reshape to more dims.
+    With the reshape, PyTorch's pass would miss a product that two reshapes follow, and would take the reshape of a
+    matrix for a reshape to more dims.
     """
     node = match.nodes[-1]
     node.replace_all_uses_with(node.args[0])

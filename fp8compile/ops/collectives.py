@@ -182,7 +182,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
 def reduce_scatter(
     x: Tensor, reduction: str, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str
 ) -> Tensor:
-    """This rank's part of the sum or mean over the ranks of a group.
+    """Sum or average over the ranks of a group, and return this rank's part of the result.
 
     Args:
         x: This rank's summand, in the shape of the whole result.

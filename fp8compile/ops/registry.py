@@ -299,7 +299,9 @@ def register_op(
 
 
 def in_steps_on_cpu(steps: Callable[..., Any]) -> Callable[..., Any]:
-    """The decomposition of an op that is one kernel on a GPU, and there stays one call: its steps on a CPU.
+    """Make an op's decomposition that takes the op apart only on a CPU.
+
+    On a GPU the op is one kernel, so it stays one call.
 
     Args:
         steps: The op's computation, a function of the same arguments.

@@ -41,7 +41,7 @@ def quantizers() -> Iterator[Quantizer]:
 
 
 def two_level_quantizers() -> Iterator[Quantizer]:
-    """Quantizers with two levels of scales that cover both kinds of block, of scale rule and of packing."""
+    """Quantizers with two levels of scales that cover all kinds of blocks, scale rules and packing."""
     yield TwoLevelScaling()
     yield TwoLevelScaling(block=(16, 16), packed="none", scale="torchao")
 

@@ -224,7 +224,7 @@ def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -
 
 
 def _whole_state(multiplier: Tensor | None) -> Tensor | None:
-    """The multiplier as a plain tensor, whole on this rank; under graph_fsdp it is a plain tensor already."""
+    """Unwrap a replicated DTensor of the state; a plain tensor, as under graph_fsdp, is returned unchanged."""
     if not isinstance(multiplier, DTensor):
         return multiplier
     part = part_of("linear", multiplier)

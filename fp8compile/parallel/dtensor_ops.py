@@ -31,7 +31,7 @@ __all__ = ["dispatch_by_rule"]
 
 
 def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
-    """Number of units of ``unit`` elements that each rank has; None if a cut lies within a unit."""
+    """Number of units, each of ``unit`` elements, that each rank has; None if a cut separates elements of a unit."""
     end = 0
     for size in cut.sizes:
         end += size
@@ -45,10 +45,11 @@ class Way:
     """One way to run an op in one group of ranks.
 
     Attributes:
-        wanted: For each argument, the dim and unit along which it has to be cut; None if each rank needs all of it.
+        wanted: For each argument, the dim along which it has to be cut, and the number of elements that stay together
+            (a unit). None if each rank needs all of the argument.
         outputs: How results lie, as ``Split.outputs`` says.
         gathered: Indices of the arguments that are gathered before the op runs.
-        units: Number of units of each cut argument that each rank then has.
+        units: Number of such units of each cut argument that each rank then has.
         cost: Number of bytes that are gathered.
     """
 

@@ -19,7 +19,7 @@ __all__ = ["average_expert_gradients", "check_meshes", "expert_parameters", "has
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of spread experts by name, in the order of the model: the same on all ranks."""
+    """Parameters of spread experts by name, in the model's order, which is the same on all ranks."""
     return {
         f"{prefix}.{name}".strip("."): parameter
         for prefix, module in model.named_modules()
@@ -41,7 +41,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessGroup | None = None) -> None:
-    """Divide the gradients of spread experts, in place, to those of the mean loss over the whole batch.
+    """Turn the gradients of spread experts, in place, into gradients of the mean loss over the whole batch.
 
     An expert's gradient is a sum over the rows that all ranks sent it, and each row's share comes from the mean loss
     of one part of the batch. So the sum divided by the number of parts is the gradient of the mean loss of all parts.

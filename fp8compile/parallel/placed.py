@@ -1,4 +1,4 @@
-"""Converts a DTensor to this rank's part and back. Each mesh dim's placement becomes a cut, or None, of its group.
+"""Converts a DTensor to this rank's part and back. Each mesh dim's placement becomes a cut over its ranks, or None.
 
 Placements are read as DTensor defines them: if several mesh dims have Shard(d), each cuts the part that the mesh dim
 before it left.
@@ -46,7 +46,7 @@ def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[Pro
 
 
 def cuts_of(tensor: DTensor) -> Sharding:
-    """How a DTensor is cut: one entry for each mesh dim, a cut or None. Partial sums count as summed.
+    """Returns, for each mesh dim, how it cuts a DTensor; None if it does not. Partial sums count as summed.
 
     Args:
         tensor: A DTensor with placements that `part_of` takes. On the meta device, its mesh needs no process groups.

@@ -115,8 +115,8 @@ def _block_index(size: int, block: int, device: torch.device) -> Tensor:
     """The index of the block for each of ``size`` positions.
 
     Inductor's C++ backend (PyTorch 2.11 to 2.15) splits a loop at a `// block` in an index. It rounds the number of
-    blocks down, and never writes a partial last block. If there is one, this therefore divides in another way, which
-    Inductor does not recognize.
+    blocks down, and never writes a partial last block. If there is one, this function divides in another way,
+    which Inductor does not recognize.
     """
     index = torch.arange(size, device=device)
     if target_of(device).type != "cpu" or statically_true(size % block == 0):

@@ -63,7 +63,7 @@ class CurrentScaling(Quantizer):
         check_rounding("CurrentScaling", self.rounding, self.seed)
 
     def stores_e8m0(self) -> bool:
-        """Whether scales are stored as E8M0 bytes: those of the rules ``"e8m0_rceil"`` and ``"e8m0_floor"`` are."""
+        """Whether scales are stored as E8M0 bytes, by the rules ``"e8m0_rceil"`` and ``"e8m0_floor"``."""
         return self.scale.startswith("e8m0")
 
     def scale_dtype(self) -> torch.dtype:
@@ -71,7 +71,7 @@ class CurrentScaling(Quantizer):
         return torch.uint8 if self.stores_e8m0() else torch.float32
 
     def is_local(self) -> bool:
-        """Whether a value's code depends on its block alone; False for stochastic rounding, which has positions."""
+        """Whether a value's code depends on its block alone; False for stochastic rounding, with noise by position."""
         return self.rounding == "nearest"
 
     def multiplier(self, amax: Tensor) -> Tensor:

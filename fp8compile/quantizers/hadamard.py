@@ -33,7 +33,7 @@ def is_signs(signs: object) -> bool:
 
 
 def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-    """Compute 0.25 * (-1)**popcount(i & j) for all places j, as a dict by i. i = 0 is left out: it is always 0.25.
+    """Compute 0.25 * (-1)**popcount(i & j) for all j, as a dict by i. i = 0 is left out: it is always 0.25.
 
     Each entry is the entry for i without its highest bit, times the sign of that bit. A graph then has one node for
     each i, instead of eight nodes that count bits.

@@ -127,7 +127,7 @@ class Quantizer(Constant):
         return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
-        """The quantizer that a layer uses for a matrix of this shape: itself, or `unpacked` if it can't pack it."""
+        """The quantizer for a layer's matrix of this shape: itself, or `unpacked()` if it can't pack its codes."""
         return self
 
     def transform(self) -> tuple[int, ...]:
@@ -283,8 +283,7 @@ class Quantizer(Constant):
         Args:
             x: Values, as `cast` takes them.
             multiplier: Multipliers, as `cast` takes them.
-            rows: For each row of ``x``, the index in the whole tensor of the first element of that row of the whole,
-                (M,) int64.
+            rows: For each row of ``x``, the index at which that row begins in the whole, flattened tensor, (M,) int64.
             columns: For each column of ``x``, its column in the whole tensor, (K,) int64. The index of an element is
                 the sum of both.
         """

@@ -110,10 +110,10 @@ class Recipe(Constant):
             instead of raising. A CPU always does.
 
     Raises:
-        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two. Two slots with delayed
-            scaling do not agree. ``keep_weight_codes`` is set, and output and grad_input need different codes.
-            ``dequantized_gradients`` is set, and there are no codes or no gradient in high precision.
-        TypeError: A slot holds no quantizer, or a switch is not a bool.
+        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two. Two quantizers of one
+            tensor with delayed scaling do not agree. ``keep_weight_codes`` is set, and output and grad_input need
+            different codes. ``dequantized_gradients`` is set, and there are no codes or no gradient in high precision.
+        TypeError: An operand's field holds no quantizer, or a switch is not a bool.
     """
 
     input: Quantizer | None = None
@@ -197,7 +197,7 @@ class Recipe(Constant):
         return 0
 
     def shares_weight_codes(self) -> bool:
-        """Whether one set of a weight's codes serves the output and grad_input, whose GEMM may read their values."""
+        """Whether output and grad_input read the same codes of a weight; grad_input may read them dequantized."""
         quantizer = self.weight
         return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
 
@@ -244,14 +244,14 @@ class Recipe(Constant):
         return None if a is None else (a, b)
 
     def quantizer_read(self, slot: str) -> Quantizer | None:
-        """The quantizer of the codes that a GEMM reads for a slot, or None for plain values.
+        """The quantizer of the codes that a GEMM reads for the operand ``slot``, or None for plain values.
 
         With `dequantized_gradients`, a gradient's GEMM in high precision reads the forward's codes.
         """
         return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
 
     def is_dequantized(self, slot: str) -> bool:
-        """Whether a GEMM in high precision reads the values of the forward's codes for a slot."""
+        """Whether a GEMM in high precision reads the values of the forward's codes for the operand ``slot``."""
         return self.dequantized_gradients and slot in FORWARD_SLOTS and getattr(self, slot) is None
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:

@@ -172,7 +172,7 @@ def _write(memory: Tensor, values: Tensor) -> None:
 
 
 def _without_values(own: Quantized) -> list[Tensor]:
-    """NaN scales of all levels, for a set whose codes were not gathered."""
+    """Scales, all of them NaN, for a set whose codes were not gathered."""
     device = own.scale.device
     levels = scale_without_values(own.quantizer, (), torch.nan, device), torch.full((), torch.nan, device=device)
     return [level.expand(scale.shape) for level, scale in zip(levels, own.scales, strict=False)]

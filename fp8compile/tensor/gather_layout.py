@@ -25,7 +25,7 @@ from fp8compile.layout.shapes import scale_shapes
 from fp8compile.ops.collectives import all_gather
 from fp8compile.quantizers import Gemm, Quantizer
 
-__all__ = ["GatherLayout", "SetToGather", "as_sent", "as_they_travel"]
+__all__ = ["GatherLayout", "SetToGather", "as_sent", "as_they_travel", "codes_to_send"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -37,7 +37,7 @@ class SetToGather:
     Attributes:
         gemm: The GEMM that reads the codes.
         quantizer: The quantizer of the codes.
-        is_own: For each level of scales, whether only this rank has the scales of its shard.
+        is_own: For each level of scales (blocks, outer), whether only this rank has the scales of its shard.
         scale_shapes: Shapes of the gathered weight's scales, by level.
         make: Returns the codes, and then the scales by level. Its argument is a quantizer that makes the same codes
             but may pack them otherwise. The scales are those of the shard if ``is_own``, else those of the weight.
@@ -87,7 +87,7 @@ class GatherLayout:
         return self.ranks == 1 and len(self.scales or ()) == 2
 
     def scales_of_whole(self, gathered: Sequence[Tensor]) -> dict[Gemm, list[Tensor]]:
-        """The scales of the whole weight for each GEMM whose codes were gathered, by level."""
+        """The scales of the whole weight (of blocks, then outer) for each GEMM whose codes were gathered."""
         found: dict[Gemm, list[Tensor]] = {}
         start = 0
         for gemm, levels in (self.scales or {}).items():
@@ -147,7 +147,7 @@ def codes_to_send(
 def _scales_of_all_ranks(
     levels: Sequence[Tensor], own: SetToGather, shards: DimSharding, size: tuple[int, ...]
 ) -> list[Tensor]:
-    """The scales of the whole weight, by level; levels that differ by rank are gathered with messages of their own."""
+    """The whole weight's scales of blocks and outer scale; those that only one rank has are gathered by messages."""
     dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), own.quantizer) for each in shards.sizes]
     for scale, is_own, level in zip(levels, own.is_own, zip(*shapes, strict=True), strict=True):

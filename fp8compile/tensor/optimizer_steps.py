@@ -49,7 +49,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Shape, strides and storage offset of a tensor, which tell whether two views of one memory show the same."""
+    """Shape, strides and storage offset: equal for two views of one memory that have the same elements."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 

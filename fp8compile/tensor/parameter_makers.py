@@ -45,7 +45,7 @@ def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> 
 
 
 def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> bool:
-    """Whether a new tensor of this size is memory for a shard that ends within a block, as FSDP2 allocates it."""
+    """Whether a tensor of this size is one that FSDP2 allocates for a shard that ends within a block."""
     if x.extent != WHOLE or len(size) != x.ndim:
         return False
     dim = cut_dim(x, size)
@@ -86,7 +86,7 @@ def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[
 
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
-    """Make a blank parameter of zero codes, as memory for a shard of ``x`` or for a tensor like it."""
+    """Make a parameter of zero codes, into which FSDP2 or other code will copy values."""
     if x.batch and len(size) != x.ndim:  # FSDP2 does this for a rank without elements
         return x.flat([own.codes.new_empty(size, **kwargs) for own in x.sets()])
     if kwargs.pop("dtype", None) not in (None, x.dtype):

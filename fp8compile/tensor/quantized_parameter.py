@@ -167,7 +167,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Whether anything but `MasterWeights` has written to this parameter, through any view of it.
 
         The value is the same on all ranks that share the scale. FSDP2 pads the shards of some ranks only, by a copy
-        into a blank. This copy does not count as a write: the blank takes over the shard's value of ``written``.
+        into zeros that ``new_zeros`` made. This copy is not a write by a user, so the padded shard takes over the
+        value of ``written``.
         """
         return self._shared.written
 
@@ -246,13 +247,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
-        """Whether this is a blank: FSDP2 takes the shard's rows from its beginning, and the rest is padding."""
+        """Whether ``new_zeros`` made this tensor, from which FSDP2 cuts a shard; the rest is padding."""
         return self.extent == BLANK
 
     def cuts_by(self, own: Quantized, dim: int, first: int, last: int) -> bool:
         """Whether the slice ``[first:last]`` along ``dim`` begins or ends within a block of the set ``own``.
 
-        It is False for a blank or a shard, where what follows the slice is padding.
+        It is False for memory that ``new_zeros`` made, and for a shard of it: there only padding follows the slice.
         """
         block = self.block_along(own, dim)
         if block == -1 or self.extent in (BLANK, SHARD):
@@ -281,7 +282,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return super()._values(dtype)
 
     def amax_of(self, own: Quantized, values: Tensor) -> Tensor:
-        """Amaxes of new values, one for each scale of the set ``own``, as far as this rank's part tells."""
+        """Amaxes of new values, one for each scale of the set ``own``, from this rank's elements alone."""
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
             return ops.amax(values, own.quantizer)
@@ -352,7 +353,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """A view of the same shape."""
+        """A view of this parameter with the same shape, made of the given sets of codes."""
         found = super().like(sets)
         found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
         return found

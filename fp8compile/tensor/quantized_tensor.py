@@ -92,7 +92,7 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
 
 
 class QuantizedTensor(Tensor):
-    """Quantized and scales that stand for a tensor with the values ``codes * scale``, block by block.
+    """Codes and scales that stand for a tensor with the values ``codes * scale``, block by block.
 
     ``fp8compile.quantize`` makes it. These ops work on it: ``detach``, ``clone`` and ``t``; ``view`` and ``reshape``
     if they keep the last dim (any, if the whole tensor is one block); ``slice``, ``select``, ``split`` and ``chunk``

@@ -1,6 +1,6 @@
 """`fp8compile explain --tp N`: explains the first of N ranks in this process; the other ranks do not exist.
 
-A fake process group accepts every message and sends none, so the plan of a model is applied, traced and run as on N
+A fake process group accepts every message and sends none, so a model is parallelized, traced and run as on N
 ranks. The computed values of such a run mean nothing; its messages and the formats of its GEMMs are the right ones.
 """
 
@@ -48,7 +48,7 @@ def pretended_ranks(size: int | None) -> Iterator[None]:
 
 
 def check_spread(target: Target, size: int) -> None:
-    """Raise a `UserError` unless the model is spread over the ranks, by its own plan."""
+    """Raise a `UserError` if no parameter is a DTensor, because the target has to parallelize the model itself."""
     if not any(map(_compat.is_dtensor, target.model.parameters())):
         raise UserError(
             f"--tp {size}: no parameter of {target.name} is a DTensor; apply the plan there, as for {size} ranks: "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fp8compile.cli.section import Section
 from fp8compile.tables import Cell, Note, folded
 from fp8compile.testing.explain.layers import ABSENT, FELL_BACK, UNPROVEN
+from fp8compile.testing.explain.roofline import PEAKS
 from fp8compile.testing.explain.sends import NUMBERS
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _launches(gpu: GpuExplanation) -> Section:
         lines += (f"GEMMs of converted layers: {', '.join(f'{name} ({count})' for name, count in gpu.gemms)}.",)
     if gpu.bf16_problem:
         lines += (f"No unconverted model beside it: {gpu.bf16_problem}",)
-    columns = ("model", "graph", "kernels", "GEMMs", "of them FP8", "other", "bytes moved")
+    columns = ("model", "graph", "kernels", "GEMMs", "FP8 or FP4", "other", "bytes moved")
     right = tuple(range(2, len(columns)))
     return Section(title=f"launches on {gpu.gpu}", lines=lines, columns=columns, rows=rows, numbers=right)
 
@@ -157,6 +158,7 @@ def _roofline(bound: Roofline) -> Section:
     lines = (
         "A bound from published peaks, not a measurement: no kernel is faster, every real one is slower. GEMMs of "
         "linears and their casts only; the ratio of two bounds is no speed-up.",
+        f"Peaks: {next(peaks for peaks in PEAKS.values() if peaks.name == bound.gpu)}.",
     )
     rows = (
         ("GEMMs", f"{bound.gemm_seconds * 1e6:.3f}", f"{bound.bf16_seconds * 1e6:.3f}"),

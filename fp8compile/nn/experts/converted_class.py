@@ -41,7 +41,7 @@ __all__ = [
 
 
 class ConvertedModule(CodesInState, MadeClass):
-    """Base class of converted modules, next to the module's own class.
+    """Mixin for converted modules of other libraries, whose FP8 class derives from it and from their former class.
 
     Parameters and the state dict stay as they were, unless ``fp8compile.convert`` is called with
     ``quantized_parameters=True``, which makes the weights codes and scales.
@@ -76,7 +76,7 @@ class ConvertedModule(CodesInState, MadeClass):
 
 
 class ConvertedExperts(ConvertedModule):
-    """Base class of converted experts, next to their own class.
+    """Mixin for converted experts, whose FP8 class derives from it and from their former class.
 
     Attributes:
         dispatch_options: How rows are sent to experts on other ranks.
@@ -100,7 +100,7 @@ class ConvertedExperts(ConvertedModule):
 
 
 class ConvertedLinearLike(ConvertedModule):
-    """Base class of converted linear layers that are not a ``nn.Linear``, next to their own class."""
+    """Mixin for converted linear layers of other libraries, which are not a ``nn.Linear``."""
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
@@ -127,10 +127,10 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
-    """The converted class for a module class.
+    """The FP8 class for the modules of a class of another library.
 
     Args:
-        plain: A class that a host takes.
+        plain: A class that a registered `Host` describes.
     """
     host = host_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
     assert host is not None
@@ -139,7 +139,7 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
 
 @cache
 def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
-    """The converted class for a module class and a host. A host that is registered later gets another class."""
+    """Make the FP8 class for a module class: a subclass with the FP8 method of a `Host`."""
     base = ConvertedLinearLike if host.is_linear else ConvertedExperts
     names = {
         "__module__": __name__,
@@ -157,7 +157,7 @@ experts_class = hosted_class  # older pickles have this name
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    """The name of the method that multiplies, if the instance overrides it and would hide the class's; else None."""
+    """The name of the method that multiplies, if the instance has its own, which hides the FP8 one; else None."""
     host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 

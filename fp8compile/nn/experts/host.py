@@ -49,7 +49,7 @@ class Host:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that are stacks of matrices, by name; for a parametrized one, its original."""
+    """The 3-D parameters of a module by name, which are stacks of matrices; for a parametrized one, its original."""
     own = dict(module.named_parameters(recurse=False))
     for name, computed in getattr(module, "parametrizations", {}).items():
         own.update((name, original) for original in computed.parameters(recurse=False))
@@ -57,7 +57,10 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """The module and the qualified name of a class's forward; of a decorated forward, those of the wrapper's code."""
+    """The name of the module that defines the forward of a class, and the forward's qualified name.
+
+    For a decorated forward both describe the wrapper that the decorator made.
+    """
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")

@@ -1,4 +1,4 @@
-"""The hosts that convert knows, and the matrices of their modules."""
+"""The modules of other libraries that convert knows, each kind described by a `Host`, and their matrices."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
 
 @cache
 def host_of_class(plain: type[nn.Module]) -> Host | None:
-    """The host that takes a class; None if convert does not know the class."""
+    """The registered `Host` that describes a class; None if convert does not know the class."""
     return next((host for host in HOSTS if host.takes(plain)), None)
 
 
 def add_host(host: Host) -> None:
-    """Add a host. It takes precedence over the hosts that were there before."""
+    """Register a `Host`. It takes precedence over those that were registered before."""
     HOSTS.insert(0, host)
     host_of_class.cache_clear()
 
 
 def host_of(module: nn.Module) -> Host | None:
-    """The host of a module; for a converted module, the host by which it was converted."""
+    """The `Host` that describes a module; for a converted module, the one by which it was converted."""
     return getattr(type(module), "_host", None) or host_of_class(type(module))  # type: ignore[arg-type]  # it is hashable
 
 
 def is_hosted(module: nn.Module) -> bool:
-    """Whether a host takes a module, converted or not, and the module has matrices."""
+    """Whether a registered `Host` describes a module, converted or not, and the module has matrices."""
     host = host_of(module)
     return host is not None and (host.layout is not None or bool(stacks(module)))
 
@@ -86,7 +86,7 @@ def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """The matrices by which a hosted module multiplies."""
+    """The matrices by which a module multiplies; the module is of a kind that a `Host` describes."""
     host = _host(module)
     if host.layout is not None:
         return host.layout(module)
@@ -102,5 +102,5 @@ def num_experts(module: nn.Module) -> int:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """The name of the method in which a hosted module multiplies by its matrices."""
+    """The name of the method in which a module multiplies by its matrices, as its `Host` says."""
     return _host(module).method

@@ -20,7 +20,7 @@ FORWARD = ("transformers.pytorch_utils", "Conv1D.forward")
 
 
 def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool) -> Host:
-    """The host for classes whose forward is ``x @ weight.T + bias``, or if transposed ``x @ weight + bias``.
+    """Make a `Host` for classes whose forward is ``x @ weight.T + bias``, or if transposed ``x @ weight + bias``.
 
     Args:
         takes: Returns whether a class has such a forward.
@@ -50,12 +50,15 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    """(..., in_features) to (..., out_features), in the dtype of x."""
+    """Compute ``x @ weight.T + bias`` with the layer's recipe; the result has the dtype of x."""
     return linear(x, self.weight, getattr(self, "bias", None), recipe=self.recipe)
 
 
 def _transposed_forward(self: Any, x: Tensor) -> Tensor:
-    """(..., in_features) to (..., out_features), in the dtype of x."""
+    """Compute ``x @ weight + bias`` with the layer's recipe, for a weight that is kept as (in_features, out_features).
+
+    The result has the dtype of x.
+    """
     return linear(x, self.weight.t(), getattr(self, "bias", None), recipe=self.recipe)
 
 

@@ -103,7 +103,7 @@ def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
 
 
 def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
-    """This rank's part of a parameter of experts; under graph_fsdp, the stack that each product gathers."""
+    """This rank's part of a parameter of experts; under graph_fsdp, an `UngatheredStack`, which products gather."""
     stack = getattr(module, name)
     if isinstance(stack, UngatheredStack):
         return stack.to_local()

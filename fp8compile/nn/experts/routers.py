@@ -42,7 +42,7 @@ def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
 
 
 def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
-    """Search the siblings of the experts and of their ancestors, up to `LEVELS` that have siblings with matrices."""
+    """Search siblings of the experts and their ancestors, on the first `LEVELS` levels with matrices in siblings."""
     below, level = {experts}, 0
     while below and level < LEVELS:
         above = [(module, parent) for module in below for parent in parents.get(module, ())]

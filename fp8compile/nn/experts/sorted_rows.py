@@ -35,7 +35,7 @@ class SortedRows(NamedTuple):
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:
-    """Raise unless each index is an expert's, or the number of experts, which stands for an expert elsewhere."""
+    """Raise unless each index is that of an expert, or ``num_experts``, which stands for another rank's expert."""
     is_right = ((index >= 0) & (index <= num_experts)).all()
     rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":

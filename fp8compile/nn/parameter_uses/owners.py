@@ -71,7 +71,7 @@ class Owners:
         return frozenset().union(*(slots for (start, stop), slots in parts.items() if start <= first < stop))
 
     def sharing(self, slot: Slot) -> frozenset[Slot]:
-        """All slots (module and name) that hold the same parameter; a tied parameter has several."""
+        """All places (module and name) that hold the same parameter; a tied parameter has several."""
         groups = (slots for parts in self.parts.values() for slots in parts.values() if slot in slots)
         return frozenset().union(*groups)
 

@@ -22,7 +22,7 @@ KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
-    """The layers whose weight a PyTorch module is known to multiply, each with the name of the method that does it."""
+    """The layers whose weight a PyTorch module multiplies without calling the layer, each with that method's name."""
     return {
         getattr(module, name): f"{cls.__name__}.forward"
         for module in model.modules()
@@ -42,8 +42,8 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
 def settled(uses: Uses, owners: Owners, layers: Iterable[nn.Module] = CONVERTED) -> Uses:
     """Remove the uses of tied weights that are no mistake.
 
-    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it by its own name.
-    For example, an embedding that shares its matrix with the head may multiply the matrix itself.
+    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too. For
+    example, an embedding that shares its matrix with the head may multiply the matrix itself.
     """
     of_layers = {slot for layer in layers for slot in weight_slots(layer)}
 

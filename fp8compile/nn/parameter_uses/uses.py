@@ -73,7 +73,7 @@ class Uses:
 
 
 def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
-    """Keep uses for the report; for the weights of layers, only those that multiply.
+    """Keep uses for the report. Uses of the weights of layers are kept only if they are products.
 
     Args:
         uses: The uses that were seen.

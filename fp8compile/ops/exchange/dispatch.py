@@ -10,7 +10,7 @@ Each op is the gradient of the other. Arguments of both after the rows:
     sizes       (2, R), int64, on the host: the sums of `sent` and of `received` over experts, the lengths of messages;
                 None: all messages have the same length, and unused places hold zeros
     length      number of rows that come out; None: as many as arrive
-    slot        (dispatch) slot of the layer that reads the rows: "input" or "grad_output"
+    slot        (dispatch) the recipe's field for the rows, "input" or "grad_output"
     recipe      decides whether rows, or the gradient of combine, are sent as codes: see `sent_as`
     group       name of the group; ignored if R is 1
 
@@ -161,8 +161,8 @@ def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tu
 
     Args:
         rows: The rows that are sent.
-        length: Number of places in messages if there is a capacity; otherwise None.
-        slot: Slot of the layer that reads the rows.
+        length: Number of rows that all messages have room for, if there is a capacity; otherwise None.
+        slot: The recipe's field for the rows, ``"input"`` or ``"grad_output"``.
         recipe: Recipe of the layer.
     """
     quantizer, features = sent_as(recipe, slot), rows.shape[1]

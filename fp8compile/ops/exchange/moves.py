@@ -9,8 +9,8 @@ Rows of an expert stay in the order of ranks, and rows from one rank stay in the
 process that has the tokens of all ranks, one rank after the other, gets the same order, and so the same blocks along
 tokens.
 
-With a capacity each rank's part has a fixed number of places, and unused places hold zeros. Without a capacity parts
-follow one another without gaps, and slots are equal to rows.
+With a capacity, each rank's part of a message has room for a fixed number of rows, and room that is left holds zeros.
+Without a capacity, parts follow one another without gaps, and slots are equal to rows.
 
 Letters: R ranks of the group, E experts of each rank.
 """
@@ -30,11 +30,11 @@ __all__ = ["Moves", "fitting", "take"]
 def fitting(counts: Tensor, capacity: int) -> Tensor:
     """Number of rows of each expert that fit into a capacity, (R, E) int64.
 
-    The places of a rank are filled in the order of its experts.
+    The room for a rank is filled in the order of its experts.
 
     Args:
         counts: Number of rows of each expert, (R, E) int64.
-        capacity: Number of places for each of the R ranks.
+        capacity: Number of rows that there is room for, for each of the R ranks.
     """
     ends = counts.cumsum(1).clamp(max=capacity)
     return torch.diff(ends, dim=1, prepend=ends.new_zeros((ends.shape[0], 1)))
@@ -47,10 +47,10 @@ def _starts(sizes: Tensor) -> Tensor:
 
 
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
-    """Index of the row that goes to each place, (length,) int64; -1 for a place that stays empty.
+    """For each row of the result, the index of its row in the source, (length,) int64; -1 for a row of zeros.
 
     Args:
-        length: Number of places.
+        length: Number of rows of the result.
         to: Offset of each part in the result, (parts,), not decreasing.
         at: Offset of each part in the source, (parts,).
         sizes: Number of rows in each part, (parts,).
@@ -70,12 +70,12 @@ def take(rows: Tensor, sources: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moves:
-    """Indices that move rows between the four orders: rows to slots and back, buffer to grouped rows and back.
+    """Indices that move rows between the four orders that the head of this file defines.
 
     Attributes:
         sent: Number of rows that this rank has for each expert of each rank, (R, E) int64.
         received: Number of rows that each rank has for each expert of this rank, (R, E) int64.
-        capacity: Number of places for each rank's part; None if parts follow one another without gaps.
+        capacity: Number of rows that each rank's part has room for; None if parts follow one another without gaps.
     """
 
     sent: Tensor
@@ -109,21 +109,21 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """For each of ``length`` slots, the index of its row."""
+        """For each of ``length`` slots of the sent messages, the index of the row in it."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 
     def slots_of_rows(self, length: int) -> Tensor:
-        """For each of ``length`` rows, the index of its slot."""
+        """For each of ``length`` rows, the index of its slot in the sent messages."""
         rows, slots, sizes = self._parts()
         return _sources(length, rows, slots, sizes)
 
     def buffer_of_grouped(self, length: int) -> Tensor:
-        """For each of ``length`` grouped rows, its index in the buffer."""
+        """For each of ``length`` rows sorted by expert, its index in the buffer of received rows."""
         buffer, grouped, sizes = (each.t().flatten() for each in self._pieces())
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """For each of ``length`` places of the buffer, the index of its grouped row."""
+        """For each of ``length`` rows of the receive buffer, its index among the rows sorted by expert."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

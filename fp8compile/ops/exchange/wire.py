@@ -32,7 +32,7 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
 
     Args:
         recipe: Recipe of the products that read the rows.
-        slot: ``"input"`` or ``"grad_output"``.
+        slot: The recipe's field for the rows, ``"input"`` or ``"grad_output"``.
     """
     (slots,) = (each for each in TENSORS.values() if slot in each)
     quantizers = [getattr(recipe, each) for each in slots]
@@ -49,7 +49,7 @@ def wire_width(features: int, quantizer: Quantizer) -> int:
 
 
 def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase: Phase) -> Tensor:
-    """Codes and scales of rows, (rows, `wire_width`) uint8.
+    """Quantize rows, and lay the codes and scales of each row side by side in bytes, (rows, `wire_width`) uint8.
 
     Args:
         rows: (rows, K), sorted by expert.

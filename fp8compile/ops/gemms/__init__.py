@@ -3,7 +3,7 @@
     tensorwise   torch._scaled_mm with two numbers                          GPUs from compute capability 8.9
     rowwise      torch._scaled_mm with a scale for each row and column      GPUs from 9.0 (bf16 out); CPU
     scaled_after torch._scaled_mm in float32, scales applied afterwards     other GPUs, for rowwise codes
-    blockwise    torch._scaled_mm with a scale for 128 values of the sum    GPUs of 9.0
+    blockwise    torch._scaled_mm with a scale for 128 values along k       GPUs of 9.0
     mx           torch._scaled_mm with a power of two for 32 values         GPUs from 10.0
     nvfp4        fp8compile::nvfp4_mm with an e4m3 scale for 16 values      GPUs from 10.0
     (registered) added by other packages with `register_gemm`               where the packages say

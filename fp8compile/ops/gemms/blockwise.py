@@ -1,4 +1,4 @@
-"""Hopper's blockwise GEMM: `torch._scaled_mm` with a scale for each 128 values of the sum, or for a 128 x 128 tile."""
+"""Hopper's blockwise GEMM: `torch._scaled_mm` with a scale for each 128 values along k, or for a 128 x 128 tile."""
 
 from __future__ import annotations
 

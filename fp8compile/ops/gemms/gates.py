@@ -189,6 +189,14 @@ def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
     )
 
 
+def _recipes(target: Target) -> str:
+    """Names of the ready recipes whose products of linears run on a GPU."""
+    of_products = {"tensorwise": "tensorwise", "rowwise": "rowwise", "blockwise": "blockwise", "mx": "mxfp8"}
+    return ", ".join(
+        recipe for product, recipe in (of_products | {"nvfp4": "nvfp4"}).items() if gates_of(product, target)
+    )
+
+
 def why_not(product: str, problem: GemmProblem) -> str | None:
     """Why a product does not run on a problem's target; None if it runs.
 
@@ -204,7 +212,10 @@ def why_not(product: str, problem: GemmProblem) -> str | None:
     gates = [gate for gate in given.gates if problem.target.capability in gate.capabilities]
     if not gates:
         where = tuple(dict.fromkeys(each for gate in given.gates for each in gate.capabilities))
-        return f"{given.needs} compute capability {_names(where)}. {given.instead}"
+        instead = given.instead
+        if instead == ASK:
+            instead = ASK.replace("this GPU has", f"this GPU has ({_recipes(problem.target)})")
+        return f"{given.needs} compute capability {_names(where)}. {instead}"
     built = gates_of(product, problem.target)
     if not built:
         return f"{gates[0].lacks(problem.target.build)}. {given.instead}"

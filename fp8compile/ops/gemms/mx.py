@@ -1,4 +1,4 @@
-"""Blackwell's MX GEMM: `torch._scaled_mm` with an E8M0 scale, a power of two, for 32 values of the sum.
+"""Blackwell's MX GEMM: `torch._scaled_mm` with an E8M0 scale, a power of two, for 32 values along k.
 
 If a block has 32 x 32 values, its scale is repeated for each of its rows.
 """

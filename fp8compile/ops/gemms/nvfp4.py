@@ -1,4 +1,4 @@
-"""Blackwell's NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values of the sum, a float32 scale for each tensor."""
+"""Blackwell's NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values along k, a float32 scale for each tensor."""
 
 from __future__ import annotations
 

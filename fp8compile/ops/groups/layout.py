@@ -41,7 +41,7 @@ TOKEN_ALIGNMENT = 16  # in bytes, and so in codes: a grouped GEMM begins to read
 
 
 def alignment(quantizer: Quantizer) -> int:
-    """The ``align`` of a quantizer: the smallest number of columns at whose multiples GEMMs and blocks may begin."""
+    """The number ``align`` of a quantizer: groups begin at its multiples, as GEMMs and the quantizer's blocks need."""
     rows = quantizer.block[0]
     return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
 
@@ -52,9 +52,9 @@ def padded_length(rows: int, groups: int, align: int) -> int:
 
 
 def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
-    """The rows of each group, and the columns of its transposed codes without padding, as numbers on the host.
+    """For each group, the range of its rows, and the range of its transposed codes' columns without padding.
 
-    CPU kernels take one group after the other by them.
+    They are numbers on the host, with which CPU kernels loop over the groups.
 
     Args:
         offsets: Ends of the groups among the rows, (E,) int32; read on the host.
@@ -114,7 +114,7 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     """Zero the rows after the last group, which PyTorch's products leave unwritten.
 
-    The backward computes the mask again. If the mask's result were kept, the forward would write both the product and
+    The backward masks again instead of keeping the result of the forward, which would then write both the product and
     the masked copy.
     """
     with inductor.recomputed():

@@ -52,7 +52,7 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
-    """Whether the kept codes are cast along rows: grad_weight then reads the values that the forward multiplied."""
+    """Whether kept codes have blocks along rows, because grad_weight reads the values that the forward multiplied."""
     return quantizer.block[1] != 1
 
 
@@ -66,7 +66,7 @@ def packed_while_kept(layout: TensorLayout, quantizer: Quantizer) -> int:
 def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
     """Whether codes of an input with this layout can be packed two to a byte; all ranks give the same answer.
 
-    Packing needs an even size. Codes along tokens are padded to one, unless ranks cut a matrix.
+    Packing needs an even size. Codes along tokens are padded to an even size, unless ranks cut a matrix.
     """
     if _compat.is_dtensor(x):  # a multiple of 2 * ranks has even parts, however a mesh cuts it
         return x.ndim > 1 and x.shape[packed_while_kept(layout, quantizer)] % (2 * x.device_mesh.size()) == 0

@@ -88,7 +88,7 @@ def output(
         bias: The bias, or None.
         place: Placement of the tensors.
         recipe: Recipe of the layer.
-        codes: Arguments of `Operands` for a weight that is quantized already.
+        codes: Keyword arguments of `Operands` for a weight that is quantized already.
     """
     check(x, ends, place, recipe)
     layouts = place.layouts(x.ndim, ends)

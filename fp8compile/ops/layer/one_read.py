@@ -39,7 +39,7 @@ ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
 def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
-    """Quantize a part for a slot of the recipe: by a kernel of this file if one fits, otherwise step by step."""
+    """Quantize a part for one operand of the recipe: by a kernel of this file if one fits, else step by step."""
     quantizer = getattr(recipe, slot)
     if slot in (OUTPUT.b, GRAD_INPUT.b):
         return _weight(part, slot, recipe, steps)
@@ -77,7 +77,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool
 ) -> Quantized:
-    """Quantize each matrix of a stack by itself; no block spans ranks."""
+    """Quantize each matrix of a stack by itself; the caller makes sure that no block spans ranks."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts):
         found = quantize_both(stack, first, again)
@@ -137,7 +137,7 @@ def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[
 
 
 def _has_packed_kernel(part: Plain, rows: Any, columns: Any) -> bool:
-    """Whether one kernel makes packed codes for both directions: for whole matrices, sizes multiples of sixteen."""
+    """Whether one kernel makes packed codes for both directions: for whole matrices with sizes divisible by 16."""
     sizes = part.local.shape
     return (
         is_packed_pair(rows, columns)

@@ -108,12 +108,12 @@ WEIGHT_IN_BACKWARD = replace(STEPS[Phase.BACKWARD], cast=_cast_in_backward)
 
 @dataclass(frozen=True)
 class Operands:
-    """What quantizes and multiplies the operands of one product of a layer.
+    """Quantizes and multiplies the operands of one product of a layer.
 
     Attributes:
-        recipe: Quantizers by slot. For groups, those with one level of scales store one code a byte.
+        recipe: Quantizers for the operands. For groups, those with one level of scales store one code a byte.
         phase: The kind of code in which the steps run.
-        multiplier: (3,) float32: multipliers of input, weight and grad_output, for slots with delayed scaling.
+        multiplier: (3,) float32: multipliers of input, weight and grad_output, for operands with delayed scaling.
         waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend on these amaxes
             artificially, which changes no value. The partitioner then computes each amax in the forward, fused with
             the cast. Without the dependency the backward reads the tensor once more: 7.10 GB instead of 6.33 for the
@@ -140,11 +140,11 @@ class Operands:
     # ------------------------------------------------------------------ operands
 
     def of(self, part: Plain, slot: str) -> Quantized:
-        """Quantize a part for a slot of the recipe, unless its codes are known already.
+        """Quantize a part for one operand of the recipe, unless its codes are known already.
 
         Args:
             part: A rank's part of the tensor as the layer holds it, or the whole tensor.
-            slot: Name of a slot, such as ``"weight_for_grad_input"``.
+            slot: The recipe's field for the operand, such as ``"weight_for_grad_input"``.
 
         Returns:
             Codes and scales of the part; for a weight under FSDP, codes and scales of all rows.
@@ -189,7 +189,7 @@ class Operands:
 
         Args:
             part: Part of the weight, or of the input for grad_weight.
-            slot: The recipe's slot of this operand.
+            slot: The recipe's field for this operand.
             dtype: Dtype of the product.
         """
         if self.recipe.is_dequantized(slot):
@@ -318,7 +318,7 @@ def _is_aligned(codes: Tensor) -> bool:
 
 
 def _as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
-    """The quantizer for a stack with two levels of scales.
+    """Choose how a quantizer with two levels of scales packs the codes of a stack.
 
     On a GPU it packs four-bit codes along the dim that the GEMM sums; elsewhere it stores one code a byte.
     """

@@ -154,13 +154,14 @@ def narrow(part: Part, index: int, cut: DimSharding) -> Part:
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
     """Turn a part into an operand that a GEMM takes: a matrix or a stack without cuts.
 
-    Where ranks cut blocks, the part's codes are put into a window of whole blocks, with zeros around them.
+    If ranks cut blocks, the part's codes are padded with zeros in front, to begin with a block.
 
     Args:
         part: This rank's part.
 
     Returns:
-        The operand, and for rows and for columns the blocks of the window; None for a side without a window.
+        The operand. Then, for its rows and for its columns, the `AxisBlocks` whose ``extract`` cuts this rank's
+        elements out of a result, or None for a side that was not padded.
     """
     is_whole = part.layout.ends is not None and not any(part.has_scales_of_whole)
     if not part.cuts or is_whole:

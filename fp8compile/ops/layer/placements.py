@@ -75,7 +75,7 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Placement:
-    """Base of placements. Used by itself, it stands for a layer whose tensors are all whole."""
+    """Base of placements, which say what part of each tensor a rank has; by itself, every tensor is whole."""
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
@@ -198,7 +198,7 @@ class WholeGroups(Placement):
 
 @dataclass(slots=True)
 class _OverGroup(Placement):
-    """Base of placements whose weight is shared by the ranks of a group.
+    """Base of placements in which the ranks of a group share the weight.
 
     The op itself sends messages. A graph with the op therefore holds the group's name, and never runs for another
     group. In a group of one rank nothing is cut and nothing is sent.
@@ -276,8 +276,8 @@ class CutOverGroup(_OverGroup):
         feature_sizes: Number of features on each rank.
         rank: This rank's number in the group.
         group: The name of the group.
-        sequence_dim: The leading dim along which ranks share the tokens, on the side of the layer whose features are
-            whole; None if every rank has all tokens.
+        sequence_dim: The leading dim along which ranks share the tokens: of the input if ``weight_dim`` is 0, of the
+            output if it is 1. None if every rank has all tokens.
         sequence_sizes: Number of tokens on each rank along ``sequence_dim``.
     """
 
@@ -289,7 +289,7 @@ class CutOverGroup(_OverGroup):
     group: str
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError for delayed scaling, because a function has no place for its state."""
+        """Raise a ValueError for delayed scaling, because users call this op by functions, which keep no state."""
         if not _compat.is_stand_in(recipe) and recipe.history():
             raise ValueError(
                 "sharded_linear: the recipe has delayed scaling, whose state is kept by layers, and this one is a "
@@ -442,7 +442,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the rows that each rank has, the weight's amax and the multipliers."""
+        """Keyword arguments of `Operands`: each rank's rows, the weight's amax, and the forward's multipliers."""
         return {"rows": self.rows, "weight_amax": self.amax, "multiplier": self.multiplier}
 
 
@@ -461,7 +461,7 @@ class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the multipliers."""
+        """Keyword arguments of `Operands`: the multipliers that the forward used, None without delayed scaling."""
         return {"multiplier": self.multiplier}
 
 

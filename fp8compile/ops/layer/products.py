@@ -58,7 +58,7 @@ class Step:
 
 
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
-    """The GEMM's name for the dim that ``cut`` cuts: ``"m"``, ``"n"`` or ``"k"``; None if nothing is cut."""
+    """Which dim of the GEMM a cut cuts: ``"m"``, ``"n"`` or ``"k"``; None without a cut."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 
@@ -78,7 +78,7 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
 
 
 def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
-    """The step of one group, after the steps of the groups before it."""
+    """What one group of ranks does, after the groups before it have gathered and narrowed."""
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
@@ -110,7 +110,7 @@ class Product:
 
 
 def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
-    """The summed dim of operand ``name``; ``cut`` is the cut of the other operand's summed dim."""
+    """The dim of operand ``name`` that the GEMM sums over; ``cut`` cuts that dim of the other operand."""
     if gemm is GRAD_WEIGHT:
         return cut.dim  # both operands have the layer's tokens
     if name == "a":
@@ -119,7 +119,10 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
 
 
 def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
-    """Gather and narrow both operands, group by group; returns both operands and the step of each group."""
+    """Gather and narrow both operands, one group of ranks after the other.
+
+    Returns both operands, and what each group did.
+    """
     operands = {"a": a, "b": b}
     steps: list[Step] = []
     for index in range(len(a.cuts)):
@@ -135,7 +138,7 @@ def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
 
 
 def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """The step of each group for a GEMM of two operands; no rank sends anything.
+    """Find what each group of ranks would do for a GEMM of two operands; nothing is sent.
 
     Args:
         gemm: Which of the three GEMMs.
@@ -226,7 +229,9 @@ def as_read(tensor: Tensor, phase: Phase) -> Tensor:
 
 
 def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
-    """The bias for this rank's columns, or None: if ranks have summands, only the first rank adds the bias.
+    """The bias for this rank's columns of the output; None if another rank adds it.
+
+    If each rank has a summand of the output, only the first rank adds the bias.
 
     Args:
         bias: The bias, cut like the weight's rows or not at all.

@@ -87,7 +87,7 @@ def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Call
     """Compute something from each element of a stack (E, N, K) and from its block's entry in a grid.
 
     Args:
-        window: The stack, in whole blocks of columns.
+        window: The stack; its columns begin with a block.
         grid: (E, block rows, block columns).
         quantizer: Quantizer of each matrix.
         compute: The computation for one matrix, ``(matrix, grid, quantizer) -> matrix``.
@@ -108,7 +108,7 @@ def _sides(part: Plain, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
 
 
 def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """The part's elements; if ranks cut blocks, in a window of whole blocks, with zeros around the elements."""
+    """The part's elements; if ranks cut blocks, padded with zeros to a window, which begins with a block."""
     if all(side.kind != "split" for side in sides):
         return part.local
     window = part.local if part.layout.batch else as_matrix(part.local)
@@ -118,7 +118,7 @@ def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
 
 
 def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """Cut the part's own codes out of the codes of its window."""
+    """Undo the padding of `_window`: take the codes of the part's elements."""
     if all(side.kind != "split" for side in sides):
         return codes
     for dim, side in zip(SIDES, sides, strict=True):
@@ -281,7 +281,9 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 
 
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
-    """Cut the scales of a part out of the scales of the whole tensor; along a side with split blocks, all scales stay.
+    """Cut the scales of a part out of the scales of the whole tensor.
+
+    If ranks cut blocks along a side of the matrix, all scales along this side are kept.
 
     Args:
         scales: The grid of the whole tensor's scales.
@@ -307,7 +309,7 @@ def positions(part: Plain, quantizer: Quantizer) -> tuple[Tensor, ...]:
 
 
 def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Plain) -> tuple[Tensor, ...]:
-    """Positions of the window's rows and columns in the whole matrix, or in each whole matrix of a stack."""
+    """Positions in the whole matrix, or in each whole matrix of a stack, of the rows and columns of `_window`."""
     if quantizer.is_local():
         return ()
     rows, columns = (side.window_positions(part.local.device) for side in sides)
@@ -317,7 +319,7 @@ def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part:
 def _cast(
     window: Tensor, multiplier: Tensor, quantizer: Quantizer, batch: int, steps: Steps, where: tuple[Tensor, ...]
 ) -> Tensor:
-    """Cast a window by the grid of its multipliers."""
+    """Cast values, padded as by `_window`, to codes: multiply by the multipliers of their blocks, and round."""
     if not batch:
         return steps.cast(window, multiplier, quantizer, *where)
 

@@ -94,7 +94,7 @@ class LayerOp:
         Args:
             phase: The kind of code in which the steps run.
             args: The op's arguments.
-            codes: Arguments of `Operands` for a weight that is quantized already.
+            codes: Keyword arguments of `Operands` for a weight that is quantized already.
         """
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
@@ -134,7 +134,7 @@ class LayerOp:
 
 
 def _loose(op: LayerOp, function: Callable[[tuple[Any, ...]], Any], returns: Any) -> Callable[..., Any]:
-    """Wrap a function of one tuple as a function of flat arguments, with the signature of the op."""
+    """Wrap a function of one tuple as a function that takes the entries as arguments, with the op's signature."""
 
     def loose(*args: Any) -> Any:
         return function(args)

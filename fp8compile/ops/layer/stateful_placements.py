@@ -1,4 +1,4 @@
-"""Placements of layers with delayed scaling. Their fields hold the state, or tokens that bring amaxes to the state.
+"""Placements of layers with delayed scaling. Their fields hold the state, or tokens whose gradients are amaxes.
 
 Delayed           the layer's own backward updates the state
 DelayedOverFsdp   amaxes travel as gradients of tokens, see `fp8compile.ops.layer.amax_tokens`
@@ -58,12 +58,12 @@ class _WithMultiplier:
         return amax_of(weight, quantizer)
 
     def empty_beside(self: Any) -> tuple[Tensor, ...]:
-        """The further outputs that `begin` returns, without values, for tracing."""
+        """Empty tensors like the further outputs that `begin` returns, for tracing."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
     def keep_used(self: Any, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Save the multipliers that the output used, for the backward; returns them."""
+        """Save the multipliers that the output used for the backward, and return them."""
         return keep_used(ctx, self.multiplier, output)
 
 
@@ -122,13 +122,15 @@ class DelayedForGradient(Placement):
     multiplier: Tensor
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the multipliers."""
+        """Keyword arguments of `Operands`: the multipliers that the forward used."""
         return {"multiplier": self.multiplier}
 
 
 @dataclass(slots=True)
 class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     """A weight that FSDP cuts by rows, with the layer's multipliers.
+
+    A token is a tensor of zeros that nothing reads; its gradient carries amaxes to the state.
 
     Attributes:
         of_activations: Token (3,). Its gradient holds 1 if the layer's backward ran, the amax of x, and the amax of

@@ -78,7 +78,7 @@ def _weights(model: nn.Module) -> list[_Weight]:
 
 
 def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
-    """The weights of a model's FP8 layers that FSDP2 will shard; raises if the model is no such model."""
+    """Find the weights of a model's FP8 layers that FSDP2 will shard; raise if there are none or they are sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fsdp_float8_all_gather: model is a {type(model).__name__}; it is a torch.nn.Module.")
     if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
@@ -244,7 +244,7 @@ def fsdp_float8_all_gather(
 
 
 def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
-    """Set what gathers bring of a parameter that is codes already; raises for ``one_gather="param_dtype"``."""
+    """Prepare the gathers of a parameter that is kept as codes; raises for ``one_gather="param_dtype"``."""
     if one_gather == PLAIN:
         raise ValueError(
             f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, and parameters that are codes (quantized_parameters of "

@@ -185,7 +185,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
 
     def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
-        """The quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""
+        """The quantizers whose amaxes ranks exchange before a gather, by the recipe's field."""
         every = self.quantizers_of(module).items()
         return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
@@ -252,7 +252,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _by_own_blocks(
         self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
-        """Codes of a part, one per byte, and all levels of the part's scales, if no block spans ranks.
+        """Quantize a part whose blocks all lie on this rank; returns codes, one per byte, and the scales by level.
 
         The outer amax is that of all ranks if they cut the matrices.
         """
@@ -265,7 +265,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _by_known_scales(
         self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
-        """Codes of a part, one per byte, cast by the scales that all ranks know; and those scales, by level."""
+        """Cast a part by the scales that all ranks know; returns codes, one per byte, and those scales by level."""
         multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
         codes = cast_part(part, multiplier.to(self.device), quantizer)
         return codes, self._scale_of(scale, size, quantizer), outer_scale

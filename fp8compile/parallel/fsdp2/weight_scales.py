@@ -25,9 +25,9 @@ class _Scales:
     """Scales of one weight, and the version of the weight that they were computed from.
 
     Attributes:
-        by_slot: Multiplier, scale and outer scale, by slot of the recipe.
-        outer_amaxes: Outer amax by slot of the recipe, for slots whose blocks each lie on one rank: that rank computes
-            the scales of its blocks itself.
+        by_slot: Multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``.
+        outer_amaxes: Outer amax by the recipe's field, if each block lies on one rank. That rank computes the scales
+            of its blocks itself.
         edits: The counter of writes that the weight had.
         writes: Version counters of the weight.
     """
@@ -81,17 +81,18 @@ class WeightScales:
         return self._parameters
 
     def of(self, module: nn.Module, name: str, slot: str) -> Scales:
-        """The multiplier, the scale of all blocks and the outer scale (or None) of a weight, for a slot of the recipe.
+        """The multiplier, the scale of all blocks and the outer scale (or None) of a weight.
 
-        A slot with delayed scaling has those that the backward before computed.
+        With delayed scaling they are those that the last backward computed. ``slot`` is the recipe's field for the
+        weight in one of the GEMMs.
         """
         found = self._of_now(module, name)
         return found.by_slot[slot] if slot in found.by_slot else _of_steps_before(module, slot)
 
     def outer_amax(self, module: nn.Module, name: str, slot: str) -> Tensor:
-        """The outer amax of a weight for a slot of the recipe whose blocks each lie on one rank.
+        """The outer amax of a weight whose blocks each lie on one rank; ``slot`` is the recipe's field for it.
 
-        Ranks exchange this amax alone; each computes the scales of its own blocks.
+        Ranks exchange only this amax, and each rank computes the scales of its own blocks.
         """
         return self._of_now(module, name).outer_amaxes[slot]
 

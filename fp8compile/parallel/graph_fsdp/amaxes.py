@@ -32,7 +32,7 @@ class WeightAmaxPlan:
     """Which amaxes of a layer's weight the ranks exchange.
 
     Attributes:
-        grids: Shape of the amaxes, for each slot of the recipe whose blocks span several ranks.
+        grids: Shape of the amaxes, by the recipe's field; only for quantizers whose blocks span several ranks.
         groups: Names of the process groups that reduce the amaxes.
         same: Whether forward and backward multiply the same codes of the weight.
     """

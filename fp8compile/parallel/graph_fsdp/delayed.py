@@ -63,7 +63,7 @@ def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction 
 
 
 def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
-    """A tensor that requires grad, which makes the layer's tokens require grad; None if there is no backward."""
+    """A tensor that makes the layer's amax carrier require grad, because it does; None if there is no backward."""
     weight = layer._parameters["weight"]
     if weight.requires_grad:
         return weight
@@ -72,7 +72,7 @@ def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
 
 
 def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tensor]:
-    """Pass tokens through an op whose backward reduces their gradients, the amaxes, over all ranks of the groups."""
+    """Pass tensors of carriers through an op whose backward reduces their gradients, the amaxes, over the groups."""
     if groups is None:
         return tokens
     return fsdp_amaxes_together(torch.cat(tokens), groups).split([token.numel() for token in tokens])

@@ -62,7 +62,7 @@ class ModuleState:
         owners: For each entry of `ForwardScope.tied` one module that has the parameter, and its name there; filled in
             the root.
         weight_amax_plan: Which amaxes of this layer's weight the ranks exchange; None if ops don't gather the weight.
-        amaxes: Amaxes of the whole weight by slot of the recipe, while the model's forward runs.
+        amaxes: Amaxes of the whole weight by the recipe's field, while the model's forward runs.
         amax_reduction: The ranks that reduce this layer's amaxes, if it has delayed scaling.
         carrier: Brings this layer's amaxes out of its backward, if it has delayed scaling; None once it is consumed.
         key: A number that no other module has.

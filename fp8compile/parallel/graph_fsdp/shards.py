@@ -75,7 +75,7 @@ class ParameterSharding:
 
 
 def used_dtype(sharding: ParameterSharding, device_type: str) -> torch.dtype:
-    """The dtype in which a layer uses its weight: autocast's dtype if autocast is on, else that of the sharding."""
+    """The dtype in which a layer uses its weight: autocast's dtype if autocast is on, else the sharding's dtype."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return sharding.dtype
@@ -149,7 +149,7 @@ def shard_parameter(
 
 
 def gather(parameter: DTensor, sharding: ParameterSharding) -> Tensor:
-    """Gather the whole parameter in the dtype in which it is used; with tensor parallelism, a DTensor on that mesh."""
+    """Gather the whole parameter in the dtype in which it is used; under tensor parallelism, a DTensor on its mesh."""
     whole = fsdp_gather(parameter.to_local(), sharding.dtype, sharding.rows)
     if (layout := sharding.tensor_parallel) is None:
         return whole

@@ -151,7 +151,7 @@ def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[floa
 
 
 def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
-    """Compare gradients with float64 differences.
+    """Compare gradients with finite differences in float64.
 
     Returns:
         Whether they could be compared: impl takes float64, and is smooth at these arguments.
@@ -179,7 +179,7 @@ def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable[..., Any] | None = None) -> None:
-    """Gradients equal autograd's gradients of the given reference, of impl or of decompose, or else float64 slopes."""
+    """Gradients equal autograd's gradients of the reference, of impl or of decompose, else finite differences."""
     if op.backward is None:
         return
     unseen = []

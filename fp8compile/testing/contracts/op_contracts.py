@@ -323,8 +323,9 @@ def check_op(
     compiled graphs are dropped.
 
     The op's derivative is compared with autograd's derivative of ``impl`` or of ``decompose``, to half of the digits.
-    If autograd gets through neither, it is compared with float64 differences, provided that ``impl`` is smooth. An op
-    that quantizes is not smooth; without ``gradient`` only shapes and dtypes are checked then, and the result says so.
+    If autograd gets through neither, it is compared with finite differences in float64, provided that ``impl`` is
+    smooth. An op that quantizes is not smooth; without ``gradient`` only shapes and dtypes are checked then, and the
+    result says so.
 
     Args:
         op: The op that ``register_op`` returned, or its name.

@@ -149,7 +149,7 @@ class Owners:
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """The weights that have a form among these values."""
+        """The weights from which one of these values was computed without data."""
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
@@ -164,7 +164,7 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """The products of the forward to whose gradient a product of the backward belongs."""
+        """The products of the forward for which autograd ran a product of the backward, by its sequence number."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
@@ -184,7 +184,7 @@ class Owners:
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """The weights whose gradient a value is, or becomes by addition, concatenation or other operators."""
+        """The weights whose gradient is a value, or is made from it by addition, concatenation or other operators."""
         todo, seen = [value], set()
         while todo:
             value = todo.pop()

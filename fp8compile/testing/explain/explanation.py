@@ -165,7 +165,7 @@ def _by_graphs(
     log.info("reading its graphs")
     buffers = set(map(id, model.buffers()))
     gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
-    on_gpu, spread = None, is_spread(model)
+    on_gpu, spread, missing = None, is_spread(model), ""
     if peaks is not None and gpu is not None:
         missing = missing_gemm(model, GPUS[gpu])
         on_gpu = GpuExplanation(gpu=peaks.name, problem=missing or _no_code(model, report), no_gemm=missing)
@@ -174,7 +174,7 @@ def _by_graphs(
         graphs=report,
         layers=explain_layers(model, report, gemms, unknown, peaks),
         gpu=on_gpu,
-        roofline=None if peaks is None or spread else roofline(gemms, peaks),
+        roofline=None if peaks is None or spread or missing else roofline(gemms, peaks),
         sends=sends(model, *args, **kwargs) if spread else None,
     )
 

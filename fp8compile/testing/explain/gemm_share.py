@@ -88,7 +88,7 @@ def _grouped_flops(a: Sequence[int], b: Sequence[int]) -> int:
     """Operations of a grouped product of operands with shapes ``a`` and ``b``.
 
     Shapes are (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n). An operand without
-    the dim g is split into groups along its rows, its columns or the sum.
+    the dim g is split into groups along its rows, its columns or the contracted dim.
     """
     return 2 * prod(a[-2:] if len(b) == 2 else a) * b[-1]
 

@@ -60,7 +60,7 @@ class Product:
     code_bits: int = 8
 
     def seconds(self, peaks: Peaks) -> float:
-        """The least time of the product by a GPU's peaks."""
+        """The least time that a GPU with these peaks needs for the product."""
         peak = peaks.of_codes(self.code_bits) if self.fp8 else peaks.bf16
         return max(self.flops / peak, self.bytes / peaks.bandwidth)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8compile.ops.gemm import ALIGNMENT
+from fp8compile.ops.gemms.mx import MX_BLOCK
 from fp8compile.testing.explain.graphs import GraphGemm
 
 __all__ = ["PEAKS", "Peaks", "Roofline", "padding", "roofline"]
@@ -26,7 +27,8 @@ class Peaks:
         name: Full name of the GPU.
         capability: Compute capability.
         fp4: Operations a second of FP4 tensor cores; if the GPU has none, of the cores that it uses instead.
-        fp8: Operations a second of FP8 tensor cores.
+        fp8: Operations a second of FP8 tensor cores, with float32 sums.
+        mx: The same for block-scaled codes, if that is another number.
         bf16: Operations a second of bfloat16 and float16 tensor cores.
         fp32: Operations a second of float32 arithmetic, without TF32.
         bandwidth: Bytes a second that the GPU reads from and writes to its memory.
@@ -43,10 +45,17 @@ class Peaks:
     bandwidth: float
     nvlink: float
     network: float
+    mx: float | None = None
 
-    def of_codes(self, bits: int) -> float:
+    def __str__(self) -> str:
+        """The peaks in words."""
+        rates = {"bf16": self.bf16, "FP8": self.fp8, "MXFP8": self.mx or self.fp8, "FP4": self.fp4}
+        tera = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in rates.items())
+        return f"{tera} TFLOPS; {self.bandwidth / 1e12:.2f} TB/s"
+
+    def of_codes(self, bits: int, *, is_mx: bool = False) -> float:
         """Operations a second of the tensor cores for codes of 4 or 8 bits."""
-        return self.fp4 if bits == 4 else self.fp8
+        return self.fp4 if bits == 4 else (self.mx or self.fp8) if is_mx else self.fp8
 
 
 # Source: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM. Its tensor core figures (FP8 3,958 TFLOPS, BF16 1,979) are
@@ -83,6 +92,7 @@ PEAKS = {
     "rtx5090": Peaks(
         name="NVIDIA GeForce RTX 5090", capability=(12, 0),
         fp4=1676e12, fp8=419e12, bf16=209e12, fp32=105e12, bandwidth=1.792e12, nvlink=64e9, network=50e9,
+        mx=838e12,
     ),
     "rtx_pro_6000": Peaks(
         name="NVIDIA RTX PRO 6000 Blackwell", capability=(12, 0),
@@ -122,7 +132,7 @@ class Roofline:
 
 
 def padding(gemm: GraphGemm) -> tuple[int, int]:
-    """Sizes (k, n) to which a GPU pads the sum and the columns of a product of codes."""
+    """Sizes (k, n) to which a GPU pads the contracted dim and the columns of a product of codes."""
     if not gemm.is_fp8:
         return gemm.k, gemm.n
     return gemm.k + -gemm.k % gemm.sum_to, gemm.n + -gemm.n % ALIGNMENT
@@ -137,7 +147,7 @@ def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
     """The least time of a product as it runs, padding included, divided by the number of layers that share it."""
     k, n = padding(gemm)
     if gemm.is_fp8:
-        peak = peaks.of_codes(gemm.code_bits)
+        peak = peaks.of_codes(gemm.code_bits, is_mx=gemm.sum_to == MX_BLOCK)
         return _seconds(gemm.m, k, n, gemm.code_bits / 8, gemm.out_bytes, peak, peaks) / gemm.shared_by
     peak = peaks.bf16 if gemm.in_bytes == 2 else peaks.fp32
     return _seconds(gemm.m, k, n, gemm.in_bytes, gemm.out_bytes, peak, peaks) / gemm.shared_by

@@ -1,6 +1,6 @@
 """sends: lists the messages that each FP8 layer of a model sends, if the model is spread over ranks.
 
-    x --plan--> layer: output --plan--> y          plan: messages of the plan's styles, before or after a layer
+    x --plan--> layer: output --plan--> y          plan: messages before and after a layer, by `parallelize_module`
     dx <--plan-- layer: grad_input, grad_weight <--plan-- dy
 
 The model runs once, forward and backward, and each message is recorded when it is sent. Placements decide what is
@@ -125,7 +125,7 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in a layer: in the layer's op, or where the plan moves a tensor before or after the op."""
+    """A place in a layer's run: its op, or before or after the op, where a style of the plan moves a tensor."""
 
     layer: str
     tensor: str | None  # name of the tensor that the plan moves; None in the op
@@ -302,9 +302,9 @@ def is_spread(model: nn.Module) -> bool:
 def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
     """The messages that a model's FP8 layers on DTensors send in one forward and backward.
 
-    The plan decides what is sent, so a fake process group (``torch.testing._internal.distributed.fake_pg``) gives the
-    same messages without other ranks. With a real process group, all ranks call this. Modes, buffers, gradients and
-    random states are restored.
+    The messages depend only on the plan given to ``parallelize_module``, not on values, so a fake process group
+    (``torch.testing._internal.distributed.fake_pg``) gives the same messages without other ranks. With a real
+    process group, all ranks call this. Modes, buffers, gradients and random states are restored.
 
     Args:
         model: A parallelized module that is not compiled.

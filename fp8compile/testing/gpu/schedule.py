@@ -260,7 +260,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
 
 
 def _on_gpu(value: Any) -> Any:
-    """An empty tensor on the GPU with the sizes and strides of a tensor; any other value as it is."""
+    """An empty tensor on the GPU with the sizes and strides of a tensor; any other value is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")

@@ -51,7 +51,7 @@ OURS = pytest.StashKey[bool]()  # on a test: what failed is said by us, with all
 
 @dataclass(frozen=True)
 class _Limits:
-    """The marker's arguments."""
+    """The arguments of ``@pytest.mark.fullgraph``."""
 
     max_breaks: int = 0
     max_recompiles: int = 0
@@ -61,7 +61,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """The marker's arguments; fails the test if they are wrong. None if the test has no marker."""
+    """The arguments of a test's fullgraph marker, None without one; fails the test if they are wrong."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None

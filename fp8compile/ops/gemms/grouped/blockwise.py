@@ -1,4 +1,4 @@
-"""Hopper's grouped blockwise GEMM: a Triton kernel with a scale for each 128 values of the sum or 128 x 128 tile."""
+"""Hopper's grouped blockwise GEMM: a Triton kernel with a scale for each 128 values along k or 128 x 128 tile."""
 
 from __future__ import annotations
 

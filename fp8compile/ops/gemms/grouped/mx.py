@@ -1,4 +1,4 @@
-"""Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with E8M0 scales, powers of two, for 32 values of the sum.
+"""Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with E8M0 scales, powers of two, for 32 values along k.
 
 Its scales lie in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a new tile:
 

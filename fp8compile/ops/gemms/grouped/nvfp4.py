@@ -1,4 +1,4 @@
-"""Blackwell's grouped NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values of the sum, a float32 scale for a group.
+"""Blackwell's grouped NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values along k, a float32 scale for a group.
 
 `fp8compile.ops.groups.group_quantize_two_levels` makes the codes of tokens, with scales in tiles. The codes and scales
 of matrices are put into the GEMM's layout here.

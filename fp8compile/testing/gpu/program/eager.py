@@ -38,9 +38,9 @@ class EagerRun:
 def _exact(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any
 ) -> Tensor:
-    """`torch._scaled_mm` in float64, rounded once, for scales that broadcast, as eager layers give on a CPU.
+    """Replace `torch._scaled_mm`: multiply in float64, and round once to ``out_dtype``.
 
-    An operand has one scale, or one for each row of ``a`` and each column of ``b``.
+    Scales must broadcast against the operands: one scale, or one for each row of ``a`` and each column of ``b``.
     """
     out_dtype = next((each for each in _ if isinstance(each, torch.dtype)), out_dtype)
     return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)

@@ -44,7 +44,7 @@ class Settings:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a tensor with the same strides; any other value as it is."""
+    """A copy of a tensor with the same strides; any other value is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value.detach())

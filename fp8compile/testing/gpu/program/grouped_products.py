@@ -68,7 +68,7 @@ def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype
 def grouped_mm(
     gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`torch._grouped_mm`, with its requirements checked.
+    """Check a GPU's requirements on the operands, and compute `torch._grouped_mm`.
 
     If ``b`` has three dims, each group's rows of ``a`` are multiplied by the group's matrix. If it has two, each group
     gives one product, whose sum is over the group's columns of ``a`` and rows of ``b``.
@@ -142,7 +142,7 @@ def scaled_grouped_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`torch._scaled_grouped_mm`, with its requirements checked; the product sums over dim -2 of ``b``."""
+    """Check a GPU's requirements, and compute `torch._scaled_grouped_mm`, which sums over dim -2 of ``b``."""
     name = f"_scaled_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}, strides {a.stride()} and {b.stride()}"
     demand(bias is None and scale_result is None and a.ndim == 2, name, "two operands without a bias here.")
     demand(a.dtype == b.dtype == torch.float8_e4m3fn, name, f"e4m3 by e4m3, not {a.dtype} and {b.dtype}.")
@@ -168,7 +168,7 @@ def scaled_grouped_mm(
 def grouped_blockwise_mm(
     gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object
 ) -> Tensor:
-    """`fp8compile::grouped_blockwise_mm`, with its requirements checked, computed by its kernel for a CPU.
+    """Check a GPU's requirements, and compute `fp8compile::grouped_blockwise_mm` by its kernel for a CPU.
 
     That kernel adds in float32, in its own order; other products here are summed in float64.
     """
@@ -199,9 +199,10 @@ def grouped_nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor, offs: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """`torch._scaled_grouped_mm_v2` of four-bit codes, as `fp8compile::grouped_nvfp4_mm` calls it.
+    """Check a GPU's requirements, and compute what `fp8compile::grouped_nvfp4_mm` calls on a GPU.
 
-    Requirements are checked. A group whose sum is empty is skipped: its result stays unwritten, and is NaN here.
+    It calls `torch._scaled_grouped_mm_v2` on four-bit codes. A group without columns to sum over is skipped. Its
+    result stays unwritten, and is NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
     demand(bool(gates_of("nvfp4 groups", gpu.target)), name, "compute capability 10.0 or 10.3.")

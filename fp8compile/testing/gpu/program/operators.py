@@ -1,4 +1,4 @@
-"""Operators of PyTorch with the results of an interpreted program, for the reference.
+"""Computes PyTorch's operators for the reference, with the same bits as an interpreted program.
 
 Sums are rounded once, because PyTorch's CPU kernels add in their own order. Functions such as exp run on contiguous
 tensors, because PyTorch has several implementations whose last bits differ. A division by a number is a product with

@@ -69,7 +69,7 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
     Args:
         scale: The operand's scales. Those of a right operand are transposed, so that they run along its columns.
         rows: The operand's rows; for a right operand its columns.
-        k: Length of the sum.
+        k: Size of the contracted dim.
         side: "a" or "b", for errors.
         gpu: The GPU.
 
@@ -107,7 +107,7 @@ def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> T
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """The scales of a right operand, transposed; a scale without dims as it is."""
+    """The scales of a right operand, transposed; a scale without dims is returned unchanged."""
     return scale.t() if scale.ndim == 2 else scale
 
 
@@ -147,7 +147,7 @@ def scaled_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`torch._scaled_mm`, with its requirements checked."""
+    """Check a GPU's requirements on the operands, and compute `torch._scaled_mm`."""
     demand(bias is None and scale_result is None, "_scaled_mm", "no bias and no scale of its result here.")
     (m, k), n = a.shape, b.shape[1]
     _check_codes(a, b)
@@ -163,7 +163,7 @@ def nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """`torch._scaled_mm_v2` of four-bit codes, as `fp8compile::nvfp4_mm` calls it, with its requirements checked."""
+    """Check a GPU's requirements, and compute the four-bit `torch._scaled_mm_v2` of `fp8compile::nvfp4_mm`."""
     name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
     demand(bool(gates_of("nvfp4", gpu.target)), name, "four-bit codes on compute capability 10.0 to 12.1.")
     demand(a.shape[1] == b.shape[1] and a.is_contiguous() and b.is_contiguous(), name, "rows of one length.")
@@ -183,17 +183,17 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def mm(gpu: Gpu, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """``a @ b`` for two or three dims."""
+    """Compute ``a @ b`` for two or three dims."""
     return (_wide(a) @ _wide(b)).to(out_dtype or a.dtype)
 
 
 def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta * bias + alpha * a @ b`` for two or three dims."""
+    """Compute ``beta * bias + alpha * a @ b`` for two or three dims."""
     return (beta * _wide(bias) + alpha * (_wide(a) @ _wide(b))).to(a.dtype)
 
 
 def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
-    """`torch._int_mm`, with a GPU's requirements checked: int8 codes, exact sums in int32."""
+    """Check a GPU's requirements, and compute `torch._int_mm`: int8 codes, exact sums in int32."""
     name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
     if gpu is not None:

@@ -127,7 +127,7 @@ class Reference(fx.Interpreter):
         return computed(target, args, kwargs)
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A matrix product. If Inductor adds the bias in a kernel of its own, the product is rounded before."""
+        """A matrix product. If Inductor adds the bias in a kernel of its own, the product is rounded first."""
         if name == "addmm" and self._adds_bias_later:
             bias, a, b = args
             return (bias.float() + self.products.multiply("mm", a, b).float()).to(a.dtype)

@@ -223,7 +223,7 @@ class Program:
 
     @contextmanager
     def _pretend_runtime(self) -> Iterator[None]:
-        """Replace the functions of a GPU's runtime that the wrapper uses, while this lasts."""
+        """Replace the functions of a GPU's runtime that the wrapper uses, while this context lasts."""
         nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
         answers = (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
