@@ -25,10 +25,9 @@
 An op that no file implements raises a TypeError.
 """
 
-from fp8compile.tensor import parameter_makers as parameter_makers  # these four fill tables of the classes
+from fp8compile.tensor import parameter_makers as parameter_makers  # these fill tables of the classes
 from fp8compile.tensor import saved as saved
 from fp8compile.tensor import views as views
-from fp8compile.tensor import write_ops as write_ops
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
@@ -42,6 +41,7 @@ from fp8compile.tensor.quantized_parameter import QuantizedParameter, is_quantiz
 from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
 from fp8compile.tensor.shards import cut_dim, sharded_dims, sharding_of, share_scale_of_part
 from fp8compile.tensor.update import assign, count_write, stand_for
+from fp8compile.tensor.write_ops import written_arguments
 
 __all__ = [
     "BOTH",
@@ -75,4 +75,5 @@ __all__ = [
     "shown",
     "stand_for",
     "unserved",
+    "written_arguments",
 ]

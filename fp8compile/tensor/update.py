@@ -6,7 +6,7 @@ values of each weight --amax--> amaxes --(one maximum over the ranks for all of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,29 +85,20 @@ class _Set:
     outer: ProcessGroup | None
 
 
-@dataclass(frozen=True)
-class _Anew:
-    """The codes and scales for a weight's new values, and the amaxes that the scales were computed from."""
-
-    codes: Tensor
-    scale: Tensor
-    outer_scale: Tensor | None
-    amax: Tensor
-
-
 def _quantized_anew(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] | None,
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding] | None,
-) -> Iterator[tuple[_Set, Tensor, _Anew]]:
+) -> Iterator[tuple[_Set, Tensor, Quantized, Tensor]]:
     """Quantize new values for each set of codes of each weight, without writing them.
 
     The arguments are those of `assign`.
 
     Yields:
-        The set, the values that it was given, and the new codes and scales.
+        The set, the values that it was given, the new codes and scales, and the amaxes that the scales were computed
+        from.
     """
     dtypes = dtypes or [value.dtype for value in values]
     sets: list[_Set] = []
@@ -124,7 +115,7 @@ def _quantized_anew(
         multiplier, scale, outer_scale = _scales(each, amax, outer_amax)
         value = value.to(dtype)
         codes = each.weight.codes_of(each.codes, value, multiplier, rounding(each.codes.quantizer), cut)
-        yield each, value, _Anew(codes, scale, outer_scale, amax)
+        yield each, value, replace(each.codes, codes=codes, scale=scale, outer_scale=outer_scale), amax
 
 
 def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
@@ -150,13 +141,12 @@ def stand_for(
 ) -> list[bool]:
     """Whether quantizing these values would give the codes that each weight has. Arguments are those of `assign`."""
     same = dict.fromkeys(map(id, weights), True)
-    for each, value, new in _quantized_anew(weights, values, dtypes, rounding, cuts):
+    for each, value, new, _ in _quantized_anew(weights, values, dtypes, rounding, cuts):
         own, quantizer = each.codes, each.codes.quantizer
         if isinstance(quantizer, DelayedScaling):  # the layer's multiplier has changed since these codes were made
             is_same = any(torch.equal(ops.cast(value, m, quantizer), own.codes) for m in _made_by(own.scale))
         else:
-            pairs = zip((new.codes, new.scale, new.outer_scale), own.parts(), strict=False)
-            is_same = all(mine is not None and torch.equal(mine, its) for mine, its in pairs)
+            is_same = all(torch.equal(*pair) for pair in zip(new.parts(), own.parts(), strict=True))
         same[id(each.weight)] &= is_same
     return list(same.values())
 
@@ -191,14 +181,11 @@ def assign(
             block.
         cuts: How ranks cut each weight, for rounding that depends on a value's place in the whole weight.
     """
-    for each, _, new in _quantized_anew(weights, values, dtypes, rounding, cuts):
-        own = each.codes
-        own.codes.copy_(new.codes)
-        own.scale.copy_(new.scale)
-        if new.outer_scale is not None and own.outer_scale is not None:
-            own.outer_scale.copy_(new.outer_scale)
-        if isinstance(own.quantizer, DelayedScaling):
+    for each, _, new, amax in _quantized_anew(weights, values, dtypes, rounding, cuts):
+        for old, part in zip(each.codes.parts(), new.parts(), strict=True):
+            old.copy_(part)
+        if isinstance(new.quantizer, DelayedScaling):
             history, _ = each.weight.row()
-            history[0].copy_(new.amax.view(()))  # for the next backward, which makes a multiplier of it
+            history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
     for weight in weights:
         count_write(weight)

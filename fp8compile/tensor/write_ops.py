@@ -15,7 +15,7 @@ from fp8compile.tensor.quantized_parameter import SLICE, WRITES, QuantizedParame
 from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
 from fp8compile.tensor.update import count_write
 
-__all__ = ["READS", "UPDATES"]
+__all__ = ["READS", "UPDATES", "written_arguments"]
 
 aten: Any = torch.ops.aten
 
@@ -38,7 +38,7 @@ UPDATES = _overloads(
 READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm", "linalg_vector_norm", "_foreach_norm")
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that an op writes to: arguments, and entries of lists among them."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
@@ -49,7 +49,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op on the parameters' values, then quantize all parameters that it wrote to at once."""
-    written: list[Any] = [each for each in _written(func, args, kwargs) if has_codes(each)]
+    written: list[Any] = [each for each in written_arguments(func, args, kwargs) if has_codes(each)]
     for each in written:
         if not isinstance(each, QuantizedParameter):
             raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")

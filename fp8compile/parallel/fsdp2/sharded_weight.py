@@ -34,6 +34,7 @@ from fp8compile.tensor import (
     attributes_of_others,
     cut_dim,
     in_place_of,
+    written_arguments,
 )
 
 if TYPE_CHECKING:
@@ -157,8 +158,9 @@ class ShardedWeight(FullyShardHooks, Tensor):
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda weight: weight.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
-            for weight in _written(func, args, kwargs):
-                weight.edits.count += 1
+            for weight in written_arguments(func, args, kwargs):
+                if isinstance(weight, ShardedWeight):
+                    weight.edits.count += 1
             return return_and_correct_aliasing(func, args, kwargs, out)
         if func not in VIEWS and func not in COPIES:
             return out
@@ -273,18 +275,6 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
         """Select the scales of the tensor parallel part that FSDP2 gathers, from the scales of the whole weight."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedWeight]:
-    """The weights among the arguments that an op writes to."""
-    found: list[ShardedWeight] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        found += [each for each in values if isinstance(each, ShardedWeight)]
-    return found
 
 
 def part_of_weight(
