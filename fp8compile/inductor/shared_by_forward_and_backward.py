@@ -21,7 +21,7 @@ RESULTS = "_fp8compile_results"  # attribute of a graph that is being traced
 PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
 
 
-def once_a_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
+def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[..., Any]:
     """Wrap a function so that equal calls in one traced graph become a single call.
 
     PyTorch's partitioner merges equal nodes. But from 2.15 on it does not merge a node that only the forward needs
@@ -30,6 +30,8 @@ def once_a_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         fn: The function. Its first argument is a tensor, others are tensors or hashable values. Nothing may write to
             its results.
+        by_marks: Whether calls with different marks for the partitioner are different calls. If not, a call of the
+            backward takes the result that the forward has made, marked as the forward marked it.
     """
 
     @wraps(fn)
@@ -43,7 +45,7 @@ def once_a_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
         values = [value for (value,) in found]
         graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
         # the type is part of the key, because a functional tensor and the tensor that it wraps have the same node
-        key = (fn, _meaning(values), current_marks(), type(args[0]))
+        key = (fn, _meaning(values), current_marks() if by_marks else None, type(args[0]))
         return _remembered(graph, key, lambda: fn(*args))
 
     return once

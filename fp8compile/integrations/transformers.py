@@ -15,10 +15,14 @@ trainer.train()
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from safetensors import safe_open
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -40,6 +44,22 @@ NOT_CONVERTED = (
     "it as callbacks=[...], not by add_callback. With model_init= the Trainer makes another model when it trains: "
     "convert in model_init, by fp8compile.convert, and leave the callback out."
 )
+FELL_BACK = (
+    "F8Callback: FSDP was asked for (args.fsdp), but accelerate runs {kind}: nothing is sharded, nothing travels as "
+    "codes. On CPUs accelerate shards only if it is told to, as examples/accelerate_on_cpu.py does."
+)
+EXPERTS_ARE_LOST = (
+    "F8Callback: {folder} has the experts under other names than the model ({name}), and the Trainer loads no such "
+    "names when it resumes, converted or not. Unless you made the model by from_pretrained({folder!r}), its experts "
+    "are those of before: do that, and resume again."
+)
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    """Names of the tensors in a checkpoint's safetensors files."""
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as found:
+            yield from found.keys()
 
 
 class F8Callback(TrainerCallback):
@@ -80,16 +100,24 @@ class F8Callback(TrainerCallback):
         replaces = self.conversion.replaces_parameters(sharded=fsdp2_plugin(run) is not None)
         if replaces and kwargs.get("optimizer") is not None:
             raise ValueError(OPTIMIZER_IS_MADE)
+        if args.fsdp and run.num_processes > 1 and run.distributed_type != DistributedType.FSDP:
+            warnings.warn(FELL_BACK.format(kind=run.distributed_type.value), stacklevel=2)
         converted(self.conversion, kwargs["model"], run, checkpointed=bool(args.activation_checkpointing))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that the model to be trained is converted, and print the report."""
+        """Check that the model to be trained is converted and has its experts, and print the report."""
         model: nn.Module = kwargs["model"]
         report = conversion_report(model)
         if not any(row.converted for row in report.rows):
             raise ValueError(NOT_CONVERTED)
+        folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+        saved = set(_names_in(folder)) if state.global_step else set()
+        experts = [row.fqn for row in report.rows if row.converted and row.experts]
+        names = (f"{fqn}.{name}" for fqn in experts for name, _ in model.get_submodule(fqn).named_parameters())
+        if saved and (lost := next((name for name in names if name not in saved), None)):
+            warnings.warn(EXPERTS_ARE_LOST.format(folder=str(folder), name=lost), stacklevel=2)
         if self.print_report and state.is_world_process_zero:
             print(report)
 

@@ -276,3 +276,44 @@ def refused_on_ranks(folder):
 @needs_groups
 def test_codes_can_not_be_sent_by_ram_efficient_loading(tmp_path):
     shared_ranks().run(refused_on_ranks, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------- what would be lost without a word
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["hub names", "names of the model"])
+def test_a_resume_without_experts_warns(tmp_path, known):
+    import transformers
+    from safetensors.torch import save_file
+
+    from fp8compile.integrations.transformers import F8Callback
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2, "vocab_size": 32}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts))
+    f8.convert(model, f8.recipes.rowwise())
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    hub = {"model.layers.0.block_sparse_moe.experts.0.w1.weight": torch.zeros(2)}
+    save_file({name: each.contiguous() for name, each in model.state_dict().items()} if known else hub,
+              folder / "model.safetensors")  # fmt: skip
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=2, is_world_process_zero=False)
+    callback = F8Callback(f8.recipes.rowwise())
+    if known:
+        callback.on_train_begin(args, state, None, model=model)
+    else:
+        with pytest.warns(UserWarning, match=r"experts under other names .* from_pretrained"):
+            callback.on_train_begin(args, state, None, model=model)
+
+
+def test_ranks_that_fell_back_from_fsdp_warn(monkeypatch):
+    from fp8compile.integrations import transformers as f8transformers
+
+    run = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_CPU, mixed_precision="no")
+    monkeypatch.setattr(f8transformers, "AcceleratorState", lambda: run)
+    monkeypatch.setattr(f8transformers, "converted", lambda *args, **kwargs: None)
+    monkeypatch.setattr(f8transformers, "fsdp2_plugin", lambda run: None)
+    args = SimpleNamespace(fsdp=True, activation_checkpointing=False)
+    with pytest.warns(UserWarning, match="accelerate runs MULTI_CPU"):
+        f8transformers.F8Callback(f8.recipes.rowwise()).on_init_end(args, None, None, model=None)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.formats import pack, unpack
 from fp8compile.layout.cuts import SIDES, AxisBlocks, DimSharding, Sharding, axis_blocks
 from fp8compile.layout.packing import packed_dim
@@ -82,7 +82,7 @@ def gather(part: Part, index: int) -> Part:
         return replace(whole, local=all_gather(part.local, cut.dim, cut.sizes, cut.group))
     codes, scale, outer_scale = _gathered_codes(part, cut), _gathered_scale(part, cut), part.outer_scale
     if outer_scale is not None and cut.dim < part.layout.batch:  # each matrix has an outer scale
-        outer_scale = all_gather(outer_scale, cut.dim, cut.sizes, cut.group)
+        outer_scale = _gather_scales(outer_scale, cut.dim, cut.sizes, cut.group)
     return replace(whole, codes=codes, scale=scale, outer_scale=outer_scale)
 
 
@@ -96,26 +96,30 @@ def _gathered_codes(part: Quantized, cut: DimSharding) -> Tensor:
     return codes if sent is part.codes else codes.view(torch.uint8)
 
 
+# if both passes multiply the same codes, the backward takes the forward's scales, and gathers only the codes again
+_gather_scales = inductor.once_a_graph(all_gather, by_marks=False)
+
+
 def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
     if cut.dim < part.layout.batch:  # blocks never cross matrices
-        return all_gather(part.scale, cut.dim, cut.sizes, cut.group)
+        return _gather_scales(part.scale, cut.dim, cut.sizes, cut.group)
     last = part.codes.ndim - 1
     is_column = cut.dim == last
     block = part.quantizer.block[is_column]
     if block == -1 or part.has_scales_of_whole[is_column]:
         return part.scale
     if block == 1:
-        return all_gather(part.scale, -1 if is_column else cut.dim, cut.sizes, cut.group)
+        return _gather_scales(part.scale, -1 if is_column else cut.dim, cut.sizes, cut.group)
     shape = part.codes.shape
     inner = 1 if is_column else math.prod(shape[cut.dim + 1 : last])
-    counts = [-(-size * inner // block) for size in cut.sizes]
+    counts = tuple(-(-size * inner // block) for size in cut.sizes)
     if is_column:
-        return all_gather(part.scale, -1, counts, cut.group)
+        return _gather_scales(part.scale, -1, counts, cut.group)
     if part.layout.batch:
-        return all_gather(part.scale, -2, counts, cut.group)
+        return _gather_scales(part.scale, -2, counts, cut.group)
     outer = math.prod(shape[: cut.dim])
     grid = part.scale.view(outer, counts[cut.rank], part.scale.shape[-1])
-    return all_gather(grid, 1, counts, cut.group).flatten(0, 1)
+    return _gather_scales(grid, 1, counts, cut.group).flatten(0, 1)
 
 
 # ---------------------------------------------------------------------------------- narrow

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import STACK, WHOLE, TensorLayout
 from fp8compile.ops.collectives import all_reduce, reduce_scatter
@@ -333,6 +333,10 @@ class CutOverGroup(_OverGroup):
 # ---------------------------------------------------------------------------------- FSDP in the graph
 
 
+# forward and backward quantize the same shard: one node, so that the backward finds the forward's scales
+_in_dtype = inductor.once_a_graph(Tensor.to)
+
+
 @dataclass(slots=True)
 class _OverFsdp(Placement):
     """Base of placements whose weight FSDP cuts along the first dim: by rows of a matrix, or by matrices of a stack.
@@ -349,7 +353,7 @@ class _OverFsdp(Placement):
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The shard in the dtype of the tokens; it is quantized and gathered in this dtype."""
-        return weight.to(dtype)
+        return _in_dtype(weight, dtype)
 
     def out_features(self: Any, weight: Sequence[int], ends: Any) -> int:
         """Number of output features.
