@@ -99,13 +99,16 @@ def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
     return shared
 
 
+OWN_CODES = "codes: the parameter itself is made of them"
+
+
 def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     """Why a weight is gathered in ``param_dtype``; None if it is gathered as codes."""
     recipe = weight.module.recipe
     if (missing := holds_no_stacks(weight.module)) is not None:
         return f"the module {missing}"
     if isinstance(_compat.local_itself(weight.parameter), QuantizedTensor):
-        return "the parameter is quantized, and travels as codes without this"
+        return OWN_CODES
     if (missing := next((gemm.name for gemm in PAIR if recipe.quantizer_read(gemm.b) is None), None)) is not None:
         return f"the recipe leaves {missing} in high precision"
     if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
@@ -154,7 +157,8 @@ def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | Non
         gathers: What each gather of codes brings; None if forward and backward multiply the same codes.
     """
     codes = "codes" if gathers is None else gathers.in_words()
-    return "; ".join(dict.fromkeys(codes if reason is None else f"param_dtype: {reason}" for reason in reasons))
+    said = {None: codes, OWN_CODES: OWN_CODES}
+    return "; ".join(dict.fromkeys(said.get(reason, f"param_dtype: {reason}") for reason in reasons))
 
 
 def _check_arguments(checkpointed: object, one_gather: object) -> None:
