@@ -12,7 +12,7 @@
     optimizer_steps.py  a parameter is rounded once in each optimizer step
     update.py       writes new values to many parameters at once
     fsdp2_hooks.py  the hooks that FSDP2 calls around an all-gather
-    gather_layout.py   the messages of an FSDP2 all-gather
+    fsdp2_messages.py  the messages of an FSDP2 all-gather
     gather_policy.py   which codes each FSDP2 all-gather sends
     pass_in_memory.py  which codes are in the gathered memory now
     shards.py       how ranks cut a weight
@@ -32,7 +32,7 @@ from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
-from fp8compile.tensor.gather_layout import SetToGather
+from fp8compile.tensor.fsdp2_messages import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
 from fp8compile.tensor.layer import check_serves, is_stack, unserved
 from fp8compile.tensor.product import scaled_mm

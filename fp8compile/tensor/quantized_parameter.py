@@ -21,7 +21,7 @@ from fp8compile.ops.layer.quantize import cast_part, positions, scales_of, whole
 from fp8compile.quantizers import GEMMS, Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
-from fp8compile.tensor.gather_layout import SetToGather
+from fp8compile.tensor.fsdp2_messages import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GatherPolicy
 from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
 from fp8compile.tensor.quantize import quantize
