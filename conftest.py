@@ -14,6 +14,7 @@ import pytest
 import torch
 from cheap_compiles import make_compiles_cheap
 
+from fp8compile.tables import LOG_WIDTH
 from fp8compile.testing.bits import difference
 
 pytest_plugins = ["pytester"]
@@ -33,6 +34,12 @@ if "FP8COMPILE_TEST_CACHE" not in os.environ:
 def _assert_bits_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
     words = difference(actual, expected)
     assert words is None, f"{what}: {words}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def width():
+    """Tables are as wide as where there is no terminal, whatever the terminal is that tests are started in."""
+    os.environ["COLUMNS"] = str(LOG_WIDTH)
 
 
 @pytest.fixture(scope="session")
