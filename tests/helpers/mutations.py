@@ -156,7 +156,7 @@ MUTATIONS = (
     Mutation(
         "gathered experts have the outer scales of this rank's",
         f"{LAYER}/over_ranks.py",
-        "        outer_scale = all_gather(outer_scale, cut.dim, cut.sizes, cut.group)",
+        "        outer_scale = _gather_scales(outer_scale, cut.dim, cut.sizes, cut.group)",
         "        outer_scale = outer_scale[:1].expand(sum(cut.sizes))",
         ("tests/parallel/test_fsdp_experts.py",),
     ),
