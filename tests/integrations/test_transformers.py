@@ -110,7 +110,7 @@ def test_the_callback_converts_prints_and_trains_as_a_model_converted_before(tmp
     assert [row.fqn for row in f8.conversion_report(trainer.model).rows if not row.converted] == ["lm_head"]
     losses = losses_of(trainer)
     printed = capsys.readouterr().out
-    assert "model.layers.0.self_attn.q_proj" in printed
+    assert ".self_attn.{q," in printed
     before = f8.convert(llama(), f8.recipes.rowwise(), filter="!lm_head")
     assert losses == losses_of(trainer_of(str(tmp_path), [], model=before, save_strategy="no"))
     assert losses != losses_of(trainer_of(str(tmp_path), [], save_strategy="no"))

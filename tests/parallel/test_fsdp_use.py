@@ -508,7 +508,8 @@ def mixed():
 def test_the_report_says_what_is_gathered(ranks):
     report = ranks.run(mixed)[0]
     assert "codes" in report
-    assert "param_dtype: the recipe leaves grad_input in high precision" in report
+    assert "param_dtype [" in report
+    assert "] the recipe leaves grad_input in high precision" in report
 
 
 # -------------------------------------------------------------------- why rowwise may need both sets of codes

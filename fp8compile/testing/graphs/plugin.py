@@ -37,7 +37,7 @@ from fp8compile.testing.graphs.report import (
 __all__ = ["guarded", "recorded_graph_report", "without_compilers_log"]
 
 # PyTorch's own handler writes "W1125 03:04:51.469000 26732 torch/_dynamo/...] ..." before each line
-LOGGED = re.compile(r"[VDIWEC]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ torch/")
+LOGGED = re.compile(r"[VDIWEC]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (\S*/)?torch/")
 # pytest's writes "WARNING  torch._dynamo.variables.tensor:tensor.py:1759 ..." before the first line of a record
 RECORDS = re.compile(r"^(?=(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +\S+:\S+\.py:\d+ )", re.MULTILINE)
 OF_TORCH = re.compile(r"[A-Z]+ +torch\.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -251,9 +252,8 @@ def test_the_profiler_sees_the_gemms_that_the_recipe_asks_for_as_this_device_has
 def test_the_table_says_what_is_emulated(text_file, tmp_path, capsys):
     main(words(text_file, tmp_path / "run", recipe="blockwise"))
     printed = capsys.readouterr()
-    shown = {
-        line.split("|")[1].strip(): line.split("|")[2].strip() for line in printed.out.splitlines() if "|" in line
-    }
+    rows = (re.split(r" {2,}", line.strip()) for line in printed.out.splitlines())
+    shown = {row[0]: row[1] for row in rows if len(row) > 1}
     assert shown["FP8 GEMMs asked for by the recipe"].startswith("21 of 24 (")
     assert shown["FP8 GEMMs seen by the profiler"] == "0 of 24 (0.0% of flops)"
     assert shown["emulated on this device"].startswith("21 of 24 (")
