@@ -1,4 +1,4 @@
-"""Sections in the terminal."""
+"""Print sections (a title, lines of text and a table) in the terminal, fitted to its width."""
 
 from __future__ import annotations
 

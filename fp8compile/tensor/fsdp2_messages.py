@@ -32,15 +32,16 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class SetToGather:
-    """One set of codes of a rank's shard, which a gather may send.
+    """One set of codes of a rank's shard of a weight, those that one GEMM reads; an FSDP2 all-gather may send it.
 
     Attributes:
         gemm: The GEMM that reads the codes.
         quantizer: The quantizer of the codes.
-        is_own: For each level of scales (blocks, outer), whether only this rank has the scales of its shard.
+        is_own: For each level of scales (blocks, outer): True if the scales cover only this rank's shard, and so must
+            be sent too; False if this rank already has those of the whole weight.
         scale_shapes: Shapes of the gathered weight's scales, by level.
-        make: Returns the codes, and then the scales by level. Its argument is a quantizer that makes the same codes
-            but may pack them otherwise. The scales are those of the shard if ``is_own``, else those of the weight.
+        make: Called with a quantizer that makes the same codes but may pack them otherwise. Returns the codes in that
+            packing, then the scales, one tensor a level, of the shard or of the whole weight as ``is_own`` says.
     """
 
     gemm: Gemm

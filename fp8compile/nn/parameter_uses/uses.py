@@ -86,7 +86,7 @@ def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
 
 
 def uses_seen(modules: Iterable[nn.Module]) -> Uses:
-    """The uses that are kept for the parameters of these modules."""
+    """How the parameters of these modules were used in earlier forwards, as far as `keep_uses` recorded it."""
     uses = Uses()
     for module in modules:
         for name, use in USES.get(module, {}).items():

@@ -127,7 +127,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for one rank; more ranks need processes (tests/parallel/test_graph_fsdp.py)."""
+    """Sample arguments of the op for its tests, as if there were one rank (tests/parallel has more ranks)."""
     for shape in ((6,), (3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             yield torch.ones(shape), dtype, Rows.alone(shape[0])

@@ -391,7 +391,10 @@ class RowsOverFsdpBase(_OverFsdp):
         return {"rows": self.rows, "weight_amax": self.amax}
 
     def saved(self: Any) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Returns this placement without amaxes, and the amax for grad_input, which autograd saves."""
+        """Split this placement for the backward: a copy without amaxes, and the tensors that autograd saves.
+
+        The only tensor that it saves is the amax for grad_input.
+        """
         return replace(self, amax=None, amax_for_grad_input=None), (self.amax_for_grad_input,)
 
     def restored(self: Any, saved: Sequence[Tensor | None]) -> Placement:

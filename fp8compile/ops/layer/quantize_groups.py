@@ -54,7 +54,10 @@ def quantize_groups(
     along_tokens: bool,
     reads_once: bool,
 ) -> Quantized:
-    """Quantize the rows of groups along rows or along tokens.
+    """Quantize rows that are sorted by group; each group gets the codes that it would get alone.
+
+    Blocks lie along rows (within one row), or along tokens (over tokens of one group). A tensorwise scale is one for
+    each group.
 
     Args:
         part: Rows (R, K); the layout has the ends of the groups.
@@ -62,9 +65,10 @@ def quantize_groups(
         tokens: Quantizer along tokens, over one group's matrix; may be None if not ``along_tokens``.
         steps: The functions that compute the steps.
         along_tokens: Whether to quantize along tokens instead of along rows.
-        reads_once: Whether a kernel may read the rows once for both directions. True for compiled code on a GPU: both
-            products make the same call, and the graph keeps one of them. The forward then also makes the codes along
-            tokens, and keeps them, one byte an element, in place of the rows.
+        reads_once: Whether one kernel may read the rows and make what both directions need. True for compiled code on
+            a GPU: the GEMM that reads along rows and the one that reads along tokens issue the same call, and the
+            graph keeps a single one. The forward then also makes the codes along tokens, and saves them, one byte an
+            element, in place of the rows.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)

@@ -58,7 +58,7 @@ class _WithMultiplier:
         return amax_of(weight, quantizer)
 
     def empty_beside(self: Any) -> tuple[Tensor, ...]:
-        """Empty tensors like the further outputs that `begin` returns, for tracing."""
+        """For the op's fake kernel: uninitialized tensors like the extra outputs that `begin` returns."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 

@@ -47,7 +47,10 @@ def _version(folder: Path) -> tuple[int, ...] | None:
 
 
 def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
-    """The file of another PyTorch, the nearest minor version first, and whose it is; None if there is none."""
+    """Find the test's baseline that was made with the PyTorch version nearest to this one.
+
+    Returns the file, and a phrase for messages such as " of PyTorch 2.12"; None if there is no file.
+    """
     own = TORCH_VERSION[0] * 1000 + TORCH_VERSION[1]
     found = []
     for path in folder.glob(f"torch-*/{name}"):
