@@ -214,3 +214,9 @@ def test_compiled_blocks_at_ragged_edges_are_complete(dynamic, assert_bits_equal
         for got, expected in zip(compiled(x), _quantize(x), strict=True):
             assert_bits_equal(got[1], expected[1], f"scale of {shape}")
             assert_bits_equal(got[0], expected[0], f"codes of {shape}")
+
+
+def test_the_bias_gradient_of_one_token_without_leading_dims_is_that_of_linear():
+    layer = f8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), f8.recipes.rowwise())[0]
+    layer(torch.ones(16)).backward(torch.full((16,), -0.0))
+    assert not layer.bias.grad.signbit().any()  # nn.Linear sums one row, and 0.0 + -0.0 is 0.0

@@ -70,7 +70,8 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
 
     It does not flatten these dims, so that a DTensor need not be redistributed.
     """
-    return grad_output.sum(tuple(range(grad_output.ndim - 1))) if grad_output.ndim > 1 else grad_output.clone()
+    tokens = grad_output if grad_output.ndim > 1 else grad_output.unsqueeze(0)  # -0.0 becomes 0.0, as in nn.Linear
+    return tokens.sum(tuple(range(tokens.ndim - 1)))
 
 
 @dataclass(slots=True)
