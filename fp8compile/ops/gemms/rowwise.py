@@ -32,7 +32,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 def _row_scales(operand: Quantized, rows: int) -> Tensor:
     """One scale for each row, (rows, 1), from a single scale or from a scale for each row; padded rows get 1."""
-    m, scale = operand.codes.shape[0], operand.scale_values()
+    m, scale = operand.codes.shape[0], operand.quantizer.scale_values(operand.scale)
     if not _compat.statically_equal(scale.stride(), (1, 1)):
         scale = scale.reshape(-1).unsqueeze(1)  # a transposed (1, m) scale has strides that `_scaled_mm` refuses
     if operand.quantizer.block[0] != 1:
