@@ -19,7 +19,7 @@ import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION, cpu_has_rowwise_gemm
 from fp8compile.ops.gemm import select_gemm
 from fp8compile.ops.gemms.table import EMULATED, NATIVE
-from fp8compile.target import Target, pretend_target
+from fp8compile.target import Build, Target, pretend_target
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -165,12 +165,13 @@ def scaled(*block, **options):
     return f8.CurrentScaling(block=block, **options)
 
 
+BUILD = Build((2, 13))  # the table is for PyTorch 2.13
 HARDWARE = {
-    "CPU, PyTorch 2.13": Target("cpu"),
-    "8.9 (L40S, RTX 40)": Target("cuda", (8, 9)),
-    "9.0 (H100, H200)": Target("cuda", (9, 0)),
-    "10.x, 11.0 (B200, B300, Thor)": Target("cuda", (10, 0)),
-    "12.x (RTX 50, RTX PRO, GB10)": Target("cuda", (12, 0)),
+    "CPU, PyTorch 2.13": Target("cpu", build=BUILD),
+    "8.9 (L40S, RTX 40)": Target("cuda", (8, 9), build=BUILD),
+    "9.0 (H100, H200)": Target("cuda", (9, 0), build=BUILD),
+    "10.x, 11.0 (B200, B300, Thor)": Target("cuda", (10, 0), build=BUILD),
+    "12.x (RTX 50, RTX PRO, GB10)": Target("cuda", (12, 0), build=BUILD),
 }
 OPERANDS = {
     "tensorwise": (scaled(-1, -1), scaled(-1, -1), torch.bfloat16),

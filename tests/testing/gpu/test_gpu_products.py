@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8compile._compat import TORCH_VERSION
 from fp8compile.scale_layouts import down_the_rows, rows_of_fours, swizzled
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.program.products import Products
@@ -68,7 +69,14 @@ def test_a_scaled_product_is_that_of_the_values(name, assert_bits_equal):
         ((codes(M, K, E5M2), B.t().float().to(E5M2).t(), ONE, ONE), {}, "e5m2 on one side at most"),
         ((A.float(), B, ONE, ONE), {}, "float8 codes"),
         ((A, B, ONE.double(), ONE), {}, "scales in float32 or E8M0"),
-        ((A, B, ROWS_A, ROWS_B.t()), {"out_dtype": torch.float32, "arch": "b200"}, "bfloat16 only"),
+        pytest.param(
+            (A, B, ROWS_A, ROWS_B.t()),
+            {"out_dtype": torch.float32, "arch": "b200"},
+            "bfloat16 only",
+            marks=pytest.mark.skipif(
+                TORCH_VERSION >= (2, 15), reason="from PyTorch 2.15 on the product writes float32"
+            ),
+        ),
         ((A, B, BLOCKS_A, down_the_rows(BLOCKS_B).t()), {}, r"strides \(1, 48\)"),
         ((A, B, down_the_rows(BLOCKS_A), SQUARE_B.t()), {}, r"strides \(4, 1\)"),
         ((A, B, down_the_rows(BLOCKS_A), down_the_rows(BLOCKS_B).t()), {"arch": "b200"}, "9.0 only"),
