@@ -8,7 +8,6 @@ from fp8compile.nn.experts.converted_class import (
     become_plain_hosted,
     cannot_convert_hosted,
     cannot_revert_hosted,
-    cannot_take_experts,
     cannot_take_hosted,
     hosted_class,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "become_plain_hosted",
     "cannot_convert_hosted",
     "cannot_revert_hosted",
-    "cannot_take_experts",
     "cannot_take_hosted",
     "holds_no_stacks",
     "hosted_class",

@@ -33,7 +33,6 @@ __all__ = [
     "become_plain_hosted",
     "cannot_convert_hosted",
     "cannot_revert_hosted",
-    "cannot_take_experts",
     "cannot_take_hosted",
     "experts_class",
     "hosted_class",
@@ -116,7 +115,7 @@ OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quanti
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method that multiplies in FP8, so that it first warns if FSDP was announced but does not manage it."""
+    """Wrap the method in FP8, so that it first warns if FSDP was announced and does not manage the module."""
 
     @wraps(replacement)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -127,11 +126,7 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
-    """The FP8 class for the modules of a class of another library.
-
-    Args:
-        plain: A class that a registered `Host` describes.
-    """
+    """The FP8 class for the modules of a class that a registered `Host` describes."""
     host = host_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
     assert host is not None
     return class_by(host, plain)  # type: ignore[arg-type]  # classes are hashable
@@ -185,23 +180,13 @@ def cannot_convert_hosted(module: nn.Module) -> str | None:
     return None
 
 
-def cannot_take_experts(recipe: Recipe) -> str | None:
-    """The reason why experts can't be converted with this recipe, or None."""
-    try:
-        check_recipe_of_groups(recipe)
-    except ValueError as error:
-        return f"experts take no such recipe: {error}"
-    return None
-
-
 def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
     """The reason why a module can't be converted with this recipe, or None."""
-    if is_experts(module):
-        return cannot_take_experts(recipe)
     try:
-        ConvertedLinearLike.check_takes(recipe)
+        (ConvertedExperts if is_experts(module) else ConvertedLinearLike).check_takes(recipe)
     except ValueError as error:
-        return str(error).removeprefix("recipe: ")
+        text = str(error).removeprefix("recipe: ")
+        return f"experts take no such recipe: {text}" if is_experts(module) else text
     return None
 
 

@@ -57,10 +57,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """The name of the module that defines the forward of a class, and the forward's qualified name.
-
-    For a decorated forward both describe the wrapper that the decorator made.
-    """
+    """The module name and the qualified name of a class's forward; of the wrapper, if a decorator wrapped it."""
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")

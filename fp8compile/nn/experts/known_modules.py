@@ -6,13 +6,11 @@ from functools import cache
 
 from torch import nn
 
-from fp8compile.nn.experts.dbrx import DBRX
-from fp8compile.nn.experts.dense import DENSE
 from fp8compile.nn.experts.host import Host, Layout, stacks
 from fp8compile.nn.experts.linear_like import CONV1D
 from fp8compile.nn.experts.method import METHOD
+from fp8compile.nn.experts.own_forwards import DBRX, JETMOE, LLAMA4
 from fp8compile.nn.experts.routed import ROUTED
-from fp8compile.nn.experts.sized import SIZED
 from fp8compile.quantizers import Quantizer
 
 __all__ = [
@@ -29,7 +27,7 @@ __all__ = [
     "num_experts",
 ]
 
-HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
+HOSTS = [ROUTED, LLAMA4, DBRX, JETMOE, METHOD, CONV1D]
 
 
 @cache

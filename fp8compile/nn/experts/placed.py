@@ -85,11 +85,7 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
-    """The ranks over which experts are spread; None if each rank has all of them.
-
-    Args:
-        stack: A parameter (experts, ...), as the module's forward reads it.
-    """
+    """The ranks over which a stack (experts, ...) is spread; None if each rank has all experts."""
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
             return None

@@ -1,10 +1,7 @@
 """Find routers, which score the experts for each token. They cost next to nothing and stay in high precision.
 
-A router has no class of its own, so it is found by its place and shape. It is a sibling of its experts, or of a module
-that contains them. All its matrices have as many rows as there are experts on all ranks together:
-
-    model -> block -> attention, MoE -> router, wrapper -> wrapper -> experts
-                                        the MoE is the first module above the experts that has other matrices too
+A router has no class of its own. It is a sibling of its experts, or of a module that contains them, and all its
+matrices have as many rows as there are experts on all ranks together.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def sorted_rows(
 ) -> SortedRows:
     """Make a row for each pair of a token and one of its experts, sorted by expert.
 
-    A row for an expert of another rank, or for none, has the index ``num_experts``. Such rows come after all groups,
-    where `grouped_linear` reads nothing and returns zeros; their gradients are zeros too.
+    The index ``num_experts`` stands for another rank's expert, or for none. Its rows come after all groups, where
+    `grouped_linear` reads nothing and returns zeros; their gradients are zeros too.
 
     Args:
         hidden_states: (tokens, hidden).
@@ -58,9 +58,6 @@ def sorted_rows(
         top_k_weights: (tokens, top_k), the factor of each expert's result.
         num_experts: Number of this rank's experts.
         recipe: The recipe of the products that read the rows.
-
-    Raises:
-        ValueError: In eager mode, an index is out of range. On a GPU this is an assertion on the device.
     """
     if not (torch.compiler.is_compiling() or _compat.is_traced(top_k_index)):  # a graph can't look at the data
         _check_index(top_k_index, num_experts)
@@ -77,15 +74,6 @@ def sorted_rows(
 
 
 def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
-    """Sum the results of each token's experts by weight.
-
-    Args:
-        y: (R, hidden), the experts' results for the rows.
-        rows: The rows.
-        recipe: The recipe of the products that read the rows.
-
-    Returns:
-        (tokens, hidden).
-    """
+    """Sum the results (R, hidden) of each token's experts by weight, to (tokens, hidden)."""
     y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
     return y.view(*rows.shape, y.shape[-1]).sum(dim=1)
