@@ -10,21 +10,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.assignment import Recipes, with_tail
-from fp8compile.nn.candidates import (
-    cannot_go_back,
-    converted_class,
-    go_back,
-    is_converted,
-    layers,
-    put_in_float8,
-)
+from fp8compile.nn.candidates import cannot_go_back, converted_class, go_back, is_converted, layers, put_in_float8
 from fp8compile.nn.filters import Filter
-from fp8compile.nn.model_type import Model
-from fp8compile.nn.parameter_uses import (
-    forget_uses,
-    stop_watching,
-    watch_first_forward,
-)
+from fp8compile.nn.model_type import Model, check_model
+from fp8compile.nn.parameter_uses import forget_uses, stop_watching, watch_first_forward
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.nn.state import check_amax_group
 from fp8compile.nn.why_left_out import LEFT_OUT, recipes_and_reasons
@@ -39,11 +28,6 @@ EXPORTED_LINEAR = torch.ops.aten.linear.default
 def _is_compiled(module: nn.Module) -> bool:
     """Whether a call of the module runs compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
-def _check_module(function: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model is a {type(model).__name__}; it is a torch.nn.Module.")
 
 
 def _check_not_compiled(model: nn.Module) -> None:
@@ -144,7 +128,7 @@ def convert(
             blocks, which FSDP2 has sharded or which belongs to experts. Nothing is changed then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
-    _check_module("convert", model)
+    check_model("convert", model)
     _check_not_compiled(model)
     _check_not_frozen(model)
     recipe = with_tail(model, recipe, tail, tail_recipe)
@@ -184,7 +168,7 @@ def revert(model: Model) -> Model:
     Raises:
         TypeError: The model is not a module, or a layer can't be reverted without a loss. Nothing is changed then.
     """
-    _check_module("revert", model)
+    check_model("revert", model)
     every = [layer for layer, _ in layers(model)]
     for layer in every:
         if is_converted(layer) and (reason := cannot_go_back(layer)) is not None:

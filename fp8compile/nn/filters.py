@@ -1,8 +1,7 @@
 """Filters: which linears and experts `convert` converts.
 
-A filter is a function ``(module, fqn) -> bool``, or one or several name patterns in the syntax of fnmatch (``*``
-matches dots too). A layer is converted if a pattern matches its fully qualified name. A pattern that begins with ``!``
-leaves out the layers that it matches. If all patterns begin with ``!``, all other layers are converted.
+A filter is a function ``(module, fqn) -> bool``, or name patterns of fnmatch (``*`` matches dots too). A pattern that
+begins with ``!`` leaves out what it matches; if all of them do, all other layers are converted.
 """
 
 from __future__ import annotations
@@ -61,18 +60,13 @@ def default_filter_reason(module: nn.Module, fqn: str) -> str | None:
     return None
 
 
-def _matches(patterns: list[str], fqn: str) -> bool:
-    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
-
-
 def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
     refused = [p.removeprefix("!") for p in patterns if p.startswith("!")]
     wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
 
     def reason(module: nn.Module, fqn: str) -> str | None:
-        if _matches(refused, fqn) or not _matches(wanted, fqn):
-            return f"left out by the filter {', '.join(patterns)}"
-        return None
+        is_wanted = any(fnmatchcase(fqn, p) for p in wanted) and not any(fnmatchcase(fqn, p) for p in refused)
+        return None if is_wanted else f"left out by the filter {', '.join(patterns)}"
 
     return reason
 
@@ -103,13 +97,8 @@ def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
     """Make a function that returns why a layer is left out, or None if it is converted.
 
-    Args:
-        filter: A filter as `convert` takes it; None for the default, which leaves out layers that FP8 can't speed up.
-        fqns: Names of the model's linears, to check patterns against.
-
-    Raises:
-        TypeError: ``filter`` is neither a function nor patterns.
-        ValueError: A pattern matches no linear.
+    Without a filter it leaves out layers that FP8 can't speed up. ``fqns`` are the names of the model's linears, one
+    of which each pattern must match.
     """
     if filter is None:
         return default_filter_reason

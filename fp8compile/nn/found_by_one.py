@@ -1,8 +1,4 @@
-"""Raise an error on all ranks if one rank finds it: that rank sends a mark first, so that none waits forever.
-
-rank 0   rows are right   --its counts-->     the host reads counts that are negative   --> both raise the text
-rank 1   rows are wrong   --FOUND, FOUND-->   the host reads its own                    -->
-"""
+"""Raise an error on all ranks if one rank finds it: that rank sends a mark first, so that none waits forever."""
 
 from __future__ import annotations
 
@@ -53,8 +49,8 @@ def raise_on_all(function: str, error: Exception | None, group: str) -> None:
         group: The name of the group.
 
     Raises:
-        Exception: This rank's error, if all ranks found the same error.
-        RuntimeError: In all other cases; its text, the same on all ranks, has the errors of all ranks.
+        Exception: This rank's error, if all ranks found the same one.
+        RuntimeError: Otherwise; its text, the same on all ranks, has the errors of all ranks.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

@@ -1,8 +1,4 @@
-"""fp8compile.grouped_linear and grouped_mm: check their arguments and call the op.
-
-`grouped_linear` takes the arguments of ``fp8compile.linear``. `grouped_mm` takes those of
-``torch.nn.functional.grouped_mm``, so that it can replace that function.
-"""
+"""fp8compile.grouped_linear, and grouped_mm with the arguments of PyTorch's function, which it can replace."""
 
 from __future__ import annotations
 

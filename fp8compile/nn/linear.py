@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
-from fp8compile.nn.codes_in_state import CodesInState, codes_and_scales, reach_codes
+from fp8compile.nn.codes_in_state import CodesInState, reach_codes
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.quantizers import DelayedScaling, Recipe
-from fp8compile.tensor import (
-    SOURCE_DTYPES,
-    is_quantized_parameter,
-)
+from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
 
@@ -192,12 +189,6 @@ class Linear(CodesInState, nn.Linear):
     def _delays_codes(self) -> bool:
         return self.is_quantized() and isinstance(self.recipe.weight, DelayedScaling)
 
-    # ------------------------------------------------------------------ what a checkpoint has of it
-
-    def _names_of_codes(self) -> tuple[str, ...]:
-        """Names of the state dict's entries that replace the weight."""
-        return tuple(codes_and_scales("weight", self.weight))
-
     def is_quantized(self) -> bool:
         """Whether the weight is kept as codes and a scale."""
         weight = self._parameters.get("weight")  # not self.weight, which computes a parametrized weight
@@ -238,8 +229,6 @@ class Linear(CodesInState, nn.Linear):
             with torch.no_grad():
                 self.weight.copy_(values)  # again, with the multiplier that was loaded after the weight
         missing_keys += own_missing
-
-        """The text of ``nn.Linear`` and the recipe, by name if it has one."""
 
 
 reach_codes(Linear, "weight")

@@ -137,11 +137,9 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
 
 
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
-    """Replace the layers' weights by codes and scales. Shared weights stay shared.
+    """Replace the weights of layers that `check_weights` has accepted by codes and scales. Shared weights stay shared.
 
-    Args:
-        layers: Converted layers, which `check_weights` has accepted.
-        keep_initial: Whether the weights keep the values that they were quantized from.
+    ``keep_initial`` says whether the weights keep the values that they were quantized from.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:

@@ -1,12 +1,8 @@
 """compile: a model as one graph, in which repeated blocks are compiled once.
 
-Dynamo inlines blocks by default, so that compiling a model of 32 equal blocks takes 32 times as long as one block. If
-a block's forward is a region (`torch.compiler.nested_compile_region`), it is traced, partitioned and compiled once for
-all equal blocks, and the graph calls it. The model is still one graph, and ``fullgraph=True`` keeps its meaning. Code
-is fused only within a block.
-
-A region can't return a tensor that it was given, but some blocks do, such as T5's, which pass a bias on. Such outputs
-bypass the region.
+Dynamo inlines blocks by default, so 32 equal blocks take 32 times as long as one. If a block's forward is a region
+(`torch.compiler.nested_compile_region`), it is traced and compiled once, and the graph calls it. Code is fused only
+within a block. A region can't return a tensor that it was given, so such outputs bypass it.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
 from fp8compile.nn.made_classes import MadeClass
-from fp8compile.nn.model_type import Model
+from fp8compile.nn.model_type import Model, check_model
 
 __all__ = ["compile", "repeated_blocks"]
 
@@ -62,8 +58,7 @@ def compile(
     Warns:
         UserWarning: Some repeated blocks can't be regions, and are inlined.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compile: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("compile", model)
     chosen = _found(model) if blocks is None else _checked(model, list(blocks))
     alike = Counter(map(type, chosen))
     for block in chosen:

@@ -14,6 +14,7 @@ from fp8compile._compat import is_fsdp_managed
 from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_slots
 from fp8compile.nn.experts import layout_of, routers
+from fp8compile.nn.model_type import check_model
 from fp8compile.nn.parameter_uses import PAST_FORWARD, Kind, Uses, past_forward, uses_seen
 from fp8compile.nn.why_left_out import LEFT_OUT, ROUTER
 from fp8compile.quantizers import GEMMS, Recipe
@@ -159,7 +160,6 @@ def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.P
     """The reason why a matrix that is multiplied without an nn.Linear can't be converted; None for other parameters.
 
     If no forward has shown how the parameter is used (``kind`` is None or `Kind.HANDED`), its name and dims decide.
-    The originals of a parametrized weight do not count.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):
@@ -176,12 +176,7 @@ def _weight_rows(
 ) -> list[ConversionRow]:
     """Rows for a module's matrices that are multiplied outside of layers, such as attention's or those of routers.
 
-    Args:
-        fqn: The module's name.
-        module: Any module.
-        uses: The uses of parameters that forwards have shown.
-        own: The weights of layers, each as its module and its name there; they get no row here.
-        is_router: Whether the module is a router or a part of one.
+    ``own`` has the weights of layers, each as its module and its name there; they get no row here.
     """
     rows = []
     for name, parameter in module.named_parameters(recurse=False):
@@ -230,8 +225,7 @@ def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None 
     Raises:
         TypeError: ``model`` is not a module, or ``forward`` is not a function.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"conversion_report: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("conversion_report", model)
     if isinstance(forward, nn.Module) or not (forward is None or callable(forward)):
         raise TypeError(
             f"conversion_report: forward is {shown(forward)}; it is a function without arguments that calls the "

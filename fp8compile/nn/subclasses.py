@@ -22,11 +22,7 @@ class _ConvertedSubclass(MadeClass, Linear):
 
 @cache
 def float8_class(plain: type[nn.Linear]) -> type[Linear]:
-    """The converted class for a class of layers.
-
-    Args:
-        plain: ``nn.Linear``, or a subclass that inherits its forward.
-    """
+    """The converted class for ``nn.Linear``, or for a subclass that inherits its forward."""
     if plain is nn.Linear:
         return Linear
     names = {

@@ -69,9 +69,9 @@ def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function that takes a layer and its names, and returns what the caller's arguments say about it.
+    """Make a function that returns, for a layer and its names, its recipe by the caller's arguments.
 
-    The function returns the layer's recipe and an empty text, or None and the reason why it has no recipe.
+    It returns the recipe and an empty text, or None and the reason why the layer has no recipe.
     """
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
 
@@ -94,8 +94,8 @@ def recipes_and_reasons(
     """Decide the recipe of each layer that is not converted yet.
 
     Returns:
-        For each layer, its recipe and an empty text, or None and the reason why it is left out. The second result is
-        whether a layer that gets a recipe is converted already.
+        For each layer, its recipe and an empty text, or None and the reason why it is left out. Also, whether a layer
+        that gets a recipe is converted already.
 
     Raises:
         ValueError: The model has no layers, or a converted layer would get another recipe.

@@ -42,8 +42,8 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
 def settled(uses: Uses, owners: Owners, layers: Iterable[nn.Module] = CONVERTED) -> Uses:
     """Remove the uses of tied weights that are no mistake.
 
-    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too. For
-    example, an embedding that shares its matrix with the head may multiply the matrix itself.
+    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too, as an embedding
+    does that shares its matrix with the head.
     """
     of_layers = {slot for layer in layers for slot in weight_slots(layer)}
 

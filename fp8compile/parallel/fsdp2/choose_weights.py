@@ -24,7 +24,7 @@ from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
-from fp8compile.nn.model_type import Model
+from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.not_sharded import MARK
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
@@ -79,8 +79,7 @@ def _weights(model: nn.Module) -> list[_Weight]:
 
 def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
     """Find the weights of a model's FP8 layers that FSDP2 will shard; raise if there are none or they are sharded."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fsdp_float8_all_gather: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("fsdp_float8_all_gather", model)
     if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
         raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} went through fully_shard already. {ORDER}")
     weights = _weights(model)
