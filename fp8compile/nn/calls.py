@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from fp8compile.nn.candidates import is_converted, method_of
-from fp8compile.nn.parameter_uses import Uses, settled, watched
+from fp8compile.nn.parameter_uses.first_forward import watched
+from fp8compile.nn.parameter_uses.past_forward import settled
+from fp8compile.nn.parameter_uses.uses import Uses
 
 __all__ = ["called_layers"]
 

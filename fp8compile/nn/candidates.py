@@ -10,16 +10,14 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fp8compile.nn.experts import (
+from fp8compile.nn.experts.converted_class import (
     ConvertedModule,
     become_float8_hosted,
     become_plain_hosted,
     cannot_revert_hosted,
     hosted_class,
-    is_hosted,
-    layout_of,
-    method_that_multiplies,
 )
+from fp8compile.nn.experts.known_modules import is_hosted, layout_of, method_that_multiplies
 from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert
 from fp8compile.nn.subclasses import float8_class
 from fp8compile.quantizers import Recipe

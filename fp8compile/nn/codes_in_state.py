@@ -161,9 +161,9 @@ class CodesInState(Module):
                 for name in quantized
             ]
             return
-        missing: list[str] = []
-        unexpected: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         for name, weight in quantized.items():
             keys = {prefix + key for key in codes_and_scales(name, weight)}
             if not keys <= state_dict.keys():
@@ -172,10 +172,8 @@ class CodesInState(Module):
                 _take(name, weight, state_dict, prefix)
             except ValueError as error:
                 error_msgs.append(str(error))
-            missing = [key for key in missing if key != prefix + name]
-            unexpected = [key for key in unexpected if key not in keys]
-        missing_keys += missing
-        unexpected_keys += unexpected
+            missing_keys[:] = [key for key in missing_keys if key != prefix + name]
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
 
 
 def _take(name: str, weight: Tensor, state_dict: Mapping[str, Any], prefix: str) -> None:

@@ -13,7 +13,8 @@ from fp8compile.nn.assignment import Recipes, with_tail
 from fp8compile.nn.candidates import cannot_go_back, converted_class, go_back, is_converted, layers, put_in_float8
 from fp8compile.nn.filters import Filter
 from fp8compile.nn.model_type import Model, check_model
-from fp8compile.nn.parameter_uses import forget_uses, stop_watching, watch_first_forward
+from fp8compile.nn.parameter_uses.first_forward import stop_watching, watch_first_forward
+from fp8compile.nn.parameter_uses.uses import forget_uses
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.nn.state import check_amax_group
 from fp8compile.nn.why_left_out import LEFT_OUT, recipes_and_reasons

@@ -137,17 +137,9 @@ def grouped_linear(
             tokens of two groups.
         RuntimeError: This device has no grouped GEMM for the recipe, or ``torch.jit.trace`` is running.
     """
-    if has_torch_function((x, weight, offsets, bias)):
-        return handle_torch_function(
-            grouped_linear,
-            (x, weight, offsets, bias),
-            x,
-            weight,
-            offsets,
-            bias,
-            recipe=recipe,
-            check_in_graph=check_in_graph,
-        )
+    given = x, weight, offsets, bias
+    if has_torch_function(given):
+        return handle_torch_function(grouped_linear, given, *given, recipe=recipe, check_in_graph=check_in_graph)
     check_recipe("grouped_linear", recipe)
     x, weight, bias = checked_groups(x, weight, offsets, bias)
     if check_in_graph or not torch.compiler.is_compiling():

@@ -210,25 +210,20 @@ class Linear(CodesInState, nn.Linear):
         self,
         state_dict: Mapping[str, Any],
         prefix: str,
-        local_metadata: dict[str, Any],
+        metadata: Any,
         strict: bool,
         missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *rest: Any,
     ) -> None:
-        own_missing: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *rest)
         state_keys = [prefix + name for name in STATE]
         if f"{prefix}weight" in state_dict and not any(key in state_dict for key in state_keys):
             self._reset_state()  # the state belongs to the weights before
-            own_missing = [key for key in own_missing if key not in state_keys]
+            missing_keys[:] = [key for key in missing_keys if key not in state_keys]
         values = state_dict.get(f"{prefix}weight")
         if self._delays_codes() and values is not None and values.shape == self.weight.shape:
             with torch.no_grad():
                 self.weight.copy_(values)  # again, with the multiplier that was loaded after the weight
-        missing_keys += own_missing
 
 
 reach_codes(Linear, "weight")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
-from fp8compile.nn.made_classes import MadeClass
+from fp8compile.nn.made_classes import MadeClass, made_class
 from fp8compile.nn.model_type import Model, check_model
 
 __all__ = ["compile", "repeated_blocks"]
@@ -147,14 +146,8 @@ class _Region(MadeClass, nn.Module):
 
 @cache
 def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
-    names = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "made_by": (_region_class, plain, often),
-        "forward": _as_region(plain.forward, often),
-    }
-    return types.new_class(plain.__name__, (_Region, plain), exec_body=lambda space: space.update(names))
+    forward, made_by = _as_region(plain.forward, often), (_region_class, plain, often)
+    return made_class(_Region, plain, made_by, forward=forward, __module__=plain.__module__)
 
 
 def _as_region(forward: Callable[..., Any], often: int) -> Callable[..., Any]:

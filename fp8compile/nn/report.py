@@ -13,9 +13,11 @@ from fp8compile import recipes
 from fp8compile._compat import is_fsdp_managed
 from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_slots
-from fp8compile.nn.experts import layout_of, routers
+from fp8compile.nn.experts.known_modules import layout_of
+from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.model_type import check_model
-from fp8compile.nn.parameter_uses import PAST_FORWARD, Kind, Uses, past_forward, uses_seen
+from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, past_forward
+from fp8compile.nn.parameter_uses.uses import Kind, Uses, uses_seen
 from fp8compile.nn.why_left_out import LEFT_OUT, ROUTER
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tables import Cell, Note, folded, table_lines, terminal_width

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8compile.nn.candidates import is_converted
-from fp8compile.nn.experts import ConvertedModule
+from fp8compile.nn.experts.converted_class import ConvertedModule
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.why_left_out import cannot_take

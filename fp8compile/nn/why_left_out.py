@@ -12,9 +12,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.assignment import Recipes, assigner, ends
 from fp8compile.nn.candidates import is_converted, layers
-from fp8compile.nn.experts import cannot_convert_hosted, cannot_take_hosted, routers
+from fp8compile.nn.experts.converted_class import cannot_convert_hosted, cannot_take_hosted
+from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.filters import Filter, resolve_filter
-from fp8compile.nn.parameter_uses import PAST_FORWARD, known_past_forward
+from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, known_past_forward
 from fp8compile.nn.subclasses import names_taken
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, has_codes

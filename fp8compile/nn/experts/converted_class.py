@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, ClassVar, Self
@@ -19,7 +18,7 @@ from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_exper
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
-from fp8compile.nn.made_classes import MadeClass
+from fp8compile.nn.made_classes import MadeClass, made_class
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.ops.layer.check_groups import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
@@ -136,16 +135,8 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
 def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
     """Make the FP8 class for a module class: a subclass with the FP8 method of a `Host`."""
     base = ConvertedLinearLike if host.is_linear else ConvertedExperts
-    names = {
-        "__module__": __name__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "_plain_class": plain,
-        "_host": host,
-        "made_by": (hosted_class, plain),
-        host.method: _multiplying(host.replacement),
-    }
-    return types.new_class(plain.__name__, (base, plain), exec_body=lambda space: space.update(names))
+    methods = {host.method: _multiplying(host.replacement)}
+    return made_class(base, plain, (hosted_class, plain), _plain_class=plain, _host=host, **methods)
 
 
 experts_class = hosted_class  # older pickles have this name

@@ -101,6 +101,4 @@ def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
 def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
     """This rank's part of a parameter of experts; under graph_fsdp, an `UngatheredStack`, which products gather."""
     stack = getattr(module, name)
-    if isinstance(stack, UngatheredStack):
-        return stack.to_local()
-    return stack.to_local() if is_dtensor(stack) else stack
+    return stack.to_local() if isinstance(stack, UngatheredStack) or is_dtensor(stack) else stack

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp8compile.nn.experts.known_modules import is_experts, num_experts
+from fp8compile.nn.experts.known_modules import is_experts, layout_of
 
 __all__ = ["routers"]
 
@@ -22,7 +22,7 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
     """The possible numbers of a router's scores: the experts of this module, or of all ranks together."""
-    own = num_experts(experts)
+    own = layout_of(experts).num_experts
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
     return {own} | {count for count in said if type(count) is int and count % max(own, 1) == 0}
 

@@ -22,7 +22,7 @@ from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
-from fp8compile.nn.experts import holds_no_stacks
+from fp8compile.nn.experts.known_modules import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
 from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.not_sharded import MARK

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
-from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.experts.converted_class import ConvertedExperts
+from fp8compile.nn.experts.host import stacks
 from fp8compile.nn.model_type import Model
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
