@@ -53,17 +53,12 @@ ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # other placements t
 
 @dataclass(frozen=True)
 class _Right:
-    """The right operand of a product.
+    """The right operand of a product."""
 
-    Attributes:
-        part: This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel
-            part.
-        columns: Number of columns of the whole product.
-        given: Arguments of `Operands` that say where codes come from, if not from the part alone.
-    """
-
+    # This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel part.
     part: Plain
-    columns: int
+    columns: int  # number of columns of the whole product
+    # arguments of `Operands` that say where codes come from, if not from the part alone
     given: dict[str, Any] = field(default_factory=dict)
 
 

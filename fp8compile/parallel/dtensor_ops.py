@@ -42,22 +42,15 @@ def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in one group of ranks.
+    """One way to run an op in one group of ranks."""
 
-    Attributes:
-        wanted: For each argument, the dim along which it has to be cut, and the number of elements that stay together
-            (a unit). None if each rank needs all of the argument.
-        outputs: How results lie, as ``Split.outputs`` says.
-        gathered: Indices of the arguments that are gathered before the op runs.
-        units: Number of such units of each cut argument that each rank then has.
-        cost: Number of bytes that are gathered.
-    """
-
+    # For each argument, the dim along which it has to be cut, and the number of elements that stay together (a unit).
+    # None if each rank needs all of the argument.
     wanted: tuple[Cut | None, ...]
-    outputs: tuple[int | str | None, ...]
-    gathered: frozenset[int]
-    units: tuple[int, ...]
-    cost: int
+    outputs: tuple[int | str | None, ...]  # how results lie, as ``Split.outputs`` says
+    gathered: frozenset[int]  # indices of the arguments that are gathered before the op runs
+    units: tuple[int, ...]  # number of such units of each cut argument that each rank then has
+    cost: int  # number of bytes that are gathered
 
 
 def _way(split: Split, parts: Sequence[Any], index: int, ranks: int) -> Way:

@@ -23,17 +23,12 @@ SPREAD = "_experts_are_spread"  # attribute of a module whose experts were sprea
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """How rows are sent to the ranks of their experts.
+    """How rows are sent to the ranks of their experts."""
 
-    Attributes:
-        capacity: The number of rows that a rank may send to another; None for no limit.
-        codes: Whether to send codes instead of values, if all products that read the rows take codes.
-        same_tokens: A mesh whose ranks have the same tokens, so that each rank sends a share of them. None if each
-            rank has its own tokens.
-    """
-
-    capacity: int | None = None
-    codes: bool = True
+    capacity: int | None = None  # the number of rows that a rank may send to another; None for no limit
+    codes: bool = True  # whether to send codes instead of values, if all products that read the rows take codes
+    # A mesh whose ranks have the same tokens, so that each rank sends a share of them. None if each rank has its own
+    # tokens.
     same_tokens: DeviceMesh | None = None
 
 

@@ -15,23 +15,14 @@ __all__ = ["SortedRows", "sorted_rows", "summed"]
 
 
 class SortedRows(NamedTuple):
-    """Rows of tokens, sorted by expert.
+    """Rows of tokens, sorted by expert."""
 
-    Attributes:
-        x: (R, hidden), the rows; R = tokens * top_k.
-        weights: (R, 1), the factor of each row's result.
-        pairs: (R,), for each row, the index of its pair of a token and an expert, token * top_k + k.
-        places: (R,), for each pair, the index of its row; the inverse permutation of ``pairs``.
-        offsets: (E,), int32, the end of each expert's rows.
-        shape: (tokens, top_k).
-    """
-
-    x: Tensor
-    weights: Tensor
-    pairs: Tensor
-    places: Tensor
-    offsets: Tensor
-    shape: tuple[int, int]
+    x: Tensor  # (R, hidden), the rows; R = tokens * top_k
+    weights: Tensor  # (R, 1), the factor of each row's result
+    pairs: Tensor  # (R,), for each row, the index of its pair of a token and an expert, token * top_k + k
+    places: Tensor  # (R,), for each pair, the index of its row; the inverse permutation of ``pairs``
+    offsets: Tensor  # (E,), int32, the end of each expert's rows
+    shape: tuple[int, int]  # (tokens, top_k)
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:

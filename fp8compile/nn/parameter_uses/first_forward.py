@@ -39,17 +39,11 @@ class _Traced:
 
 
 class _Running(threading.local):
-    """The forward that is watched in this thread.
+    """The forward that is watched in this thread."""
 
-    Attributes:
-        module: The module whose call ends the watching; None if `watched` ends it.
-        watching: The mode that watches; None if no forward is watched.
-        is_untold: Whether code runs inside `untold`, and warns about nothing.
-    """
-
-    module: nn.Module | None = None
-    watching: Watching | None = None
-    is_untold: bool = False
+    module: nn.Module | None = None  # the module whose call ends the watching; None if `watched` ends it
+    watching: Watching | None = None  # the mode that watches; None if no forward is watched
+    is_untold: bool = False  # whether code runs inside `untold`, and warns about nothing
 
     def begin(self, model: nn.Module, module: nn.Module | None) -> Watching:
         self.module, self.watching = module, Watching(model)

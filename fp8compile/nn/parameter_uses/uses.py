@@ -30,15 +30,10 @@ Met = dict[Kind, frozenset[Slot]]  # the parameters that meet data in an operato
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a parameter.
+    """One use of a parameter."""
 
-    Attributes:
-        kind: How the parameter is used.
-        method: The method of a module that uses the parameter, such as ``"MultiheadAttention.forward"``.
-    """
-
-    kind: Kind
-    method: str
+    kind: Kind  # how the parameter is used
+    method: str  # the method of a module that uses the parameter, such as ``"MultiheadAttention.forward"``
 
     @property
     def multiplies(self) -> bool:
@@ -48,14 +43,10 @@ class Use:
 
 @dataclass
 class Uses:
-    """Uses of parameters in high precision, and the parameters that FP8 operators multiply.
+    """Uses of parameters in high precision, and the parameters that FP8 operators multiply."""
 
-    Attributes:
-        found: For each parameter, the use with the greatest kind.
-        in_float8: Parameters that an operator of this library, or one registered with it, has read.
-    """
-
-    found: dict[Slot, Use] = field(default_factory=dict)
+    found: dict[Slot, Use] = field(default_factory=dict)  # for each parameter, the use with the greatest kind
+    # parameters that an operator of this library, or one registered with it, has read
     in_float8: set[Slot] = field(default_factory=set)
 
     def add(self, slot: Slot, use: Use) -> None:

@@ -22,20 +22,14 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Scales:
-    """Scales of one weight, and the version of the weight that they were computed from.
+    """Scales of one weight, and the version of the weight that they were computed from."""
 
-    Attributes:
-        by_slot: Multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``.
-        outer_amaxes: Outer amax by the recipe's field, if each block lies on one rank. That rank computes the scales
-            of its blocks itself.
-        edits: The counter of writes that the weight had.
-        writes: Version counters of the weight.
-    """
-
-    by_slot: dict[str, Scales]
+    by_slot: dict[str, Scales]  # multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``
+    # Outer amax by the recipe's field, if each block lies on one rank. That rank computes the scales of its blocks
+    # itself.
     outer_amaxes: dict[str, Tensor]
-    edits: Edits
-    writes: tuple[int, ...]
+    edits: Edits  # the counter of writes that the weight had
+    writes: tuple[int, ...]  # version counters of the weight
 
     def hold(self, parameter: _compat.FsdpParameter) -> bool:
         """Whether nothing was written to the weight since these scales were computed."""

@@ -28,15 +28,11 @@ AmaxCarrier = tuple[Tensor | None, Tensor | None]  # tokens for a layer's activa
 
 
 class AmaxReduction(NamedTuple):
-    """The ranks over which a layer's backward reduces the amaxes of activations (first) and of the weight (second).
+    """The ranks over which a layer's backward reduces the amaxes of activations (first) and of the weight (second)."""
 
-    Attributes:
-        names: Names of the process groups.
-        groups: The same groups as the op takes them, because PyTorch 2.11 traces no attribute of a constant; None if
-            there is no group.
-    """
-
-    names: tuple[tuple[str, ...], tuple[str, ...]]
+    names: tuple[tuple[str, ...], tuple[str, ...]]  # names of the process groups
+    # the same groups as the op takes them, because PyTorch 2.11 traces no attribute of a constant; None if there is no
+    # group
     groups: tuple[AmaxGroups | None, AmaxGroups | None]
 
 

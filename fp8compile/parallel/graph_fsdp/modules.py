@@ -36,50 +36,36 @@ __all__ = ["ForwardScope", "ModuleState", "become_sharded", "is_sharded"]
 
 @dataclass
 class ForwardScope:
-    """State of the model's forward, shared by all of its modules.
+    """State of the model's forward, shared by all of its modules."""
 
-    Attributes:
-        runs: Whether a forward is running.
-        tied: The gathered parameters that several modules share. Each is gathered once, so its gradients are added up
-            before they are reduced over ranks.
-    """
-
-    runs: bool = False
+    runs: bool = False  # whether a forward is running
+    # The gathered parameters that several modules share. Each is gathered once, so its gradients are added up before
+    # they are reduced over ranks.
     tied: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
 class ModuleState:
-    """What graph_fsdp knows of one module.
+    """What graph_fsdp knows of one module."""
 
-    Attributes:
-        forward: State of the model's forward.
-        shardings: Sharding of each parameter, by name.
-        cast: Policy by which the root casts inputs and outputs; None in other modules.
-        tied: Index in `ForwardScope.tied` of each parameter that another module gathers too.
-        stacks: Names of the experts' weights that their products gather.
-        layers: The FP8 layers of the model; filled in the root.
-        owners: For each entry of `ForwardScope.tied` one module that has the parameter, and its name there; filled in
-            the root.
-        weight_amax_plan: Which amaxes of this layer's weight the ranks exchange; None if ops don't gather the weight.
-        amaxes: Amaxes of the whole weight by the recipe's field, while the model's forward runs.
-        amax_reduction: The ranks that reduce this layer's amaxes, if it has delayed scaling.
-        carrier: Brings this layer's amaxes out of its backward, if it has delayed scaling; None once it is consumed.
-        key: A number that no other module has.
-    """
-
-    forward: ForwardScope
-    shardings: dict[str, ParameterSharding]
+    forward: ForwardScope  # state of the model's forward
+    shardings: dict[str, ParameterSharding]  # sharding of each parameter, by name
+    # policy by which the root casts inputs and outputs; None in other modules
     cast: MixedPrecisionPolicy | None = None
+    # index in `ForwardScope.tied` of each parameter that another module gathers too
     tied: dict[str, int] = field(default_factory=dict)
-    stacks: frozenset[str] = frozenset()
-    layers: list[Any] = field(default_factory=list)
+    stacks: frozenset[str] = frozenset()  # names of the experts' weights that their products gather
+    layers: list[Any] = field(default_factory=list)  # the FP8 layers of the model; filled in the root
+    # for each entry of `ForwardScope.tied` one module that has the parameter, and its name there; filled in the root
     owners: list[tuple[Any, str]] = field(default_factory=list)
+    # which amaxes of this layer's weight the ranks exchange; None if ops don't gather the weight
     weight_amax_plan: WeightAmaxPlan | None = None
+    # amaxes of the whole weight by the recipe's field, while the model's forward runs
     amaxes: dict[str, Tensor] = field(default_factory=dict)
-    amax_reduction: AmaxReduction | None = None
+    amax_reduction: AmaxReduction | None = None  # the ranks that reduce this layer's amaxes, if it has delayed scaling
+    # brings this layer's amaxes out of its backward, if it has delayed scaling; None once it is consumed
     carrier: AmaxCarrier | None = None
-    key: int = field(default_factory=count().__next__)
+    key: int = field(default_factory=count().__next__)  # a number that no other module has
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
