@@ -128,13 +128,10 @@ def runs_in_backward() -> bool:
 
 
 def will_run(ctx: Any, place: int) -> bool:
-    """Whether the running backward will also run the backward of the op that made a tensor.
+    """Whether the running backward will also run the backward of the op that made an op's tensor argument ``place``.
 
-    It may not: ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about.
-
-    Args:
-        ctx: Context of an op, in its ``backward``.
-        place: Index of the tensor among the op's tensor arguments.
+    It may not: ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about. ``ctx``
+    is the op's context, in its ``backward``.
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves

@@ -44,6 +44,6 @@ def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
 
 def made_class(base: type[Any], plain: type[Any], made_by: tuple[Any, ...], **attributes: Any) -> type[Any]:
     """Make a subclass of ``base`` and ``plain`` with the name and docstring of ``plain``, and these attributes."""
-    names = {"__module__": base.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    names |= {"made_by": made_by, **attributes}
+    named = {"__module__": base.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    names: dict[str, Any] = {**named, "made_by": made_by, **attributes}
     return types.new_class(plain.__name__, (base, plain), exec_body=lambda space: space.update(names))

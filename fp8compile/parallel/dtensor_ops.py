@@ -1,8 +1,7 @@
 """Runs registered ops, ours and those of other libraries, on DTensors by their sharding rules.
 
-For each mesh dim it chooses the `Split` that gathers the fewest bytes, given the placements of the arguments. To
-narrow an argument that all ranks have costs nothing. A maximum over ranks is reduced at once, because gloo would
-reduce a `Partial("max")` by its float maximum, which loses another rank's NaN.
+For each mesh dim it chooses the `Split` that gathers the fewest bytes. A maximum over ranks is reduced at once,
+because gloo would reduce a `Partial("max")` by its float maximum, which loses another rank's NaN.
 """
 
 from __future__ import annotations
@@ -95,11 +94,7 @@ def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:
 
 
 def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ...]:
-    """Run an op on DTensors.
-
-    Args:
-        op: An op with a sharding rule.
-        args: The op's arguments. All tensors among them are DTensors on one mesh.
+    """Run an op with a sharding rule on DTensors; all tensors among ``args`` are DTensors on one mesh.
 
     Raises:
         TypeError: Some tensors are DTensors and some are not, or the op has no sharding rule.

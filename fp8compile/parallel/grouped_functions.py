@@ -3,9 +3,7 @@
     column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, cut
     row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, cut  ->  all rows
 
-The first followed by the second computes the feed-forward layers of experts. Between the two, ranks send only the
-amaxes of blocks that span several ranks. The sum over ranks is taken for all rows, before the rows that belong to one
-token are added.
+Between the two, ranks send only the amaxes of blocks that span several ranks.
 """
 
 from __future__ import annotations

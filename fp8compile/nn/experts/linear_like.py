@@ -31,7 +31,8 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
             )
         size = tuple(weight.shape) if not is_lazy(weight) and weight.ndim == 2 else (0, 0)
         n, k = size[::-1] if is_transposed else size
-        return Layout(weights={"weight": weight}, matrices=((n, k),))
+        own: dict[str, Any] = {"weight": weight}
+        return Layout(weights=own, matrices=((n, k),))
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight.t() if is_transposed else self.weight

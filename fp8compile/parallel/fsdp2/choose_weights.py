@@ -57,11 +57,7 @@ class _Weight:
         return attrgetter(self.name)(self.module)
 
     def is_alone(self, users: list[nn.Module]) -> bool:
-        """Whether every use of the parameter multiplies the same codes.
-
-        Args:
-            users: The modules that have the parameter.
-        """
+        """Whether all modules that have the parameter multiply the same codes of it."""
         if self.parameter.ndim == 2:
             kind = Linear if isinstance(self.module, Linear) else type(self.module)
             same = all(isinstance(user, kind) and user.recipe == self.module.recipe for user in users)
@@ -69,20 +65,13 @@ class _Weight:
         return len(users) == 1
 
 
-def _weights(model: nn.Module) -> list[_Weight]:
-    found: list[_Weight] = []
-    for module in model.modules():
-        if is_converted(module):
-            found += [_Weight(module, name) for name in weight_names(module)]
-    return found
-
-
-def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
+def _check_model(model: nn.Module, ignored: set[nn.Parameter]) -> list[_Weight]:
     """Find the weights of a model's FP8 layers that FSDP2 will shard; raise if there are none or they are sharded."""
     check_model("fsdp_float8_all_gather", model)
     if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
         raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} went through fully_shard already. {ORDER}")
-    weights = _weights(model)
+    layers = [module for module in model.modules() if is_converted(module)]
+    weights = [_Weight(layer, name) for layer in layers for name in weight_names(layer)]
     if not weights:
         raise ValueError(
             f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear and no experts in FP8. Call "
@@ -151,9 +140,8 @@ def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefi
 def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | None) -> str:
     """The text by which a report describes the gathers of a module's weights.
 
-    Args:
-        reasons: For each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
-        gathers: What each gather of codes brings; None if forward and backward multiply the same codes.
+    ``reasons`` has, for each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
+    ``gathers`` is None if forward and backward multiply the same codes.
     """
     codes = "codes" if gathers is None else gathers.in_words()
     said = {None: codes, OWN_CODES: OWN_CODES}

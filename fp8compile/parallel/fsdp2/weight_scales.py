@@ -55,11 +55,8 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
 class WeightScales:
     """Scales of the weights that are gathered as codes, computed again after weights change.
 
-    A request for the scale of a changed weight computes the scales of all changed weights. Ranks send one message for
-    each group of ranks, in most models one. If one rank changes a weight, all have to, as in training.
-
-    Args:
-        weights: For each weight, its module and the name of the parameter in that module.
+    A request for the scale of a changed weight computes the scales of all changed weights, with one message for each
+    group of ranks. If one rank changes a weight, all have to, as in training.
     """
 
     def __init__(self, weights: Iterable[tuple[nn.Module, str]]) -> None:

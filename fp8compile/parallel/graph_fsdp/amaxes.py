@@ -1,7 +1,6 @@
 """Amaxes of sharded weights: those of all layers travel in one message at the start of a model's forward.
 
-If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message. The
-numbers are the same.
+If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message.
 """
 
 from __future__ import annotations

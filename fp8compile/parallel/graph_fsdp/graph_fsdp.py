@@ -115,12 +115,7 @@ def _reads_children(module: nn.Module) -> bool:
 
 
 def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]) -> bool:
-    """Whether an op gathers the weight of a module as codes: each module that has the weight must be an FP8 layer.
-
-    Args:
-        module: The module.
-        users: The modules that have each parameter.
-    """
+    """Whether an op gathers the weight of a module as codes: each module that has the weight must be an FP8 layer."""
     weight = module._parameters.get("weight") if isinstance(module, Linear) else None
     return weight is not None and all(isinstance(user, Linear) for user in users[weight])
 

@@ -1,9 +1,8 @@
 """The class of a module whose parameters are sharded: whole parameters in the model's forward, shards outside of it.
 
-Each parameter becomes a property of the module's new class, which gathers the parameter while a forward runs. Outside
-of a forward, initialization, optimizers, state dicts and users find the shards; a change of a gathered copy would be
-lost. The property of an fp8compile.Linear does not gather the weight, because the layer's op gathers it as codes. The
-same holds for experts in FP8.
+Each parameter becomes a property of the module's new class, which gathers it while a forward runs. Initialization,
+optimizers and state dicts find the shards. The weights of FP8 layers are not gathered by the property, because the
+layer's op gathers them as codes.
 """
 
 from __future__ import annotations
@@ -216,13 +215,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def become_sharded(module: nn.Module, state: ModuleState, names: Sequence[str]) -> None:
-    """Change the class of a module to one that gathers its parameters while a forward runs.
-
-    Args:
-        module: The module; its parameters ``names`` are shards already.
-        state: What graph_fsdp knows of the module.
-        names: Names of the parameters that are sharded.
-    """
+    """Change the class of a module to one that gathers its parameters ``names``, which are shards, in a forward."""
     sharded: Any = module
     sharded.graph_fsdp = state
     gathers_codes = state.weight_amax_plan is not None

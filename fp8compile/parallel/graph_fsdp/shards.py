@@ -112,15 +112,9 @@ def _whole_placements(
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
 ) -> tuple[nn.Parameter, ParameterSharding]:
-    """Shard a parameter along dim 0.
+    """Shard a parameter along dim 0; returns it as a DTensor with this rank's rows, and how it is sharded.
 
-    Args:
-        parameter: A plain parameter, or a DTensor on a tensor parallel mesh, with the same values on all ranks.
-        mesh: A mesh with one dim, or with two dims, the first of which replicates.
-        mp_policy: The dtypes in which the parameter is used and its gradient reduced.
-
-    Returns:
-        The parameter as a DTensor with this rank's rows, and how it is sharded.
+    ``parameter`` is plain, or a DTensor on a tensor parallel mesh, with the same values on all ranks.
     """
     shape, stride, local = parameter.shape, parameter.stride(), parameter.detach()
     layout: TensorParallelLayout | None = None
