@@ -49,7 +49,7 @@ Content = TypeVar("Content", bound=Hashable)
 
 
 def terminal_width() -> int:
-    """Columns to print in: the variable COLUMNS, else the terminal's, else `LOG_WIDTH`."""
+    """Number of columns to print in: the variable COLUMNS, or the terminal's width, or `LOG_WIDTH`."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((LOG_WIDTH, 24)).columns)
 
 

@@ -148,11 +148,7 @@ def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
 
 
 def allow_group_in_subclass() -> None:
-    """Let a ProcessGroup be an inner value of a tensor subclass.
-
-    Raises:
-        RuntimeError: This version of PyTorch treats every inner value as a tensor.
-    """
+    """Let a ProcessGroup be an inner value of a tensor subclass; raises a RuntimeError on PyTorch 2.11."""
     if GROUPS_ALLOWED:
         return
     if TORCH_VERSION < (2, 12):

@@ -43,14 +43,8 @@ def noted() -> Iterator[None]:
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
     """Raise the errors that ranks of a group found. All ranks call this once they know that a rank found one.
 
-    Args:
-        function: The function that the error's text names.
-        error: The error that this rank found, or None.
-        group: The name of the group.
-
-    Raises:
-        Exception: This rank's error, if all ranks found the same one.
-        RuntimeError: Otherwise; its text, the same on all ranks, has the errors of all ranks.
+    If all ranks found the same error, it is raised. Otherwise a RuntimeError is, whose text has the errors of all
+    ranks and names ``function``.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

@@ -108,10 +108,10 @@ def grouped_linear(
 ) -> Tensor:
     """Apply a linear layer to each group of rows, such as the experts of a model, with FP8 GEMMs as the recipe says.
 
-    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, with ``start =
-    offsets[group - 1]`` and ``end = offsets[group]``. Each group has the codes and scales that ``fp8compile.linear``
-    would have for its rows and matrix. For example, a tensorwise recipe has one scale for the rows of a group. The
-    sizes of groups are data: the host never waits for them, and no graph is compiled again when they change.
+    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, from the end of the
+    group before to the group's own end in ``offsets``. Each group has the codes and scales that ``fp8compile.linear``
+    would have for its rows and matrix. The sizes of groups are data: the host never waits for them, and no graph is
+    compiled again when they change.
 
     It is differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first.
 

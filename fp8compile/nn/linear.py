@@ -37,14 +37,13 @@ ONE_RANK = (
 class Linear(CodesInState, nn.Linear):
     """A ``torch.nn.Linear`` whose GEMMs run in FP8.
 
-    It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters are plain ``nn.Parameter``, and the
-    state dict is that of ``nn.Linear``. The exception is ``fp8compile.convert`` with ``quantized_parameters=True``:
-    then the weight is codes and a scale, and the state dict has these as two plain tensors instead of the weight. It
-    still loads a state dict with values, and quantizes them.
+    It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters and state dict are those of
+    ``nn.Linear``, unless ``fp8compile.convert`` made it with ``quantized_parameters=True``: then the state dict has
+    codes and a scale instead of the weight. It still loads a state dict with values, and quantizes them.
 
     With delayed scaling the layer has two more buffers, the fields of ``fp8compile.DelayedState``, which each backward
-    updates. They are in the state dict. Loading a state dict without them, such as that of a ``nn.Linear``, resets
-    them. They stay float32 when the layer is cast to another dtype.
+    updates. Loading a state dict without them, such as that of a ``nn.Linear``, resets them. They stay float32 when
+    the layer is cast to another dtype.
 
     Args:
         in_features: K.
@@ -210,12 +209,12 @@ class Linear(CodesInState, nn.Linear):
         self,
         state_dict: Mapping[str, Any],
         prefix: str,
-        metadata: Any,
+        local_metadata: Any,
         strict: bool,
         missing_keys: list[str],
         *rest: Any,
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *rest)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         state_keys = [prefix + name for name in STATE]
         if f"{prefix}weight" in state_dict and not any(key in state_dict for key in state_keys):
             self._reset_state()  # the state belongs to the weights before

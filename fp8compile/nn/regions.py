@@ -42,17 +42,16 @@ def compile(
         blocks: Modules of the model that are alike, such as ``model.model.layers``; no block contains another one.
             ``()`` for no blocks, which is plain ``torch.compile``. By default the blocks of `repeated_blocks`.
         fullgraph: Passed to ``torch.compile``, whose own default is False.
-        **options: Other options of ``torch.compile``. With ``dynamic=True``, sizes vary, but floats such as a module's
-            attributes are constants, because PyTorch's regions take no float that varies. A new value of such a float
-            compiles another graph.
+        **options: Other options of ``torch.compile``. With ``dynamic=True`` sizes vary, but a new value of a float,
+            such as a module's attribute, compiles another graph, because PyTorch's regions take no float that varies.
 
     Returns:
         The module that ``torch.compile`` returns. It has the model's attributes, and its type is the model's.
 
     Raises:
         TypeError: The model or a block is not a module.
-        ValueError: A block is not a part of the model, or is inside another block, or can't be a region. It can't if
-            its forward is set on the instance, or if PyTorch does not accept its parameters as arguments of a region.
+        ValueError: A block is not a part of the model, is inside another block, or can't be a region: its forward is
+            set on the instance, or PyTorch does not accept its parameters as arguments of a region.
 
     Warns:
         UserWarning: Some repeated blocks can't be regions, and are inlined.

@@ -205,11 +205,11 @@ def _weight_rows(
 def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None = None) -> ConversionReport:
     """Report which layers of a model run in FP8, which GEMMs of each, and why the others do not.
 
-    The report lists each ``nn.Linear`` and subclass, and each module of experts that ``convert`` knows. It also lists
-    parameters that are multiplied outside of these modules, if the first forward after ``convert`` or the given
-    ``forward`` has shown it: those of other experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, or those of an
-    embedding that is the head too. If no forward has run, it lists 3-D parameters, and 2-D parameters with "weight" in
-    their name, unless they belong to an embedding or a convolution.
+    The report has each ``nn.Linear`` and each module of experts that ``convert`` knows. It also has the parameters
+    that the first forward after ``convert``, or the given ``forward``, has multiplied outside of these modules: those
+    of other experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, or an embedding that is the head too. If no
+    forward has run, it lists 3-D parameters, and 2-D ones with "weight" in their name, unless they belong to an
+    embedding or a convolution.
 
     A converted layer runs in FP8 only if the model calls it, which a forward shows::
 

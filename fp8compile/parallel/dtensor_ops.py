@@ -96,9 +96,7 @@ def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:
 def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ...]:
     """Run an op with a sharding rule on DTensors; all tensors among ``args`` are DTensors on one mesh.
 
-    Raises:
-        TypeError: Some tensors are DTensors and some are not, or the op has no sharding rule.
-        ValueError: Tensors are on different meshes, or have placements that FP8 ops do not take.
+    Raise a TypeError if the op has no sharding rule or a tensor is plain, and a ValueError for different meshes.
     """
     if op.sharding is None:
         raise TypeError(

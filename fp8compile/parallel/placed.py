@@ -104,9 +104,7 @@ def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list
 def check_one_mesh(function: str, tensors: Mapping[str, Any]) -> DeviceMesh:
     """The mesh that all tensors are on; None stands for a tensor that is not given.
 
-    Raises:
-        TypeError: Some tensors are DTensors and some are not.
-        ValueError: The tensors are on different meshes.
+    Raise a TypeError if some are DTensors and some are not, and a ValueError if they are on different meshes.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]

@@ -165,17 +165,17 @@ def fsdp_float8_all_gather(
     """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
 
     Weights of experts are gathered as codes too, cut along experts or, by ``shard_placement_fn``, along another dim.
-    Each expert has its own scales.
+    Each expert has its own scales. Weights that can't be gathered as codes are gathered in ``param_dtype``;
+    ``fp8compile.conversion_report`` says which and why.
 
     Some recipes multiply different codes of the weight in forward and backward: ``recipes.rowwise``,
     ``rowwise_bf16_wgrad``, ``mxfp8``, and ``nvfp4`` with ``weight_block=(1, 16)``. If FSDP2 frees the weight between
     the passes, each pass gathers its own codes. One gather serves both passes if FSDP2 keeps the weight
     (``reshard_after_forward=False``, a number, or the default of the root) or if the backward repeats the forward
-    (activation checkpointing); ``one_gather`` says what that gather brings. Weights that can't be gathered as codes
-    are gathered in ``param_dtype``; ``fp8compile.conversion_report`` says which and why.
+    (activation checkpointing); ``one_gather`` says what that gather brings.
 
-    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has at that time. It is
-    the one that the layer itself uses, if each backward runs before the next forward.
+    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has at that time. The
+    layer itself uses the same, if each backward runs before the next forward.
 
     Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are those of the whole weight, over
     the ranks of FSDP2 and of tensor parallelism. So codes, scales and outputs are the same as without this call, bit
@@ -191,8 +191,7 @@ def fsdp_float8_all_gather(
         one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers both sets of codes, two
             bytes an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
         ignored_params: The parameters that ``fully_shard`` will be given as ``ignored_params``, such as experts that
-            `ExpertParallel` has spread over ranks. They are not replaced, and ``conversion_report`` does not mention
-            a gather of them.
+            `ExpertParallel` has spread over ranks. They are not replaced.
 
     Returns:
         The model. Make optimizers afterwards, because parameters of these layers are new objects.
