@@ -35,7 +35,7 @@ LONG_WORD = 12  # words up to this length are not broken
 
 @dataclass(frozen=True)
 class Note:
-    """A cell whose reason stands below the table."""
+    """A cell with a reason, which is shown below the table."""
 
     text: str  # the reason
     short: str = ""  # what the cell itself says; may be empty

@@ -110,7 +110,7 @@ def counting_versions() -> AbstractContextManager[None]:
 
 
 def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
-    """Write to memory without counting a version, as FSDP2's gathers do.
+    """Context in which a write to memory does not increment its version counter, as in FSDP2's gathers.
 
     A backward that saved the memory does not notice the write.
     """

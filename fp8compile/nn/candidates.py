@@ -63,7 +63,7 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
 
 
 def weight_slots(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The module (the layer or a child) and the name of each weight of a layer."""
+    """For each weight of a layer, the module that holds it (the layer or a child) and its name there."""
     paths = (name.rpartition(".") for name in weight_names(layer))
     return [(layer.get_submodule(path), name) for path, _, name in paths]
 

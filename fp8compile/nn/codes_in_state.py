@@ -110,7 +110,7 @@ class CodesInState(Module):
         return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
 
     def reach_codes(self) -> None:
-        """Add the attributes of `reach_codes` for each quantized parameter of this module."""
+        """Give this module's class attributes for the state dict's keys that replace its quantized parameters."""
         for name in self._quantized_parameters():
             reach_codes(type(self), name)
 

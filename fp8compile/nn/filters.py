@@ -42,7 +42,7 @@ LEAST_GAINING = {(8, 9): 109, (9, 0): 137, (10, 0): 187, (10, 3): 187, (12, 0): 
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
-    """K N / (K + N): the gain of a layer's GEMMs in FP8 divided by the cost of casts, up to a factor for the GPU."""
+    """K N / (K + N): what a layer gains by GEMMs in FP8, relative to the cost of casts, up to a factor for the GPU."""
     return in_features * out_features // (in_features + out_features)
 
 
@@ -72,7 +72,7 @@ def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
 
 
 def _did_you_mean(pattern: str, fqns: list[str]) -> str:
-    """A question with a pattern that matches, made by mending the parts that no name has; empty if there is none."""
+    """The text " Did you mean ...?" with a similar pattern that matches a name; empty if there is none."""
     known = sorted({part for fqn in fqns for part in fqn.split(".")})
     parts = pattern.split(".")
     mended = [

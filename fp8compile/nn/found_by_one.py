@@ -21,7 +21,7 @@ WAITING = (
 
 
 def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """Call a function; returns its result and None, or None and its error. While compiling, errors are raised."""
+    """Call a function; returns its result and None, or None and its error. While compiling, the error is raised."""
     if torch.compiler.is_compiling():
         return function(*args), None
     try:

@@ -230,7 +230,7 @@ reach_codes(Linear, "weight")
 
 @cache  # the same object for all layers, because graphs have guards on its identity
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """The recipe without ``keep_weight_codes``, for FSDP: it frees weights after the forward, but codes would stay."""
+    """The recipe without ``keep_weight_codes``: FSDP frees weights after the forward, and kept codes would stay."""
     return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
 
 

@@ -60,7 +60,7 @@ class DelayedState(NamedTuple):
 
 
 class RowOfWeight:
-    """Returns the weight's row of a layer's state, from the buffers that the layer has when it is called."""
+    """A function that returns the weight's row of a layer's state, from the buffers that the layer then has."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)

@@ -94,9 +94,8 @@ def recipes_and_reasons(
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
     """Decide the recipe of each layer that is not converted yet.
 
-    Returns:
-        For each layer, its recipe and an empty text, or None and the reason why it is left out. Also, whether a layer
-        that gets a recipe is converted already.
+    The first result has, for each layer, its recipe and an empty text, or None and the reason why it is left out. The
+    second tells whether a layer that is converted already would get its recipe again.
 
     Raises:
         ValueError: The model has no layers, or a converted layer would get another recipe.

@@ -71,7 +71,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
 
 
 def has_no_other_ranks(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has all ranks of its root mesh, so that the root has no other dim for FSDP."""
+    """Whether a mesh has all ranks of its root mesh, so that no other dim of the root is left for FSDP."""
     root = root_mesh(mesh)
     own = set(mesh.mesh_dim_names or ())
     others = [size for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False) if name not in own]

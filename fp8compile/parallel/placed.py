@@ -46,9 +46,9 @@ def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[Pro
 
 
 def cuts_of(tensor: DTensor) -> Sharding:
-    """For each mesh dim, how it cuts a DTensor that `part_of` takes; None if it does not.
+    """How each mesh dim cuts a DTensor that `part_of` takes; None for a mesh dim that does not cut it.
 
-    Partial sums count as summed.
+    Partial sums count as summed. On the meta device, the mesh needs no process groups.
     """
     mesh, sizes = tensor.device_mesh, list(tensor.shape)
     cuts: list[DimSharding | None] = []

@@ -17,7 +17,10 @@ __all__ = ["DBRX", "JETMOE", "LLAMA4"]
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
-    """Map (experts * tokens, hidden) to the same shape: each expert gets all tokens, zeros for those not its own."""
+    """Map (experts * tokens, hidden) to the same shape.
+
+    Each expert gets all tokens, as zeros if they chose another.
+    """
     experts, hidden, _ = self.gate_up_proj.shape
     tokens = hidden_states.view(experts, -1, hidden).shape[1]
     offsets = torch.arange(1, experts + 1, device=hidden_states.device, dtype=torch.int32) * tokens

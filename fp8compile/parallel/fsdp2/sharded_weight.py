@@ -209,8 +209,8 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
         """Arguments of the gathered QuantizedTensor that say which ranks share its scales.
 
-        A matrix cut by tensor parallelism has the group, dim and sizes of that cut. Another matrix has FSDP2's group,
-        because each of its ranks then holds the whole matrix. A stack has none.
+        A matrix cut by tensor parallelism has the group, dim and sizes of that cut. Any other matrix has FSDP2's
+        group, because each of its ranks holds all of the matrix after the gather. A stack has none.
         """
         if self.batch:
             return {}

@@ -130,7 +130,7 @@ class WeightScales:
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """The multiplier and scale of a weight with delayed scaling, from the last backward; None for the outer scale."""
+    """The multiplier, the scale and no outer scale (None) of a weight with delayed scaling, from the last backward."""
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)
