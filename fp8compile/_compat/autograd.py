@@ -1,4 +1,4 @@
-"""Private interfaces of PyTorch's autograd: derivatives of our ops, version counters, dtypes of gradients."""
+"""Private interfaces of PyTorch's autograd and dispatcher: derivatives of our ops, version counters, dispatch keys."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.autograd.function import _SingleLevelFunction
 from fp8compile._compat.tracing import no_dispatch
 
 __all__ = [
+    "as_kernel",
     "counting_versions",
     "impl_autograd",
     "keep_grad_dtype",
@@ -23,6 +24,12 @@ __all__ = [
     "version_in_eager",
     "will_run",
 ]
+
+ABOVE_KERNELS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+)
 
 
 def impl_autograd(
@@ -147,3 +154,18 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor without autograd history that shares memory and version counter with a subclass's tensor."""
     with no_dispatch():
         return tensor.detach()
+
+
+def as_kernel(impl: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``impl`` run like PyTorch's own kernels, below autocast and autograd.
+
+    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 matmul. A kernel
+    that ends in a reshape would return a view, and autograd would forbid writes to the view, such as those of a
+    ReLU(inplace=True) that follows.
+    """
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(ABOVE_KERNELS):
+            return impl(*args)
+
+    return kernel
