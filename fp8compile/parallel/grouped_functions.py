@@ -115,8 +115,6 @@ def row_parallel_grouped_linear(
         (rows, out_features), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
-        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is no process group.
-        ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
-            sizes.
+        TypeError, ValueError, RuntimeError: In the cases of `column_parallel_grouped_linear`.
     """
     return _parallel("row_parallel_grouped_linear", 2, x, weight, offsets, bias, recipe, group, feature_sizes)
