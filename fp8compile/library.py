@@ -19,8 +19,8 @@ from __future__ import annotations
 from fp8compile import recipes
 from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
 from fp8compile.layout.quantized import Quantized
-from fp8compile.nn.experts import register_experts, register_linear_like
 from fp8compile.nn.experts.host import Layout
+from fp8compile.nn.experts.registration import register_experts, register_linear_like
 from fp8compile.ops.gemm import register_gemm
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.grouped.table import register_grouped_gemm

@@ -60,18 +60,10 @@ def _of_blocks(
     emulate: bool = False,
     **rule: Any,
 ) -> Recipe:
-    """Make a recipe with current scaling for all operands.
+    """Make a recipe with current scaling for all operands, from their blocks.
 
-    Args:
-        x: Block of x_MK in the output, and of dy_MN in grad_input.
-        weight: Block of w_NK in the output.
-        weight_turned: Block of w_NK in grad_input, which sums over the other dim.
-        x_turned: Block of x_MK and dy_MN in grad_weight, which sums over the other dim.
-        format: Format of inputs and weights.
-        grad_format: Format of gradients.
-        grad_rounding: Rounding of gradients to codes.
-        emulate: Whether a GPU without such GEMMs emulates them.
-        rule: Fields ``scale`` and ``eps`` of all quantizers.
+    ``x`` is the block of x_MK in the output and of dy_MN in grad_input, ``weight`` that of w_NK in the output. The
+    turned blocks are those in the GEMMs that sum over the other dim. ``rule`` has the fields ``scale`` and ``eps``.
     """
     gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
     return Recipe(

@@ -28,15 +28,9 @@ def down_the_rows(scale: Tensor) -> Tensor:
 
 
 def for_each_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
-    """Repeat the scales of blocks for each of their rows, for a GEMM that reads a scale for each row.
+    """Repeat scales (..., rows of blocks, blocks) for each row of a block, to (..., rows, blocks).
 
-    Args:
-        scale: (..., rows of blocks, blocks).
-        block_rows: Number of rows of a block; for 1, the scales are returned unchanged.
-        rows: Number of rows of the codes; the last blocks may have fewer rows than the others.
-
-    Returns:
-        (..., rows, blocks).
+    This is for a GEMM that reads a scale for each row. The last blocks may have fewer than ``block_rows`` rows.
     """
     return scale if block_rows == 1 else scale.repeat_interleave(block_rows, -2)[..., :rows, :]
 

@@ -1,9 +1,4 @@
-"""Text tables of a given width: equal rows folded into one, remarks as numbered notes, long cells wrapped.
-
-    rows --folded--> rows of patterns --table_lines--> lines no wider than the terminal, notes below them
-
-The one renderer of reports, of the command and of the training example. It knows nothing of what it shows.
-"""
+"""Text tables of a given width: equal rows folded into one, remarks as numbered notes, long cells wrapped."""
 
 from __future__ import annotations
 
@@ -28,27 +23,22 @@ __all__ = [
     "terminal_width",
 ]
 
-LOG_WIDTH = 100  # of what is no terminal, such as a file or a pipe
+LOG_WIDTH = 100  # width of a file, a pipe or anything else that is no terminal
 LEAST_WIDTH = 40  # narrower is unreadable, so lines then are longer than the terminal
-NARROWEST = 6  # of a column that is wrapped
+NARROWEST = 6  # the least width of a column that is wrapped
 BETWEEN = "  "
 SPACES = re.compile(r"(?<!\bx) (?!x\b)")  # "64 x 32" stays together
-# where a word that is too long for its column is broken, the best place first
+# the places at which a word that is too long for its column is broken, the best one first
 BREAKS = tuple(map(re.compile, (r"(?<= )", r"(?<=[^.]\.)(?=[^.])", r"(?<=[._,/:}])")))
-LONG_WORD = 12  # what is no longer is not broken
+LONG_WORD = 12  # words up to this length are not broken
 
 
 @dataclass(frozen=True)
 class Note:
-    """A cell whose reason stands below the table.
+    """A cell with a reason, which is shown below the table."""
 
-    Attributes:
-        text: The reason.
-        short: What the cell itself says; may be empty.
-    """
-
-    text: str
-    short: str = ""
+    text: str  # the reason
+    short: str = ""  # what the cell itself says; may be empty
 
     def __str__(self) -> str:
         return f"{self.short}: {self.text}" if self.short else self.text
@@ -59,7 +49,7 @@ Content = TypeVar("Content", bound=Hashable)
 
 
 def terminal_width() -> int:
-    """Columns to print in: the variable COLUMNS, else the terminal's, else `LOG_WIDTH`."""
+    """Number of columns to print in: the variable COLUMNS, or the terminal's width, or `LOG_WIDTH`."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((LOG_WIDTH, 24)).columns)
 
 
@@ -67,21 +57,21 @@ def terminal_width() -> int:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Sorted numbers: "0..31", "0,2", "0..2,5"."""
+    """Write sorted numbers as "0..31", "0,2" or "0..2,5"."""
     starts = [0, *(at for at, (a, b) in enumerate(pairwise(values), 1) if b != a + 1), len(values)]
     runs = [values[first:end] for first, end in pairwise(starts)]
     return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
 def _common(words: Sequence[list[str]]) -> int:
-    """Number of parts with which all words begin."""
+    """Number of leading parts that all words share."""
     return next(
         (at for at, parts in enumerate(zip(*words, strict=False)) if len(set(parts)) > 1), min(map(len, words))
     )
 
 
 def _alternatives(names: Sequence[str]) -> str:
-    """Names of one place as one text: "{0..31}", "{gate,up}_proj"."""
+    """Write the names that one part of a pattern stands for, as "{0..31}" or "{gate,up}_proj"."""
     if len(names) == 1:
         return names[0]
     if all(name.isdecimal() and name == str(int(name)) for name in names):
@@ -100,7 +90,7 @@ Pattern = tuple[tuple[str, ...], ...]  # alternatives of each part between dots
 
 
 def _merged_at(patterns: list[Pattern], place: int) -> list[Pattern]:
-    """Patterns that differ in this place alone, as one each, in the order of the first."""
+    """Merge patterns that differ only in one part, in the order of the first of each."""
     together: dict[Hashable, list[Pattern]] = {}
     for pattern in patterns:
         key = (*pattern[:place], None, *pattern[place + 1 :]) if place < len(pattern) else pattern
@@ -116,7 +106,7 @@ def _merged_at(patterns: list[Pattern], place: int) -> list[Pattern]:
 
 
 def _patterns(names: Iterable[str]) -> list[Pattern]:
-    """Patterns of names, in the order of the first name of each."""
+    """Fold names into patterns, in the order of the first name of each pattern."""
     patterns: list[Pattern] = [tuple((part,) for part in name.split(".")) for name in dict.fromkeys(names)]
     before = 0
     while len(patterns) != before:
@@ -131,18 +121,14 @@ def _shown(pattern: Pattern) -> str:
 
 
 def folded_names(names: Iterable[str]) -> list[str]:
-    """Names with dots as fewer patterns, which stand for exactly these: "layers.{0..31}.mlp.{gate,up}_proj"."""
+    """Fold names with dots into patterns that stand for exactly these: "layers.{0..31}.mlp.{gate,up}_proj"."""
     return [_shown(pattern) for pattern in _patterns(names)]
 
 
 def folded(rows: Iterable[tuple[str, Content]]) -> list[tuple[str, Content]]:
-    """Named rows, those with equal content as one under a pattern of their names.
+    """Fold rows of a name and its content: rows with equal content become one row, under a pattern of their names.
 
-    Args:
-        rows: A name and all else of each row.
-
-    Returns:
-        The same, fewer, in the order of the first of each.
+    Rows keep the order of the first of each.
     """
     names: dict[Content, list[str]] = {}
     place: dict[tuple[str, Content], int] = {}
@@ -158,7 +144,7 @@ def folded(rows: Iterable[tuple[str, Content]]) -> list[tuple[str, Content]]:
 
 
 def _parts(word: str, width: int) -> list[str]:
-    """Parts of a word, none wider than this, broken where it reads best."""
+    """Break a word into parts no wider than ``width``, at the places where it reads best."""
     for pattern in BREAKS:
         parts = pattern.split(word)
         if max(map(len, parts)) <= width:
@@ -167,7 +153,7 @@ def _parts(word: str, width: int) -> list[str]:
 
 
 def _pieces(word: str, width: int) -> list[str]:
-    """A word in pieces that fit."""
+    """Break a word into the fewest pieces that fit; one piece if it fits."""
     if len(word) <= width:
         return [word]
     pieces = [""]
@@ -181,7 +167,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _wrapped(text: str, width: int) -> list[str]:
-    """A cell as lines; a word is broken only if it is wider than the column."""
+    """Wrap a cell into lines; a word is broken only if it is wider than the column."""
     lines = [""]
     for word in SPACES.split(text):
         for number, piece in enumerate(_pieces(word, width)):
@@ -194,7 +180,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> list[int]:
-    """Widths of columns that fill a room, none below its floor: what costs the fewest lines shrinks first."""
+    """Widths of columns that fill a room, none below its floor.
+
+    The column that costs the fewest lines shrinks first.
+    """
 
     def heights(at: int, width: int) -> list[int]:
         return [len(_wrapped(row[at], width)) for row in cells]
@@ -216,13 +205,13 @@ def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> lis
 
 
 def _floor(cells: Sequence[str], *, is_number: bool) -> int:
-    """The least width of a column: no number is broken, and no short word."""
+    """The least width of a column, so that no number and no short word is broken."""
     words = [len(word) for cell in cells for word in SPACES.split(cell)]
     return max([NARROWEST, *(words if is_number else (word for word in words if word <= LONG_WORD))])
 
 
 def _plain(rows: Sequence[Sequence[Cell]], notes: list[str]) -> list[list[str]]:
-    """Cells as text; what a note says is added to the notes, once."""
+    """Cells as text. The text of each note is added to ``notes`` once, and its cell gets the note's number."""
     plain = []
     for row in rows:
         cells = []
@@ -238,7 +227,7 @@ def _plain(rows: Sequence[Sequence[Cell]], notes: list[str]) -> list[list[str]]:
 
 
 def _block(cells: Sequence[str], widths: Sequence[int], right: Collection[int]) -> list[str]:
-    """One row as lines."""
+    """Lay out one row as lines."""
     columns = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
     height = max(map(len, columns))
     lines = []
@@ -253,7 +242,7 @@ def _block(cells: Sequence[str], widths: Sequence[int], right: Collection[int]) 
 
 
 def _note_lines(notes: Sequence[str], *, width: int) -> list[str]:
-    """Notes with their numbers, wrapped."""
+    """Number the notes and wrap them."""
     marks = [f"[{number}] " for number in range(1, len(notes) + 1)]
     return [
         line
@@ -275,16 +264,16 @@ def table_lines(
     mark: Callable[[str], str] = str,
     head: Callable[[str], str] = str,
 ) -> list[str]:
-    """A table as lines, then its notes.
+    """Lay out a table as lines, followed by its notes.
 
     Args:
-        columns: Headings; none for a table without a head.
-        rows: Cells, as many in each row.
-        width: Columns of the terminal. A table of many columns may need more in a very narrow one.
-        right: Columns that are aligned to the right, by number.
-        loud: Rows whose lines ``mark`` gets, by number.
-        mark: What makes a line stand out.
-        head: What makes the headings stand out.
+        columns: Headings; empty for a table without a head.
+        rows: Cells, the same number in each row.
+        width: Width in characters. A table of many columns may be wider than a very narrow one.
+        right: Indices of the columns that are aligned to the right.
+        loud: Indices of the rows to whose lines ``mark`` is applied.
+        mark: Makes a line stand out.
+        head: Makes the headings stand out.
     """
     notes: list[str] = []
     plain = _plain(rows, notes)
@@ -307,7 +296,7 @@ def table_lines(
 
 
 def paragraph(text: str, *, width: int) -> list[str]:
-    """A line as lines no wider than this, the following ones indented by two more."""
+    """Wrap a text; the lines after the first are indented by two more characters."""
     indent = " " * (len(text) - len(text.lstrip()))
     return textwrap.wrap(
         text, width, initial_indent="", subsequent_indent=f"{indent}  ", drop_whitespace=True,
@@ -316,14 +305,7 @@ def paragraph(text: str, *, width: int) -> list[str]:
 
 
 def listed(head: str, items: Sequence[str], *, width: int, lines: int = 3) -> list[str]:
-    """A list after a head, wrapped; what would be beyond the last line is counted.
-
-    Args:
-        head: What stands before, such as ``"  forward: "``.
-        items: The items.
-        width: Columns of the terminal.
-        lines: Most lines.
-    """
+    """Join items after a head and wrap them into at most ``lines`` lines; items that do not fit are only counted."""
     for kept in range(len(items), -1, -1):
         more = [f"and {len(items) - kept} more"] if kept < len(items) else []
         wrapped = paragraph(head + ", ".join([*items[:kept], *more]), width=width)

@@ -4,9 +4,7 @@ The package exports the names that its files list in ``__all__``.
 """
 
 from fp8compile._compat.autograd import *
-from fp8compile._compat.dispatch import *
 from fp8compile._compat.dtensor import *
-from fp8compile._compat.dynamo import *
 from fp8compile._compat.fsdp import *
 from fp8compile._compat.fsdp_fewer_ranks import *
 from fp8compile._compat.imports import *

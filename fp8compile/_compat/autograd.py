@@ -1,4 +1,4 @@
-"""Private interfaces of PyTorch's autograd: derivatives of our ops, version counters, dtypes of gradients."""
+"""Private interfaces of PyTorch's autograd and dispatcher: derivatives of our ops, version counters, dispatch keys."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.autograd.function import _SingleLevelFunction
 from fp8compile._compat.tracing import no_dispatch
 
 __all__ = [
+    "as_kernel",
     "counting_versions",
     "impl_autograd",
     "keep_grad_dtype",
@@ -23,6 +24,12 @@ __all__ = [
     "version_in_eager",
     "will_run",
 ]
+
+ABOVE_KERNELS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+)
 
 
 def impl_autograd(
@@ -110,7 +117,7 @@ def counting_versions() -> AbstractContextManager[None]:
 
 
 def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
-    """Write to memory without counting a version, as FSDP2's gathers do.
+    """Context in which a write to memory does not increment its version counter, as in FSDP2's gathers.
 
     A backward that saved the memory does not notice the write.
     """
@@ -128,13 +135,10 @@ def runs_in_backward() -> bool:
 
 
 def will_run(ctx: Any, place: int) -> bool:
-    """Whether the running backward will also run the backward of the op that made a tensor.
+    """Whether the running backward will also run the backward of the op that made an op's tensor argument ``place``.
 
-    It may not: ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about.
-
-    Args:
-        ctx: Context of an op, in its ``backward``.
-        place: Index of the tensor among the op's tensor arguments.
+    It may not: ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about. ``ctx``
+    is the op's context, in its ``backward``.
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves
@@ -150,3 +154,18 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor without autograd history that shares memory and version counter with a subclass's tensor."""
     with no_dispatch():
         return tensor.detach()
+
+
+def as_kernel(impl: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``impl`` run like PyTorch's own kernels, below autocast and autograd.
+
+    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 matmul. A kernel
+    that ends in a reshape would return a view, and autograd would forbid writes to the view, such as those of a
+    ReLU(inplace=True) that follows.
+    """
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(ABOVE_KERNELS):
+            return impl(*args)
+
+    return kernel

@@ -79,7 +79,7 @@ class FsdpParameter:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether the current gather is for the backward; also right for prefetches."""
+        """Whether the current gather, which may be a prefetch, is for the backward."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         state = self._group._training_state

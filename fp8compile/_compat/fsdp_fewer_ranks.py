@@ -3,8 +3,8 @@
     forward     shards of all ranks  --all-gather--> gathered bytes --each of N ranks keeps a part-->
     backward    parts of N ranks     --all-gather--> the same gathered bytes
 
-FSDP2 supports this for plain tensors, and raises a NotImplementedError without a message for tensors with hooks. The
-gathered data are bytes, whatever their meaning, so ranks can keep parts of them and gather these parts again.
+FSDP2 supports this only for plain tensors. The gathered data are bytes, whatever their meaning, so ranks can keep
+parts of them and gather these parts again.
 """
 
 from __future__ import annotations

@@ -33,14 +33,11 @@ def keep_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
-    """Let `PipelineStage` restore tensors of its module after it has inferred shapes.
+    """Let `PipelineStage` restore the tensors that ``tensors_of`` returns for its module after it has inferred shapes.
 
     It infers shapes by a forward and a backward on uninitialised memory, which would change, for example, amax
-    histories. From 2.15 on `PipelineStage` restores buffers itself. Versions without a method for the backward run
-    only the forward, which changes nothing. To be called after `torch.distributed.pipelining.stage` was imported.
-
-    Args:
-        tensors_of: Returns the tensors of a stage's module to restore.
+    histories. From 2.15 on it restores buffers itself. Versions without a method for the backward run only the
+    forward, which changes nothing. Call this after `torch.distributed.pipelining.stage` was imported.
     """
     from torch.distributed.pipelining.stage import PipelineStage
 

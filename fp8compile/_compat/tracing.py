@@ -1,14 +1,17 @@
-"""Questions about tracing: fake tensors, symbolic sizes, active transforms."""
+"""What is being traced: fake tensors, symbolic sizes, active transforms, the graphs that Dynamo makes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import fx
 from torch.autograd import forward_ad
+
+from fp8compile._compat.imports import when_imported
 
 __all__ = [
     "any_is_zero",
@@ -28,6 +31,7 @@ __all__ = [
     "statically_equal",
     "statically_true",
     "untraced",
+    "when_graph_is_made",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -174,3 +178,25 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
     This is `torch.compiler.disable` without its import of Dynamo, which costs a second.
     """
     return torch._disable_dynamo(fn)
+
+
+def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object], None]) -> None:
+    """Call ``callback`` for each graph that Dynamo makes.
+
+    Its arguments are the graph, the graph's inputs, and ``self`` of the traced method. The call comes before the
+    backend and before all caches of compiled code. An error that ``callback`` raises ends the compilation.
+    """
+
+    def register() -> None:
+        from torch._dynamo.output_graph import OutputGraph
+
+        plain = OutputGraph.call_user_compiler
+
+        @wraps(plain)
+        def seen_first(self: Any, gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+            callback(gm, example_inputs, self.local_scope.get("self"))
+            return plain(self, gm, example_inputs)
+
+        OutputGraph.call_user_compiler = seen_first
+
+    when_imported("torch._dynamo.output_graph", register)

@@ -89,10 +89,8 @@ def is_stand_in(value: object) -> bool:
 def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
     """Wrap a function as a compiled region: it is compiled once for all its calls in a graph.
 
-    Args:
-        function: Takes and returns tensors, constants, and containers of them.
-        often: Number of compiled versions that one graph may need for its calls of the function. From 2.13 on
-            PyTorch raises if there are more.
+    ``often`` is the number of compiled versions that one graph may need; from 2.13 on PyTorch raises if there are
+    more.
     """
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
@@ -150,11 +148,7 @@ def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
 
 
 def allow_group_in_subclass() -> None:
-    """Let a ProcessGroup be an inner value of a tensor subclass.
-
-    Raises:
-        RuntimeError: This version of PyTorch treats every inner value as a tensor.
-    """
+    """Let a ProcessGroup be an inner value of a tensor subclass; raises a RuntimeError on PyTorch 2.11."""
     if GROUPS_ALLOWED:
         return
     if TORCH_VERSION < (2, 12):

@@ -66,10 +66,8 @@ def is_repeated_in_backward() -> bool:
 def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
     """Recompute in the backward all nodes that are traced in this context, as checkpointing does.
 
-    Args:
-        in_backward: Whether the nodes belong to the backward only. PyTorch's partitioner would put nodes that need no
-            gradient into the forward too. A collective is never removed as dead code, so it would be sent there for
-            nothing.
+    With ``in_backward`` they belong to the backward only. PyTorch's partitioner would put nodes that need no gradient
+    into the forward too, where a collective, which is never removed as dead code, would be sent for nothing.
     """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy

@@ -3,16 +3,10 @@
     kernel called as an op    silu(gate) * up --> y in memory --> kernel reads y, writes codes of y
     kernel as a template      gate, up --> kernel computes y a tile at a time, writes codes of y
 
-Inductor does the same for its matrix products (prologue fusion), but only for inputs that are not larger than the
-prologue's result, and for kernels with one output. Here the template is the kernel's own source, with two lines
-replaced:
-
-    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)     by the code that computes these elements
-    write(codes_ptr, m, k, codes, is_inside, stride)           by Inductor's store of the template's output
-
-Values are rounded to the input's dtype as if they came from memory, so the op and the template give the same bits. If
-other nodes read the input too, the template also writes the input to memory for them. If a kernel has no `write`, such
-as a kernel that finds amaxes, the input is the template's output. `fp8compile.inductor.tile_templates` does the work.
+Inductor itself does so only for its matrix products. The template here is the kernel's own source: its call of
+`values` becomes the code that computes these elements, and its call of `write` becomes Inductor's store. Values are
+rounded to the input's dtype as if they came from memory, so the op and the template give the same bits. If other nodes
+read the input too, or the kernel has no `write`, the template also writes the input to memory.
 """
 
 from __future__ import annotations

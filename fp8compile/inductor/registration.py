@@ -61,9 +61,7 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None
 def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
     """Let Inductor call ``op`` if it has no decomposition, or if its decomposition returned NotImplemented.
 
-    Args:
-        op: The operator.
-        contiguous: Whether Inductor has to make the tensors that it passes contiguous.
+    If ``contiguous``, Inductor makes the tensors that it passes contiguous.
     """
 
     def register() -> None:

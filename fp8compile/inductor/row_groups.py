@@ -1,11 +1,7 @@
 """Inductor IR that computes a matrix once, stores it, and reduces sums over groups of its rows in the same kernel.
 
-    for each group of rows and each column:  x_0 .. x_n --stored unchanged--> the matrix
-                                              |
-                                              +--> sums with factors --> the largest magnitude of all sums
-
-If the same sums were written in PyTorch, they would be separate kernels: Inductor stores a value that is read many
-times, and would read a group's rows again for each sum.
+In PyTorch the same sums would be separate kernels: Inductor stores a value that is read many times, and would read a
+group's rows again for each sum.
 """
 
 from __future__ import annotations

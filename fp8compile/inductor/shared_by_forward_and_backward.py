@@ -52,15 +52,9 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
 
 
 def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """A tensor filled with a number, shared in a traced graph.
+    """A tensor on the device of ``like``, filled with a number and shared in the traced graph that ``like`` is in.
 
     Equal calls share one tensor, because each costs a millisecond of tracing. Nothing may write to it.
-
-    Args:
-        number: Value of all elements.
-        dtype: Dtype of the tensor.
-        like: A tensor; the result is on its device and in its graph.
-        shape: Shape of the tensor.
     """
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
         return torch.full(shape, number, dtype=dtype, device=like.device)

@@ -13,44 +13,28 @@ __all__ = ["TileKernel", "TileLaunch"]
 
 @dataclass(frozen=True)
 class TileKernel:
-    """A ``triton.jit`` kernel that reads a whole matrix with `values`, a tile at a time.
+    """A ``triton.jit`` kernel that reads a whole matrix with `values`, a tile at a time."""
 
-    Attributes:
-        function: The kernel. Its first parameter is ``x_ptr``; it returns nothing.
-        inputs: Names of the pointers to the op's input tensors, without the matrix.
-        outputs: Names of the pointers to the op's results. If ``writes``, without the first result.
-        sizes: Names of the numbers that are known when the kernel is launched.
-        tile: Names of the constants that give a tile's rows and columns.
-        added_to: Names of the pointers among the outputs whose tensors have to be zeros before the launch.
-        writes: Whether the kernel stores its first result with `write`. If not, other nodes read the matrix too.
-    """
-
-    function: Any
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    sizes: tuple[str, ...]
-    tile: tuple[str, str] = ("TILE", "TILE")
+    function: Any  # The kernel. Its first parameter is ``x_ptr``; it returns nothing.
+    inputs: tuple[str, ...]  # names of the pointers to the op's input tensors, without the matrix
+    outputs: tuple[str, ...]  # Names of the pointers to the op's results. If ``writes``, without the first result.
+    sizes: tuple[str, ...]  # names of the numbers that are known when the kernel is launched
+    tile: tuple[str, str] = ("TILE", "TILE")  # names of the constants that give a tile's rows and columns
+    # names of the pointers among the outputs whose tensors have to be zeros before the launch
     added_to: tuple[str, ...] = ()
+    # Whether the kernel stores its first result with `write`. If not, other nodes read the matrix too.
     writes: bool = True
 
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """A launch of a `TileKernel`.
+    """A launch of a `TileKernel`."""
 
-    Attributes:
-        kernel: The kernel to launch.
-        grid: Numbers of programs along three axes, int or SymInt.
-        sizes: A value for each name in ``TileKernel.sizes``, int or SymInt.
-        constants: Compile-time arguments.
-        warps: Number of warps, of 32 threads each.
-    """
-
-    kernel: TileKernel
-    grid: tuple[Any, ...]
-    sizes: Mapping[str, Any]
-    constants: Mapping[str, Any]
-    warps: int
+    kernel: TileKernel  # the kernel to launch
+    grid: tuple[Any, ...]  # numbers of programs along three axes, int or SymInt
+    sizes: Mapping[str, Any]  # a value for each name in ``TileKernel.sizes``, int or SymInt
+    constants: Mapping[str, Any]  # compile-time arguments
+    warps: int  # number of warps, of 32 threads each
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Launch the kernel on the matrix, the other inputs and the outputs."""

@@ -1,8 +1,7 @@
 """Inductor templates that are made from a kernel's source, so that the kernel computes its input itself.
 
-Inductor's templates are not a public API. This module uses parts that are the same from 2.11 to 2.15: it subclasses
-the template's kernel, to print the computation of the input, and the template's buffer, to say what the kernel reads.
-It imports Inductor; `fp8compile.inductor.prologues` imports it when Inductor lowers an op.
+Inductor's templates are not a public API; this module uses parts that are the same from 2.11 to 2.15. It imports
+Inductor, so `fp8compile.inductor.prologues` imports it only when Inductor lowers an op.
 """
 
 from __future__ import annotations
@@ -34,12 +33,9 @@ ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor interprets the first letters o
 
 
 def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any) -> Any:
-    """Lower an op to a kernel that computes x itself; None if Inductor should call the op.
+    """Lower an op to a kernel that computes its matrix ``x`` itself; None if Inductor should call the op.
 
-    Args:
-        launch: Returns the launch of the kernel, as `register_tile_kernel` takes it.
-        x: The matrix that the op reads, in Inductor's IR.
-        args: The op's other arguments.
+    ``launch`` returns the launch of the kernel, as `register_tile_kernel` takes it.
     """
     fakes: Any = torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
     computed = _computed(x) if statically_true(fakes[0].numel() > 0) else None

@@ -1,9 +1,4 @@
-"""The place of one rank's part of a tensor among the blocks of the whole tensor.
-
-    DimSharding   how one dim of a tensor is cut over the ranks of a group, in their order; sizes may differ and be 0
-    AxisBlocks    the place of a rank's rows or columns among the blocks of the whole matrix
-
-The block and the cuts decide whether ranks have to exchange amaxes, so that all ranks decide the same:
+"""The place of one rank's part of a tensor among the blocks of the whole tensor. All ranks decide the same from it.
 
     block along the cut dim    what the amax needs                            kind
     1                          nothing                                        "aligned"
@@ -12,8 +7,7 @@ The block and the cuts decide whether ranks have to exchange amaxes, so that all
     n, cut through blocks      a maximum over the ranks of the whole grid     "split"
 
 If blocks are split, a rank pads its elements with zeros in front, so that they begin with a block. The result is
-called a window. Zeros do not change an amax, and their codes add nothing to a product. The steps of any quantizer
-therefore run on such a window.
+called a window. Zeros change no amax, and their codes add nothing to a product.
 """
 
 from __future__ import annotations
@@ -44,19 +38,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DimSharding:
-    """How one dim of a tensor is cut over the ranks of a group, in their order.
+    """How one dim of a tensor is cut over the ranks of a group, in their order."""
 
-    Attributes:
-        group: The process group, or its name; None on the meta device, if only shapes are asked.
-        rank: This rank's number in the group.
-        dim: The dim that is cut, counted from 0.
-        sizes: Number of entries that each rank has along it.
-    """
-
+    # the process group, or its name; None on the meta device, if only shapes are asked
     group: ProcessGroup | str | None
-    rank: int
-    dim: int
-    sizes: tuple[int, ...]
+    rank: int  # this rank's number in the group
+    dim: int  # the dim that is cut, counted from 0
+    sizes: tuple[int, ...]  # number of entries that each rank has along it
 
     @property
     def start(self) -> int:
@@ -105,17 +93,12 @@ class AxisBlocks:
     """The place of a rank's rows or columns among the blocks of the whole matrix, or of each matrix of a stack.
 
     The argument ``dim`` of methods is the side of the matrix that this object describes, ``ROWS`` or ``COLUMNS``.
-
-    Attributes:
-        kind: ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them.
-        groups: Process groups whose ranks share blocks with this rank.
-        block: Number of elements that share a scale.
-        sizes: (start, length, total) of each dim that this side flattens, from the leading to the trailing one.
     """
 
-    kind: str
-    groups: tuple[ProcessGroup | str, ...]
-    block: int
+    kind: str  # ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them
+    groups: tuple[ProcessGroup | str, ...]  # process groups whose ranks share blocks with this rank
+    block: int  # number of elements that share a scale
+    # (start, length, total) of each dim that this side flattens, from the leading to the trailing one
     sizes: tuple[tuple[int, int, int], ...]
 
     @property
@@ -158,7 +141,7 @@ class AxisBlocks:
             shape = list(matrix.shape)
             shape[dim] = self.total
             return matrix.new_zeros(shape).index_copy(dim, self._positions(matrix.device), matrix)
-        before = 0 if self.kind == "aligned" else self.first % self.block
+        before = self.first % self.block
         return pad(matrix, (0, 0, before, 0) if dim == ROWS else (before, 0)) if before else matrix
 
     def extract(self, window: Tensor, dim: int) -> Tensor:

@@ -22,13 +22,9 @@ def packed_dim(quantizer: Quantizer) -> int | None:
 
 
 def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
-    """The quantizer of the same codes, but packed along rows if the shape allows it.
+    """The quantizer of the same codes, but packed along rows if ``shape``, of a matrix or of a stack, allows it.
 
     With square blocks, packing along rows or along columns gives the same codes.
-
-    Args:
-        quantizer: Any quantizer.
-        shape: Shape of the matrix, or of a stack of matrices.
     """
     if (
         isinstance(quantizer, TwoLevelScaling)
@@ -40,12 +36,7 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Unpack codes to one to a byte; returns the codes and the quantizer of unpacked codes.
-
-    Args:
-        codes: Codes of a matrix, ``quantizer.codes_shape``, uint8, or a stack of such codes.
-        quantizer: The quantizer that made them.
-    """
+    """Unpack codes of a matrix or of a stack to one to a byte; returns them and the quantizer of unpacked codes."""
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
     return unpack(codes, dim), quantizer.unpacked() or quantizer

@@ -1,12 +1,4 @@
-"""The two kinds of operands of a layer's products, and their layout.
-
-Plain        numbers in their own dtype
-Quantized    codes and scales of numbers, and the quantizer that made them
-
-TensorLayout    batch: leading dims over which matrices are stacked, each quantized by itself; 0 for a matrix
-ends: the ends of groups of rows, such as each expert's tokens; None for one group
-cuts: the part of the tensor that this rank has; empty for a whole tensor
-"""
+"""The two kinds of operands of a layer's products, `Plain` and `Quantized`, and their layout."""
 
 from __future__ import annotations
 
@@ -27,18 +19,15 @@ __all__ = ["STACK", "WHOLE", "Plain", "Quantized", "TensorLayout"]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How an operand is divided into matrices, into groups of rows, and over ranks.
+    """How an operand is divided into matrices, into groups of rows, and over ranks."""
 
-    Attributes:
-        cuts: An entry for each group of ranks, with the same groups in the same order for all tensors of a layer. An
-            entry is None if the group's ranks have the same elements. Empty if nothing is spread over ranks.
-        batch: Number of leading dims over which matrices are stacked. Blocks never cross matrices, and each matrix has
-            its own outer scale. If it is 0, all leading dims together are the rows of one matrix.
-        ends: Ends of the groups of rows, (E,) int32; None if all rows are one group.
-    """
-
+    # An entry for each group of ranks, with the same groups in the same order for all tensors of a layer. An entry is
+    # None if the group's ranks have the same elements. Empty if nothing is spread over ranks.
     cuts: Sharding = ()
+    # Number of leading dims over which matrices are stacked. Blocks never cross matrices, and each matrix has its own
+    # outer scale. If it is 0, all leading dims together are the rows of one matrix.
     batch: int = 0
+    # ends of the groups of rows, (E,) int32; None if all rows are one group
     ends: Tensor | None = field(default=None, compare=False)
 
 
@@ -48,15 +37,10 @@ STACK = TensorLayout(batch=1)
 
 @dataclass(frozen=True)
 class Plain:
-    """This rank's part of a tensor that is not quantized.
+    """This rank's part of a tensor that is not quantized."""
 
-    Attributes:
-        local: The elements of the part.
-        layout: How the whole tensor is divided, and which part of it this is.
-    """
-
-    local: Tensor
-    layout: TensorLayout = WHOLE
+    local: Tensor  # the elements of the part
+    layout: TensorLayout = WHOLE  # how the whole tensor is divided, and which part of it this is
 
     @property
     def cuts(self) -> Sharding:

@@ -1,8 +1,6 @@
-"""Decide which recipe each layer of a model gets: one recipe for all, recipes by name, or a function.
+"""Decide the recipe of each layer when a model is converted: one for all, recipes by name, or a function.
 
-Recipes by name are a mapping from patterns to recipes. Patterns have the syntax of fnmatch (``*`` matches dots too).
-The first pattern that matches a layer's fully qualified name decides. A layer stays in high precision if no pattern
-matches it, or if it gets None instead of a recipe. All recipes are decided once, when a model is converted.
+Names are patterns of fnmatch (``*`` matches dots too), of which the first that matches a layer's name decides.
 """
 
 from __future__ import annotations
@@ -65,13 +63,8 @@ def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigne
 def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
     """Make a function that takes a layer and its names, and returns its recipe or None for high precision.
 
-    Args:
-        recipe: A recipe, recipes by name pattern, or a function, as `convert` takes them.
-        fqns: Names of the model's linears, to check patterns against.
-
-    Raises:
-        TypeError: ``recipe`` is of another type, or the mapping holds something else than recipes.
-        ValueError: A pattern matches no linear.
+    ``recipe`` is what `convert` takes; ``fqns`` are the names of the model's linears, one of which each pattern must
+    match.
     """
     if isinstance(recipe, Mapping):
         return _by_pattern(recipe, fqns)
@@ -83,7 +76,7 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: the entries of the module list with the most layers; empty if it has no such list."""
+    """The entries of the module list with the most layers; empty if the model has no such list."""
 
     def count(module: nn.Module) -> int:
         return sum(map(is_layer, module.modules()))
@@ -95,16 +88,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Recipe | None) -> Recipes:
-    """Replace the recipe of a model's last blocks and of all layers after them.
+    """Give a model's last blocks, and all layers after them, ``tail_recipe``, or None for high precision.
 
-    Args:
-        model: A model with blocks, as `ends` finds them.
-        recipe: Recipe of the other layers, as `convert` takes it.
-        share: The share of all blocks that get ``tail_recipe``, rounded up to whole blocks; 0 for no tail.
-        tail_recipe: Recipe of the last blocks; None for high precision.
-
-    Raises:
-        ValueError: The share is not a number from 0 to 1, or it is 0 and a tail recipe is given.
+    ``share`` is the share of all blocks that get it, rounded up to whole blocks; 0 returns ``recipe`` unchanged.
     """
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"convert: tail is {share!r}; it is the share of the last blocks, a number from 0 to 1.")
@@ -129,17 +115,9 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
 
 
 def ends(model: nn.Module, count: int) -> set[nn.Module]:
-    """The layers at a model's two ends: those of its first and last blocks, and those before and after all blocks.
+    """The layers in the first and the last ``count`` blocks of a model, and those before and after all blocks.
 
-    The blocks are the entries of the ``ModuleList`` or ``Sequential`` that holds the most layers. A model without one
-    has each layer as a block.
-
-    Args:
-        model: Any module.
-        count: Number of blocks at each end.
-
-    Raises:
-        ValueError: ``count`` is not an int of at least 0.
+    A model without blocks has each layer as a block.
     """
     if type(count) is not int or count < 0:
         raise ValueError(f"convert: keep_ends is {count!r}; it is how many blocks at each end stay as they are.")

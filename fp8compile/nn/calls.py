@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from fp8compile.nn.candidates import is_converted, method_of
-from fp8compile.nn.parameter_uses import Uses, settled, watched
+from fp8compile.nn.parameter_uses.first_forward import watched
+from fp8compile.nn.parameter_uses.past_forward import settled
+from fp8compile.nn.parameter_uses.uses import Uses
 
 __all__ = ["called_layers"]
 
@@ -36,17 +38,10 @@ def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
 
 
 def called_layers(model: nn.Module, forward: Callable[[], object]) -> tuple[set[nn.Module], Uses]:
-    """Run a forward, and find the converted layers that it calls and its uses of parameters in high precision.
+    """Run a forward; returns the converted layers that it calls, and its uses of parameters in high precision.
 
     A module of experts counts as called if its FP8 products are called. The forward runs in eager mode, because calls
     inside a compiled graph can't be recorded.
-
-    Args:
-        model: Any module.
-        forward: A function that calls the model.
-
-    Returns:
-        The layers, and the uses of parameters.
     """
     called: set[nn.Module] = set()
     with ExitStack() as stack:

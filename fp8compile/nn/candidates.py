@@ -10,16 +10,14 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fp8compile.nn.experts import (
+from fp8compile.nn.experts.converted_class import (
     ConvertedModule,
     become_float8_hosted,
     become_plain_hosted,
     cannot_revert_hosted,
     hosted_class,
-    is_hosted,
-    layout_of,
-    method_that_multiplies,
 )
+from fp8compile.nn.experts.known_modules import is_hosted, layout_of, method_that_multiplies
 from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert
 from fp8compile.nn.subclasses import float8_class
 from fp8compile.quantizers import Recipe
@@ -65,7 +63,7 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
 
 
 def weight_slots(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The module (the layer or a child) and the name of each weight of a layer."""
+    """For each weight of a layer, the module that holds it (the layer or a child) and its name there."""
     paths = (name.rpartition(".") for name in weight_names(layer))
     return [(layer.get_submodule(path), name) for path, _, name in paths]
 

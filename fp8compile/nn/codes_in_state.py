@@ -6,7 +6,7 @@ weight    weight_codes, weight_scale;  for a second set  weight_codes_for_grad_i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,56 +29,36 @@ else:
 __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
 
-def codes_of(weight: Tensor, own: Quantized) -> Tensor:
-    """The codes in one of a weight's sets of codes; a DTensor if the weight is one."""
-    if not is_dtensor(weight):
-        return own.codes
-    return _placed(weight, own.codes, weight.placements, codes_shape(weight.shape, own.quantizer))
+COPIED_USES = "_fp8compile_uses"  # in the state of a copy: what forwards of the original did with its parameters
+PARTS = ("codes", "scale", "outer_scale")  # fields of a `Quantized`
+ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the second set of codes
 
 
-def scale_of(weight: Tensor, own: Quantized) -> Tensor:
-    """The scale of one of a weight's sets of codes: replicated over ranks, or cut as the weight is."""
-    if not is_dtensor(weight):
-        return own.scale
-    placements = placements_of_scale(weight, own)
-    if all(each.is_replicate() for each in placements):
-        return own.scale  # where blocks span rows, or are cut, all ranks have it
-    return _placed(weight, own.scale, placements, scale_shape(weight.shape, own.quantizer))
+def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], Sequence[int]]:
+    """The placements and the whole shape of a part of a DTensor's codes."""
+    if part == "codes":
+        return weight.placements, codes_shape(weight.shape, own.quantizer)
+    if part == "scale":
+        return placements_of_scale(weight, own), scale_shape(weight.shape, own.quantizer)
+    return placements_of_outer_scale(weight), weight.shape[:1]
 
 
-def outer_scale_of(weight: Tensor, own: Quantized) -> Tensor | None:
-    """The outer scale of a weight's set of codes: replicated over ranks; for a stack, cut as its matrices are."""
-    if not is_dtensor(weight):
-        return own.outer_scale
-    placements = placements_of_outer_scale(weight)
-    if all(each.is_replicate() for each in placements):
-        return own.outer_scale
-    return _placed(weight, own.outer_scale, placements, weight.shape[:1])
+def _part(weight: Any, part: str, index: int) -> Tensor | None:
+    """A part of a quantized parameter's first or second set of codes; None if the parameter has no such part.
 
-
-def _placed(weight: Any, local: Tensor | None, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """Make a DTensor of this shape on the weight's mesh."""
+    For a DTensor it is one too, but scales that all ranks have are plain tensors.
+    """
+    sets = local_itself(weight).sets()
+    local = getattr(sets[index], part) if index < len(sets) else None
+    if local is None or not is_dtensor(weight):
+        return local
+    placements, shape = _over_ranks(weight, sets[index], part)
+    if part != "codes" and all(each.is_replicate() for each in placements):
+        return local
     stride = torch.empty(tuple(shape), device="meta").stride()
     return type(weight).from_local(
         local, weight.device_mesh, placements, run_check=False, shape=Size(shape), stride=stride
     )
-
-
-COPIED_USES = "_fp8compile_uses"  # in the state of a copy: what forwards of the original did with its parameters
-PARTS: dict[str, Callable[[Tensor, Any], Tensor | None]] = {
-    "codes": codes_of,
-    "scale": scale_of,
-    "outer_scale": outer_scale_of,
-}
-ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the second set of codes
-
-
-def _part(weight: Tensor, part: str, index: int) -> Tensor | None:
-    """Codes, scale or outer scale of a quantized parameter's first or second set of codes; None if it has none."""
-    sets = local_itself(weight).sets()
-    if index >= len(sets) or (part == "outer_scale" and sets[index].outer_scale is None):
-        return None
-    return PARTS[part](weight, sets[index])
 
 
 def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -94,14 +74,8 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
 class PartOfCodes:
     """A descriptor that makes an entry of the state dict, such as ``weight_codes``, an attribute of the module.
 
-    PyTorch's checkpoints read each key of a state dict with ``getattr``. If the parameter is not quantized, or has no
-    such part, the attribute does not exist. A ``__getattr__`` would do too, but compiled code would trace it for each
-    parameter.
-
-    Args:
-        parameter: Name of the parameter.
-        part: ``"codes"``, ``"scale"`` or ``"outer_scale"``.
-        index: 0, or 1 for the second set of codes.
+    PyTorch's checkpoints read each key of a state dict with ``getattr``. A ``__getattr__`` would do too, but compiled
+    code would trace it for each parameter.
     """
 
     def __init__(self, parameter: str, part: str, index: int) -> None:
@@ -136,7 +110,7 @@ class CodesInState(Module):
         return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
 
     def reach_codes(self) -> None:
-        """Make the state dict's keys for codes and scales attributes of this module's class."""
+        """Give this module's class attributes for the state dict's keys that replace its quantized parameters."""
         for name in self._quantized_parameters():
             reach_codes(type(self), name)
 
@@ -187,9 +161,9 @@ class CodesInState(Module):
                 for name in quantized
             ]
             return
-        missing: list[str] = []
-        unexpected: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         for name, weight in quantized.items():
             keys = {prefix + key for key in codes_and_scales(name, weight)}
             if not keys <= state_dict.keys():
@@ -198,10 +172,8 @@ class CodesInState(Module):
                 _take(name, weight, state_dict, prefix)
             except ValueError as error:
                 error_msgs.append(str(error))
-            missing = [key for key in missing if key != prefix + name]
-            unexpected = [key for key in unexpected if key not in keys]
-        missing_keys += missing
-        unexpected_keys += unexpected
+            missing_keys[:] = [key for key in missing_keys if key != prefix + name]
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
 
 
 def _take(name: str, weight: Tensor, state_dict: Mapping[str, Any], prefix: str) -> None:

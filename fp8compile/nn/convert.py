@@ -10,21 +10,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.assignment import Recipes, with_tail
-from fp8compile.nn.candidates import (
-    cannot_go_back,
-    converted_class,
-    go_back,
-    is_converted,
-    layers,
-    put_in_float8,
-)
+from fp8compile.nn.candidates import cannot_go_back, converted_class, go_back, is_converted, layers, put_in_float8
 from fp8compile.nn.filters import Filter
-from fp8compile.nn.model_type import Model
-from fp8compile.nn.parameter_uses import (
-    forget_uses,
-    stop_watching,
-    watch_first_forward,
-)
+from fp8compile.nn.model_type import Model, check_model
+from fp8compile.nn.parameter_uses.first_forward import stop_watching, watch_first_forward
+from fp8compile.nn.parameter_uses.uses import forget_uses
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.nn.state import check_amax_group
 from fp8compile.nn.why_left_out import LEFT_OUT, recipes_and_reasons
@@ -39,11 +29,6 @@ EXPORTED_LINEAR = torch.ops.aten.linear.default
 def _is_compiled(module: nn.Module) -> bool:
     """Whether a call of the module runs compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
-def _check_module(function: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model is a {type(model).__name__}; it is a torch.nn.Module.")
 
 
 def _check_not_compiled(model: nn.Module) -> None:
@@ -99,36 +84,34 @@ def convert(
 ) -> Model:
     """Turn the ``nn.Linear`` layers of a model into ``fp8compile.Linear``, and its experts into FP8, in place.
 
-    Modules and parameters stay the same objects, so that optimizers, hooks, tied weights and state dicts keep working.
-    A layer of a subclass that inherits its forward gets a class derived from both. So do experts of transformers and
-    torchtitan, see ``docs/experts.md``. Routers are not converted. Convert before ``torch.compile``.
+    Modules and parameters stay the same objects, so optimizers, hooks, tied weights and state dicts keep working.
+    Subclasses of ``nn.Linear`` that inherit its forward are converted too, and so are the experts of transformers and
+    torchtitan (see ``docs/experts.md``), but not their routers. Convert before ``torch.compile``.
 
-    ``fp8compile.conversion_report(model)`` tells which layers were left out and why; convert warns if it leaves out
-    all of them. It also watches the first forward, and warns if the model multiplies a layer's weight without calling
-    the layer.
+    ``fp8compile.conversion_report(model)`` tells which layers were left out and why. The first forward warns if the
+    model multiplies a converted layer's weight without calling the layer.
 
     Args:
         model: Any module.
-        recipe: Quantizers for the layers' GEMMs. Or a mapping from name patterns to recipes, such as
-            ``{"*.down_proj": a, "layers.*": b}``, in which the first pattern that matches decides. Or a function
-            ``(module, fqn) -> Recipe``, which is called once for each layer. A layer stays in high precision if it
-            gets None, or if no pattern matches it.
-        filter: Which layers to convert: a function ``(module, fqn) -> bool``, or name patterns (``"layers.*"``,
-            ``"!lm_head"``). By default all layers but those that FP8 can't speed up. It applies to modules of experts
-            as it does to linears.
+        recipe: Quantizers for the layers' GEMMs. Or a mapping from name patterns to recipes, such as ``{"*.down_proj":
+            a, "layers.*": b}``, in which the first pattern that matches decides. Or a function ``(module, fqn) ->
+            Recipe``, which is called once for each layer. A layer stays in high precision if it gets None, or if no
+            pattern matches it.
+        filter: Which linears and experts to convert: a function ``(module, fqn) -> bool``, or name patterns
+            (``"layers.*"``, ``"!lm_head"``). By default all but those that FP8 can't speed up.
         keep_ends: Number of blocks at each end of the model that stay in high precision, together with the layers
             before the first block and after the last one. Blocks are the entries of the ``ModuleList`` or
             ``Sequential`` that has the most layers; in a model without one, each layer is a block.
-        tail: The share of the last blocks that get ``tail_recipe``, together with all layers after them; rounded up to
-            whole blocks, as ``keep_ends`` defines them. NVIDIA trains in four bits with 0.15.
+        tail: The share of the last blocks, rounded up, that get ``tail_recipe``, together with all layers after them.
+            NVIDIA trains in four bits with 0.15.
         tail_recipe: Recipe of the tail, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
-        quantized_parameters: Whether the layers' weights become codes and scales, without a copy in high precision.
-            This includes the weights of experts. The parameters are new objects then. If forward and backward multiply
-            different codes (rowwise, MX), a weight has both sets; see ``docs/parameters.md``.
+        quantized_parameters: Whether the weights of layers and experts become codes and scales, without a copy in high
+            precision. The parameters are new objects then. If forward and backward multiply different codes (rowwise,
+            MX), a weight has both sets; see ``docs/parameters.md``.
         keep_initial: Whether to keep the values of quantized weights on the CPU, until ``fp8compile.MasterWeights``
-            takes them. Under FSDP2 each rank keeps the values of its shards. For a weight on the meta device, the
-            values that are written to it later are kept.
+            takes them. Under FSDP2 each rank keeps those of its shards. For a weight on the meta device, the values
+            that are written to it later are kept.
         strict: Whether to raise, instead of warning, if no layer is converted, and in the first forward if the model
             multiplies a converted layer's weight without calling the layer.
 
@@ -144,7 +127,7 @@ def convert(
             blocks, which FSDP2 has sharded or which belongs to experts. Nothing is changed then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
-    _check_module("convert", model)
+    check_model("convert", model)
     _check_not_compiled(model)
     _check_not_frozen(model)
     recipe = with_tail(model, recipe, tail, tail_recipe)
@@ -184,7 +167,7 @@ def revert(model: Model) -> Model:
     Raises:
         TypeError: The model is not a module, or a layer can't be reverted without a loss. Nothing is changed then.
     """
-    _check_module("revert", model)
+    check_model("revert", model)
     every = [layer for layer, _ in layers(model)]
     for layer in every:
         if is_converted(layer) and (reason := cannot_go_back(layer)) is not None:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.linear import Linear
+from fp8compile.nn.model_type import check_model
 from fp8compile.nn.state import DelayedState
 
 __all__ = ["reset_delayed_scaling"]
@@ -36,8 +37,7 @@ def reset_delayed_scaling(model: nn.Module) -> nn.Module:
         TypeError: The model is not a module.
         ValueError: No layer has delayed scaling.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"reset_delayed_scaling: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("reset_delayed_scaling", model)
     states = _states(model)
     if not states:
         raise ValueError(

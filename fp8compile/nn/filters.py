@@ -1,8 +1,7 @@
 """Filters: which linears and experts `convert` converts.
 
-A filter is a function ``(module, fqn) -> bool``, or one or several name patterns in the syntax of fnmatch (``*``
-matches dots too). A layer is converted if a pattern matches its fully qualified name. A pattern that begins with ``!``
-leaves out the layers that it matches. If all patterns begin with ``!``, all other layers are converted.
+A filter is a function ``(module, fqn) -> bool``, or name patterns of fnmatch (``*`` matches dots too). A pattern that
+begins with ``!`` leaves out what it matches; if all of them do, all other layers are converted.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ LEAST_GAINING = {(8, 9): 109, (9, 0): 137, (10, 0): 187, (10, 3): 187, (12, 0): 
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
-    """K N / (K + N): the gain of a layer's GEMMs in FP8 divided by the cost of casts, up to a factor for the GPU."""
+    """K N / (K + N): what a layer gains by GEMMs in FP8, relative to the cost of casts, up to a factor for the GPU."""
     return in_features * out_features // (in_features + out_features)
 
 
@@ -61,24 +60,19 @@ def default_filter_reason(module: nn.Module, fqn: str) -> str | None:
     return None
 
 
-def _matches(patterns: list[str], fqn: str) -> bool:
-    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
-
-
 def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
     refused = [p.removeprefix("!") for p in patterns if p.startswith("!")]
     wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
 
     def reason(module: nn.Module, fqn: str) -> str | None:
-        if _matches(refused, fqn) or not _matches(wanted, fqn):
-            return f"left out by the filter {', '.join(patterns)}"
-        return None
+        is_wanted = any(fnmatchcase(fqn, p) for p in wanted) and not any(fnmatchcase(fqn, p) for p in refused)
+        return None if is_wanted else f"left out by the filter {', '.join(patterns)}"
 
     return reason
 
 
 def _did_you_mean(pattern: str, fqns: list[str]) -> str:
-    """A question with a pattern that matches, made by mending the parts that no name has; empty if there is none."""
+    """The text " Did you mean ...?" with a similar pattern that matches a name; empty if there is none."""
     known = sorted({part for fqn in fqns for part in fqn.split(".")})
     parts = pattern.split(".")
     mended = [
@@ -103,13 +97,8 @@ def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
     """Make a function that returns why a layer is left out, or None if it is converted.
 
-    Args:
-        filter: A filter as `convert` takes it; None for the default, which leaves out layers that FP8 can't speed up.
-        fqns: Names of the model's linears, to check patterns against.
-
-    Raises:
-        TypeError: ``filter`` is neither a function nor patterns.
-        ValueError: A pattern matches no linear.
+    Without a filter it leaves out layers that FP8 can't speed up. ``fqns`` are the names of the model's linears, one
+    of which each pattern must match.
     """
     if filter is None:
         return default_filter_reason

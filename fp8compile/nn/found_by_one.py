@@ -1,8 +1,4 @@
-"""Raise an error on all ranks if one rank finds it: that rank sends a mark first, so that none waits forever.
-
-rank 0   rows are right   --its counts-->     the host reads counts that are negative   --> both raise the text
-rank 1   rows are wrong   --FOUND, FOUND-->   the host reads its own                    -->
-"""
+"""Raise an error on all ranks if one rank finds it: that rank sends a mark first, so that none waits forever."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ WAITING = (
 
 
 def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """Call a function; returns its result and None, or None and its error. While compiling, errors are raised."""
+    """Call a function; returns its result and None, or None and its error. While compiling, the error is raised."""
     if torch.compiler.is_compiling():
         return function(*args), None
     try:
@@ -47,14 +43,8 @@ def noted() -> Iterator[None]:
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
     """Raise the errors that ranks of a group found. All ranks call this once they know that a rank found one.
 
-    Args:
-        function: The function that the error's text names.
-        error: The error that this rank found, or None.
-        group: The name of the group.
-
-    Raises:
-        Exception: This rank's error, if all ranks found the same error.
-        RuntimeError: In all other cases; its text, the same on all ranks, has the errors of all ranks.
+    If all ranks found the same error, it is raised. Otherwise a RuntimeError is, whose text has the errors of all
+    ranks and names ``function``.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

@@ -15,7 +15,6 @@ from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense,
 
 __all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear"]
 
-
 TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
 
@@ -102,16 +101,7 @@ def checked_operands(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check the operands of a linear layer, and cast them to autocast's dtype if autocast is on.
 
-    Args:
-        function: Name of the function, for errors.
-        x: Shape (..., in_features).
-        weight: Shape (out_features, in_features).
-        bias: Shape (out_features,), or None.
-
-    Raises:
-        TypeError: A dtype or layout is not supported, or dtypes differ.
-        ValueError: Shapes or devices do not fit.
-        RuntimeError: ``torch.jit.trace`` is running.
+    It raises what `linear` raises, with the name of ``function``.
     """
     if torch.jit.is_tracing():
         raise RuntimeError(

@@ -1,8 +1,4 @@
-"""fp8compile.grouped_linear and grouped_mm: check their arguments and call the op.
-
-`grouped_linear` takes the arguments of ``fp8compile.linear``. `grouped_mm` takes those of
-``torch.nn.functional.grouped_mm``, so that it can replace that function.
-"""
+"""fp8compile.grouped_linear, and grouped_mm with the arguments of PyTorch's function, which it can replace."""
 
 from __future__ import annotations
 
@@ -112,10 +108,10 @@ def grouped_linear(
 ) -> Tensor:
     """Apply a linear layer to each group of rows, such as the experts of a model, with FP8 GEMMs as the recipe says.
 
-    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, with ``start =
-    offsets[group - 1]`` and ``end = offsets[group]``. Each group has the codes and scales that ``fp8compile.linear``
-    would have for its rows and matrix. For example, a tensorwise recipe has one scale for the rows of a group. The
-    sizes of groups are data: the host never waits for them, and no graph is compiled again when they change.
+    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, from the end of the
+    group before to the group's own end in ``offsets``. Each group has the codes and scales that ``fp8compile.linear``
+    would have for its rows and matrix. The sizes of groups are data: the host never waits for them, and no graph is
+    compiled again when they change.
 
     It is differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first.
 
@@ -141,17 +137,9 @@ def grouped_linear(
             tokens of two groups.
         RuntimeError: This device has no grouped GEMM for the recipe, or ``torch.jit.trace`` is running.
     """
-    if has_torch_function((x, weight, offsets, bias)):
-        return handle_torch_function(
-            grouped_linear,
-            (x, weight, offsets, bias),
-            x,
-            weight,
-            offsets,
-            bias,
-            recipe=recipe,
-            check_in_graph=check_in_graph,
-        )
+    given = x, weight, offsets, bias
+    if has_torch_function(given):
+        return handle_torch_function(grouped_linear, given, *given, recipe=recipe, check_in_graph=check_in_graph)
     check_recipe("grouped_linear", recipe)
     x, weight, bias = checked_groups(x, weight, offsets, bias)
     if check_in_graph or not torch.compiler.is_compiling():

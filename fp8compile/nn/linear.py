@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
-from fp8compile.nn.codes_in_state import CodesInState, codes_and_scales, reach_codes
+from fp8compile.nn.codes_in_state import CodesInState, reach_codes
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.quantizers import DelayedScaling, Recipe
-from fp8compile.tensor import (
-    SOURCE_DTYPES,
-    is_quantized_parameter,
-)
+from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
 
@@ -40,14 +37,13 @@ ONE_RANK = (
 class Linear(CodesInState, nn.Linear):
     """A ``torch.nn.Linear`` whose GEMMs run in FP8.
 
-    It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters are plain ``nn.Parameter``, and the
-    state dict is that of ``nn.Linear``. The exception is ``fp8compile.convert`` with ``quantized_parameters=True``:
-    then the weight is codes and a scale, and the state dict has these as two plain tensors instead of the weight. It
-    still loads a state dict with values, and quantizes them.
+    It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters and state dict are those of
+    ``nn.Linear``, unless ``fp8compile.convert`` made it with ``quantized_parameters=True``: then the state dict has
+    codes and a scale instead of the weight. It still loads a state dict with values, and quantizes them.
 
     With delayed scaling the layer has two more buffers, the fields of ``fp8compile.DelayedState``, which each backward
-    updates. They are in the state dict. Loading a state dict without them, such as that of a ``nn.Linear``, resets
-    them. They stay float32 when the layer is cast to another dtype.
+    updates. Loading a state dict without them, such as that of a ``nn.Linear``, resets them. They stay float32 when
+    the layer is cast to another dtype.
 
     Args:
         in_features: K.
@@ -192,12 +188,6 @@ class Linear(CodesInState, nn.Linear):
     def _delays_codes(self) -> bool:
         return self.is_quantized() and isinstance(self.recipe.weight, DelayedScaling)
 
-    # ------------------------------------------------------------------ what a checkpoint has of it
-
-    def _names_of_codes(self) -> tuple[str, ...]:
-        """Names of the state dict's entries that replace the weight."""
-        return tuple(codes_and_scales("weight", self.weight))
-
     def is_quantized(self) -> bool:
         """Whether the weight is kept as codes and a scale."""
         weight = self._parameters.get("weight")  # not self.weight, which computes a parametrized weight
@@ -219,27 +209,20 @@ class Linear(CodesInState, nn.Linear):
         self,
         state_dict: Mapping[str, Any],
         prefix: str,
-        local_metadata: dict[str, Any],
+        local_metadata: Any,
         strict: bool,
         missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *rest: Any,
     ) -> None:
-        own_missing: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         state_keys = [prefix + name for name in STATE]
         if f"{prefix}weight" in state_dict and not any(key in state_dict for key in state_keys):
             self._reset_state()  # the state belongs to the weights before
-            own_missing = [key for key in own_missing if key not in state_keys]
+            missing_keys[:] = [key for key in missing_keys if key not in state_keys]
         values = state_dict.get(f"{prefix}weight")
         if self._delays_codes() and values is not None and values.shape == self.weight.shape:
             with torch.no_grad():
                 self.weight.copy_(values)  # again, with the multiplier that was loaded after the weight
-        missing_keys += own_missing
-
-        """The text of ``nn.Linear`` and the recipe, by name if it has one."""
 
 
 reach_codes(Linear, "weight")
@@ -247,7 +230,7 @@ reach_codes(Linear, "weight")
 
 @cache  # the same object for all layers, because graphs have guards on its identity
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """The recipe without ``keep_weight_codes``, for FSDP: it frees weights after the forward, but codes would stay."""
+    """The recipe without ``keep_weight_codes``: FSDP frees weights after the forward, and kept codes would stay."""
     return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
 
 

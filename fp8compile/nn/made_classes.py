@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copyreg
 import operator
+import types
 from collections.abc import Callable
 from typing import Any, ClassVar, SupportsIndex
 
-__all__ = ["MadeClass"]
+__all__ = ["MadeClass", "made_class"]
 
 
 class MadeClass:
@@ -39,3 +40,10 @@ def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
     function, *given = made_by
     cls = function(*given)
     return cls.__new__(cls, *arguments)
+
+
+def made_class(base: type[Any], plain: type[Any], made_by: tuple[Any, ...], **attributes: Any) -> type[Any]:
+    """Make a subclass of ``base`` and ``plain`` with the name and docstring of ``plain``, and these attributes."""
+    named = {"__module__": base.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    names: dict[str, Any] = {**named, "made_by": made_by, **attributes}
+    return types.new_class(plain.__name__, (base, plain), exec_body=lambda space: space.update(names))

@@ -2,9 +2,8 @@
 
 p.grad --to float32--> master.grad --torch.optim--> master float32 --(one amax message for all)--> codes, scale
 
-MasterWeights and the inner optimizer share the dicts of their parameter groups. The inner optimizer therefore reads
-what a scheduler writes there, and what an algorithm counts there is saved. While the inner optimizer runs, the groups
-hold masters instead of weights.
+MasterWeights and the inner optimizer share the dicts of their parameter groups, in which schedulers write. While the
+inner optimizer runs, the groups hold masters instead of weights.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ STOCHASTIC = CurrentScaling, TwoLevelScaling  # quantizers that support stochast
 class MasterWeights(Optimizer):
     """An optimizer that updates float32 masters of quantized weights, and rounds them to codes once in each step.
 
-    After each step, codes and scales are those of the masters, quantized by the weights' own quantizers. Ranks that
-    share scales exchange one amax message for all weights. If something else wrote to a weight, such as
-    ``load_state_dict`` of the model alone, its master is reset to the values of the codes. The optimizer updates other
-    parameters directly.
+    Codes and scales are then those of the masters, by the weights' own quantizers; ranks that share scales exchange
+    one amax message for all weights. If something else wrote to a weight, such as ``load_state_dict`` of the model
+    alone, its master is reset to the values of the codes. Other parameters are updated directly.
 
     Learning rate schedulers work with it; ``add_param_group`` does not. The state dict is that of the optimizer, with
     the master next to each weight's moments. It has ``train`` and ``eval`` if the optimizer has them, as schedule-free
@@ -57,8 +55,8 @@ class MasterWeights(Optimizer):
         params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them.
         keep: Whether masters are kept from step to step. If not, each step starts from the values of the codes, and
             without stochastic rounding it loses updates that are smaller than half the distance between codes.
-        rounding: Rounding of masters to codes, ``"nearest"`` or ``"stochastic"``. The noise differs from step to step.
-            A shard has the noise that the whole weight has there.
+        rounding: Rounding of masters to codes, ``"nearest"`` or ``"stochastic"``. The noise differs from step to step;
+            a shard has the noise that the whole weight has there.
         seed: Seed of stochastic rounding.
         options: Options of the optimizer.
 

@@ -1,4 +1,4 @@
-"""A type variable for functions that change a model in place and return it, so that the model's class is kept."""
+"""What functions take that change a model in place and return it: the type of the model, and its check."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from typing import TypeVar
 
 from torch import nn
 
-__all__ = ["Model"]
+__all__ = ["Model", "check_model"]
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+def check_model(function: str, model: object) -> None:
+    """Raise a TypeError that names ``function``, unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model is a {type(model).__name__}; it is a torch.nn.Module.")

@@ -118,17 +118,11 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
 
 
 def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
-    """Cut a layer's quantized weight over the ranks of a mesh with one dim. A weight that is not quantized is not cut.
+    """Cut a layer's quantized weight over the ranks of a mesh with one dim, all of which call this.
 
-    Args:
-        layer: A layer of any kind. A stack of matrices is cut along its first dim.
-        mesh: The mesh; all its ranks call this.
-        placement: Placement of the weight.
-        source: The rank whose weight is sent to the others; None if all ranks have the same weight.
-        name: Name of the weight in the layer.
-
-    Raises:
-        ValueError: A block would be cut.
+    A weight that is not quantized is not cut. A stack of matrices is cut along its first dim. ``source`` is the rank
+    whose weight is sent to the others; None if all ranks have the same weight. Raises a ValueError if a block would be
+    cut.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.candidates import weight_names
-from fp8compile.nn.experts import as_it_lies, holds_no_stacks
+from fp8compile.nn.experts.known_modules import as_it_lies, holds_no_stacks
 from fp8compile.nn.placed_weights import not_placed, quantized_part, unwritten
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
@@ -27,13 +27,6 @@ def _check_placed(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -
         raise ValueError(
             f"convert: quantized_parameters, and fully_shard was called for {', '.join(sharded)}. Convert before that."
         )
-
-
-def _check_held(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
-    for layer in layers:
-        if (reason := holds_no_stacks(layer)) is not None:
-            name = names[layer] or "the model"
-            raise ValueError(f"convert: quantized_parameters, and {name} {reason}. Leave it out by the filter.")
 
 
 def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
@@ -53,14 +46,10 @@ def not_codes(recipe: Recipe) -> str | None:
     return None
 
 
-def _sets(recipe: Recipe) -> tuple[Any, ...]:
-    """The quantizers of a weight, one for each set of codes."""
-    return _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
-
-
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """The quantizers of a layer's weight, one for each set, transposed if memory holds the weight transposed."""
-    return tuple(as_it_lies(layer, each) for each in _sets(recipe))
+    """The quantizers of a weight, one for each set of codes; transposed if memory holds the weight transposed."""
+    slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
+    return tuple(as_it_lies(layer, each) for each in slots)
 
 
 def _codes(layer: Any, weight: Tensor) -> Tensor:
@@ -115,7 +104,10 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
     names = {module: name for name, module in model.named_modules()}
     _check_placed(names, recipes)
     users = users_of_parameters(model)
-    _check_held(names, recipes)
+    for layer in recipes:
+        if (reason := holds_no_stacks(layer)) is not None:
+            name = names[layer] or "the model"
+            raise ValueError(f"convert: quantized_parameters, and {name} {reason}. Leave it out by the filter.")
     for module, weight_name in [(layer, each) for layer in recipes for each in weight_names(layer)]:
         name, recipe, weight = names[module] or "the model", recipes[module], getattr(module, weight_name)
         if (reason := not_codes(recipe)) is not None:
@@ -137,11 +129,9 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
 
 
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
-    """Replace the layers' weights by codes and scales. Shared weights stay shared.
+    """Replace the weights of layers that `check_weights` has accepted by codes and scales. Shared weights stay shared.
 
-    Args:
-        layers: Converted layers, which `check_weights` has accepted.
-        keep_initial: Whether the weights keep the values that they were quantized from.
+    ``keep_initial`` says whether the weights keep the values that they were quantized from.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:

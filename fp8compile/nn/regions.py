@@ -1,19 +1,14 @@
 """compile: a model as one graph, in which repeated blocks are compiled once.
 
-Dynamo inlines blocks by default, so that compiling a model of 32 equal blocks takes 32 times as long as one block. If
-a block's forward is a region (`torch.compiler.nested_compile_region`), it is traced, partitioned and compiled once for
-all equal blocks, and the graph calls it. The model is still one graph, and ``fullgraph=True`` keeps its meaning. Code
-is fused only within a block.
-
-A region can't return a tensor that it was given, but some blocks do, such as T5's, which pass a bias on. Such outputs
-bypass the region.
+Dynamo inlines blocks by default, so 32 equal blocks take 32 times as long as one. If a block's forward is a region
+(`torch.compiler.nested_compile_region`), it is traced and compiled once, and the graph calls it. Code is fused only
+within a block. A region can't return a tensor that it was given, so such outputs bypass it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +20,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
-from fp8compile.nn.made_classes import MadeClass
-from fp8compile.nn.model_type import Model
+from fp8compile.nn.made_classes import MadeClass, made_class
+from fp8compile.nn.model_type import Model, check_model
 
 __all__ = ["compile", "repeated_blocks"]
 
@@ -47,23 +42,21 @@ def compile(
         blocks: Modules of the model that are alike, such as ``model.model.layers``; no block contains another one.
             ``()`` for no blocks, which is plain ``torch.compile``. By default the blocks of `repeated_blocks`.
         fullgraph: Passed to ``torch.compile``, whose own default is False.
-        **options: Other options of ``torch.compile``. With ``dynamic=True``, sizes vary, but floats such as a module's
-            attributes are constants, because PyTorch's regions take no float that varies. A new value of such a float
-            compiles another graph.
+        **options: Other options of ``torch.compile``. With ``dynamic=True`` sizes vary, but a new value of a float,
+            such as a module's attribute, compiles another graph, because PyTorch's regions take no float that varies.
 
     Returns:
         The module that ``torch.compile`` returns. It has the model's attributes, and its type is the model's.
 
     Raises:
         TypeError: The model or a block is not a module.
-        ValueError: A block is not a part of the model, or is inside another block, or can't be a region. It can't if
-            its forward is set on the instance, or if PyTorch does not accept its parameters as arguments of a region.
+        ValueError: A block is not a part of the model, is inside another block, or can't be a region: its forward is
+            set on the instance, or PyTorch does not accept its parameters as arguments of a region.
 
     Warns:
         UserWarning: Some repeated blocks can't be regions, and are inlined.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compile: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("compile", model)
     chosen = _found(model) if blocks is None else _checked(model, list(blocks))
     alike = Counter(map(type, chosen))
     for block in chosen:
@@ -152,14 +145,8 @@ class _Region(MadeClass, nn.Module):
 
 @cache
 def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
-    names = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "made_by": (_region_class, plain, often),
-        "forward": _as_region(plain.forward, often),
-    }
-    return types.new_class(plain.__name__, (_Region, plain), exec_body=lambda space: space.update(names))
+    forward, made_by = _as_region(plain.forward, often), (_region_class, plain, often)
+    return made_class(_Region, plain, made_by, forward=forward, __module__=plain.__module__)
 
 
 def _as_region(forward: Callable[..., Any], often: int) -> Callable[..., Any]:

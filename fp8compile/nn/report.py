@@ -13,8 +13,11 @@ from fp8compile import recipes
 from fp8compile._compat import is_fsdp_managed
 from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_slots
-from fp8compile.nn.experts import layout_of, routers
-from fp8compile.nn.parameter_uses import PAST_FORWARD, Kind, Uses, past_forward, uses_seen
+from fp8compile.nn.experts.known_modules import layout_of
+from fp8compile.nn.experts.routers import routers
+from fp8compile.nn.model_type import check_model
+from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, past_forward
+from fp8compile.nn.parameter_uses.uses import Kind, Uses, uses_seen
 from fp8compile.nn.why_left_out import LEFT_OUT, ROUTER
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tables import Cell, Note, folded, table_lines, terminal_width
@@ -97,7 +100,7 @@ class ConversionRow:
         return Note(f"{self.past_forward} {PAST_FORWARD}", text) if self.past_forward else text
 
     def _cells(self) -> tuple[Cell, ...]:
-        """All cells but the name."""
+        """All cells of the row in the report's table but the name."""
         recipe = recipes.describe(self.recipe) if self.recipe else "-"
         return self.module, self._size(), recipe, self._gemms_cell(), self._gathered_cell()
 
@@ -159,7 +162,6 @@ def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.P
     """The reason why a matrix that is multiplied without an nn.Linear can't be converted; None for other parameters.
 
     If no forward has shown how the parameter is used (``kind`` is None or `Kind.HANDED`), its name and dims decide.
-    The originals of a parametrized weight do not count.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):
@@ -176,12 +178,7 @@ def _weight_rows(
 ) -> list[ConversionRow]:
     """Rows for a module's matrices that are multiplied outside of layers, such as attention's or those of routers.
 
-    Args:
-        fqn: The module's name.
-        module: Any module.
-        uses: The uses of parameters that forwards have shown.
-        own: The weights of layers, each as its module and its name there; they get no row here.
-        is_router: Whether the module is a router or a part of one.
+    ``own`` has the weights of layers, each as its module and its name there; they get no row here.
     """
     rows = []
     for name, parameter in module.named_parameters(recurse=False):
@@ -208,11 +205,11 @@ def _weight_rows(
 def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None = None) -> ConversionReport:
     """Report which layers of a model run in FP8, which GEMMs of each, and why the others do not.
 
-    The report lists each ``nn.Linear`` and subclass, and each module of experts that ``convert`` knows. It also lists
-    parameters that are multiplied outside of these modules, if the first forward after ``convert`` or the given
-    ``forward`` has shown it: those of other experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, or those of an
-    embedding that is the head too. If no forward has run, it lists 3-D parameters, and 2-D parameters with "weight" in
-    their name, unless they belong to an embedding or a convolution.
+    The report has each ``nn.Linear`` and each module of experts that ``convert`` knows. It also has the parameters
+    that the first forward after ``convert``, or the given ``forward``, has multiplied outside of these modules: those
+    of other experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, or an embedding that is the head too. If no
+    forward has run, it lists 3-D parameters, and 2-D ones with "weight" in their name, unless they belong to an
+    embedding or a convolution.
 
     A converted layer runs in FP8 only if the model calls it, which a forward shows::
 
@@ -230,8 +227,7 @@ def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None 
     Raises:
         TypeError: ``model`` is not a module, or ``forward`` is not a function.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"conversion_report: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("conversion_report", model)
     if isinstance(forward, nn.Module) or not (forward is None or callable(forward)):
         raise TypeError(
             f"conversion_report: forward is {shown(forward)}; it is a function without arguments that calls the "

@@ -1,19 +1,13 @@
-"""set_recipe: change the recipe of a converted model's forward during training.
-
-NVIDIA's recipe for four bits ends with a forward in high precision: in the last part of a training run, outputs are
-products of the unquantized weights, and gradients stay in four bits.
-"""
+"""set_recipe: change the recipe of the forward during training, as NVIDIA's recipe for four bits does near its end."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
 from fp8compile.nn.candidates import is_converted
-from fp8compile.nn.experts import ConvertedModule
+from fp8compile.nn.experts.converted_class import ConvertedModule
 from fp8compile.nn.linear import Linear
-from fp8compile.nn.model_type import Model
+from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.why_left_out import cannot_take
 from fp8compile.quantizers import GEMMS, Recipe
 
@@ -78,8 +72,7 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
             quantized weight, or was prepared for FSDP by this package; or experts do not support the recipe; or
             ``forward`` emulates and the layer's recipe does not. Nothing is changed then.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"set_recipe: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("set_recipe", model)
     if forward is not None and not isinstance(forward, Recipe):
         raise TypeError(f"set_recipe: forward is {forward!r}; it is a fp8compile.Recipe, or None for high precision.")
     layers = {name: module for name, module in model.named_modules() if is_converted(module)}

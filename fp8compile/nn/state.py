@@ -60,7 +60,7 @@ class DelayedState(NamedTuple):
 
 
 class RowOfWeight:
-    """Returns the weight's row of a layer's state, from the buffers that the layer has when it is called."""
+    """A function that returns the weight's row of a layer's state, from the buffers that the layer then has."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)
@@ -102,11 +102,7 @@ def check_amax_group(
 ) -> None:
     """Raise an error that names ``function`` if an amax group is given and none of the recipes has delayed scaling.
 
-    Args:
-        function: Name of the function that was given the group.
-        recipes: The recipes of the layers.
-        amax_group: The group, or None.
-        none_has: The part of the error's text before "delayed scaling".
+    ``none_has`` is the part of the error's text before "delayed scaling".
     """
     group_name(function, amax_group)
     if amax_group is not None and not any(recipe.history() for recipe in recipes):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import types
 from functools import cache
 
 from torch import nn
 
 from fp8compile.nn.linear import Linear
-from fp8compile.nn.made_classes import MadeClass
+from fp8compile.nn.made_classes import MadeClass, made_class
 
 __all__ = ["float8_class", "names_taken"]
 
@@ -22,21 +21,10 @@ class _ConvertedSubclass(MadeClass, Linear):
 
 @cache
 def float8_class(plain: type[nn.Linear]) -> type[Linear]:
-    """The converted class for a class of layers.
-
-    Args:
-        plain: ``nn.Linear``, or a subclass that inherits its forward.
-    """
+    """The converted class for ``nn.Linear``, or for a subclass that inherits its forward."""
     if plain is nn.Linear:
         return Linear
-    names = {
-        "__module__": __name__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "_plain": plain,
-        "made_by": (float8_class, plain),
-    }
-    return types.new_class(plain.__name__, (_ConvertedSubclass, plain), exec_body=lambda space: space.update(names))
+    return made_class(_ConvertedSubclass, plain, (float8_class, plain), _plain=plain)
 
 
 def names_taken(module: nn.Linear) -> list[str]:

@@ -1,8 +1,7 @@
 """The weights of experts under `fp8compile.parallel.graph_fsdp`: each product gathers them, as codes.
 
-The weights can't be gathered before the product, because output and grad_input may need different codes, and a module
-of experts may pass its matrices transposed. The module therefore gets an object that has the weights' shape, and that
-a grouped product accepts.
+They can't be gathered before, because output and grad_input may need different codes. So the module gets an object
+with the weights' shape, which it may transpose and which a grouped product accepts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the modules that have each parameter; several modules have a tied one."""
+"""Find the modules that have each parameter; a tied parameter has several."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.assignment import Recipes, assigner, ends
 from fp8compile.nn.candidates import is_converted, layers
-from fp8compile.nn.experts import cannot_convert_hosted, cannot_take_hosted, routers
+from fp8compile.nn.experts.converted_class import cannot_convert_hosted, cannot_take_hosted
+from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.filters import Filter, resolve_filter
-from fp8compile.nn.parameter_uses import PAST_FORWARD, known_past_forward
+from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, known_past_forward
 from fp8compile.nn.subclasses import names_taken
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, has_codes
@@ -69,9 +70,9 @@ def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function that takes a layer and its names, and returns what the caller's arguments say about it.
+    """Make a function that returns, for a layer and its names, its recipe by the caller's arguments.
 
-    The function returns the layer's recipe and an empty text, or None and the reason why it has no recipe.
+    It returns the recipe and an empty text, or None and the reason why the layer has no recipe.
     """
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
 
@@ -93,9 +94,8 @@ def recipes_and_reasons(
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
     """Decide the recipe of each layer that is not converted yet.
 
-    Returns:
-        For each layer, its recipe and an empty text, or None and the reason why it is left out. The second result is
-        whether a layer that gets a recipe is converted already.
+    The first result has, for each layer, its recipe and an empty text, or None and the reason why it is left out. The
+    second tells whether a layer that is converted already would get its recipe again.
 
     Raises:
         ValueError: The model has no layers, or a converted layer would get another recipe.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed import ProcessGroup
 
-from fp8compile.nn.model_type import Model
+from fp8compile.nn.model_type import Model, check_model
 from fp8compile.tensor import count_write, has_codes, is_quantized_parameter
 
 __all__ = ["broadcast_parameters"]
@@ -41,8 +41,7 @@ def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, sou
     Raises:
         TypeError: The model is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"broadcast_parameters: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("broadcast_parameters", model)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             is_codes = has_codes(tensor)

@@ -1,8 +1,4 @@
-"""Registers handlers by which DTensor runs our ops and those of other libraries.
-
-`fp8compile.parallel.dtensor_layer` has the handlers of linear layers, `fp8compile.parallel.dtensor_ops` those of all
-other ops.
-"""
+"""Registers handlers by which DTensor runs our ops and those of other libraries."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """The linear layer on DTensors: one handler for the ops of all layers.
 
     left operand      this rank's part of the input or of grad_output
-    right operand     this rank's part of the weight or of the input, as values or codes; under graph_fsdp, this rank's
-                      rows of its tensor parallel part of the weight
+    right operand     this rank's part of the weight or of the input, as values or codes
     product           quantize, gather codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
 
-A result has the placements that a plain linear layer would give it, so PyTorch's plans work unchanged. Ranks send
-codes, one byte an element, and scales.
+A result has the placements that a plain linear layer would give it, so PyTorch's plans work unchanged.
 """
 
 from __future__ import annotations
@@ -53,25 +51,19 @@ ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # other placements t
 
 @dataclass(frozen=True)
 class _Right:
-    """The right operand of a product.
+    """The right operand of a product."""
 
-    Attributes:
-        part: This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel
-            part.
-        columns: Number of columns of the whole product.
-        given: Arguments of `Operands` that say where codes come from, if not from the part alone.
-    """
-
+    # This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel part.
     part: Plain
-    columns: int
+    columns: int  # number of columns of the whole product
+    # arguments of `Operands` that say where codes come from, if not from the part alone
     given: dict[str, Any] = field(default_factory=dict)
 
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
     """The codes of this rank's part of a weight that is a QuantizedTensor already, and how they lie in the whole.
 
-    Raises:
-        ValueError: The part's scales are not those of the weight's blocks, given how ranks cut the weight.
+    Raise a ValueError if the part's scales are not those of the weight's blocks, given how ranks cut the weight.
     """
     function, quantized = gemm.name, weight.local
     assert has_codes(quantized), "the weight is quantized"
@@ -103,7 +95,7 @@ def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
 def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
     """The right operand for a weight under graph_fsdp: this rank's rows of its tensor parallel part.
 
-    The product gathers codes of these rows to codes of the part.
+    The product gathers their codes to codes of the part.
     """
     mesh = tokens.device_mesh
     cuts = placed_cuts(place.rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
@@ -116,14 +108,9 @@ def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
 
 
 def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, rows: int) -> _Right:
-    """The right operand for grad_weight from the codes of the input that the forward kept.
+    """The right operand for grad_weight, from the codes of the input, two per byte, that the forward kept.
 
-    Args:
-        codes: The codes, two per byte.
-        scale: Scales of blocks.
-        outer_scale: Second level of scales.
-        recipe: The layer's recipe.
-        rows: Number of rows of this rank's part of the other operand, grad_output.
+    ``rows`` is the number of rows of this rank's part of grad_output.
     """
     packed = part_of("grad_weight", codes)
     quantizer: Any = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -205,11 +192,10 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
 
 
 def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
-    """The results of a layer with delayed scaling, other than its output.
+    """The results of a layer with delayed scaling beside its output: its multipliers, and the amaxes of x and weight.
 
-    Returns:
-        The multipliers that the output used, the amax of x and the amax of the weight. Amaxes are those of the whole
-        tensors; but under graph_fsdp the weight's amax is that of this rank's rows, which the backward reduces.
+    Amaxes are those of the whole tensors; but under graph_fsdp the weight's is that of this rank's rows, which the
+    backward reduces.
     """
     (for_x, for_weight, _), mesh = recipe.delayed(), x.device_mesh
     if isinstance(place, OVER_FSDP):

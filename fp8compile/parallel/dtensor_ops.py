@@ -1,8 +1,7 @@
 """Runs registered ops, ours and those of other libraries, on DTensors by their sharding rules.
 
-For each mesh dim it chooses the `Split` that gathers the fewest bytes, given the placements of the arguments. To
-narrow an argument that all ranks have costs nothing. A maximum over ranks is reduced at once, because gloo would
-reduce a `Partial("max")` by its float maximum, which loses another rank's NaN.
+For each mesh dim it chooses the `Split` that gathers the fewest bytes. A maximum over ranks is reduced at once,
+because gloo would reduce a `Partial("max")` by its float maximum, which loses another rank's NaN.
 """
 
 from __future__ import annotations
@@ -42,22 +41,15 @@ def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in one group of ranks.
+    """One way to run an op in one group of ranks."""
 
-    Attributes:
-        wanted: For each argument, the dim along which it has to be cut, and the number of elements that stay together
-            (a unit). None if each rank needs all of the argument.
-        outputs: How results lie, as ``Split.outputs`` says.
-        gathered: Indices of the arguments that are gathered before the op runs.
-        units: Number of such units of each cut argument that each rank then has.
-        cost: Number of bytes that are gathered.
-    """
-
+    # For each argument, the dim along which it has to be cut, and the number of elements that stay together (a unit).
+    # None if each rank needs all of the argument.
     wanted: tuple[Cut | None, ...]
-    outputs: tuple[int | str | None, ...]
-    gathered: frozenset[int]
-    units: tuple[int, ...]
-    cost: int
+    outputs: tuple[int | str | None, ...]  # how results lie, as ``Split.outputs`` says
+    gathered: frozenset[int]  # indices of the arguments that are gathered before the op runs
+    units: tuple[int, ...]  # number of such units of each cut argument that each rank then has
+    cost: int  # number of bytes that are gathered
 
 
 def _way(split: Split, parts: Sequence[Any], index: int, ranks: int) -> Way:
@@ -102,15 +94,9 @@ def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:
 
 
 def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ...]:
-    """Run an op on DTensors.
+    """Run an op with a sharding rule on DTensors; all tensors among ``args`` are DTensors on one mesh.
 
-    Args:
-        op: An op with a sharding rule.
-        args: The op's arguments. All tensors among them are DTensors on one mesh.
-
-    Raises:
-        TypeError: Some tensors are DTensors and some are not, or the op has no sharding rule.
-        ValueError: Tensors are on different meshes, or have placements that FP8 ops do not take.
+    Raise a TypeError if the op has no sharding rule or a tensor is plain, and a ValueError for different meshes.
     """
     if op.sharding is None:
         raise TypeError(

@@ -71,15 +71,11 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
 
 
 def has_no_other_ranks(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has all ranks of its root mesh, so that the root has no other dim for FSDP."""
+    """Whether a mesh has all ranks of its root mesh, so that no other dim of the root is left for FSDP."""
     root = root_mesh(mesh)
     own = set(mesh.mesh_dim_names or ())
     others = [size for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False) if name not in own]
     return mesh.size() == root.size() and (root.ndim == mesh.ndim or 1 not in others)
-
-
-def _ranks_of(parameter: nn.Parameter) -> set[int]:
-    return set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
 
 
 def check_meshes(
@@ -87,11 +83,8 @@ def check_meshes(
 ) -> None:
     """Raise if FSDP would shard experts over ranks that they are spread over already.
 
-    Args:
-        function: Name of the function, for the error.
-        model: A model that is not sharded yet.
-        ignored: Parameters that FSDP leaves alone.
-        mesh: The mesh that FSDP shards over; None if it is not known yet.
+    ``ignored`` are the parameters that FSDP leaves alone. ``mesh`` is what FSDP shards over; None if it is not known
+    yet.
     """
 
     def overlaps(parameter: nn.Parameter) -> bool:
@@ -100,7 +93,8 @@ def check_meshes(
         own = parameter.device_mesh
         if mesh is None:
             return has_no_other_ranks(own)
-        return len(_ranks_of(parameter) & set(mesh.mesh.flatten().tolist())) > 1 or own == mesh
+        both = set(own.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+        return len(both) > 1 or own == mesh
 
     if names := [name for name, parameter in _named(model).items() if overlaps(parameter)]:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8compile.nn.experts.converted_class import ConvertedExperts
-from fp8compile.nn.experts.known_modules import holds_no_stacks, host_of, num_experts
+from fp8compile.nn.experts.known_modules import holds_no_stacks, host_of, layout_of
 from fp8compile.nn.experts.overflow import counter_of, start_counting
 from fp8compile.nn.experts.placed import DispatchOptions, check_mesh, spread_experts
 from fp8compile.nn.experts.routed import ROUTED
@@ -83,7 +83,7 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             f"ExpertParallel: given a {type(module).__name__}, which is handed its rows sorted by expert. Send them "
             "where they are sorted, by fp8compile.parallel.expert_routes or the library's own expert parallel."
         )
-    check_mesh("ExpertParallel", num_experts(module), mesh)
+    check_mesh("ExpertParallel", layout_of(module).num_experts, mesh)
     if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
         raise TypeError(
             "ExpertParallel: parameters of the experts are DTensors already; apply it once, before others."

@@ -1,9 +1,6 @@
 """The norm of all gradients of a model whose parameters lie on several meshes, or on none.
 
-    parameters of one mesh, cut over the same mesh dims    --each rank: the norm of its parts-->   one message a dim
-    parameters that each rank has as a whole               --each rank: their norm-->              no message
-
-No operator of DTensor takes two meshes, so `torch.nn.utils.clip_grad_norm_` raises for a model on several. It also
+`torch.nn.utils.clip_grad_norm_` raises for such a model, because no operator of DTensor takes two meshes. It also
 raises for the infinity norm if a rank's part of a parameter is empty.
 """
 

@@ -3,9 +3,7 @@
     column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, cut
     row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, cut  ->  all rows
 
-The first followed by the second computes the feed-forward layers of experts. Between the two, ranks send only the
-amaxes of blocks that span several ranks. The sum over ranks is taken for all rows, before the rows that belong to one
-token are added.
+Between the two, ranks send only the amaxes of blocks that span several ranks.
 """
 
 from __future__ import annotations
@@ -117,8 +115,6 @@ def row_parallel_grouped_linear(
         (rows, out_features), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
-        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is no process group.
-        ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
-            sizes.
+        TypeError, ValueError, RuntimeError: In the cases of `column_parallel_grouped_linear`.
     """
     return _parallel("row_parallel_grouped_linear", 2, x, weight, offsets, bias, recipe, group, feature_sizes)

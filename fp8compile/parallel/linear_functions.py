@@ -176,11 +176,7 @@ def row_parallel_linear(
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: ``recipe`` is no Recipe, ``group`` no process group, a dtype or layout is not taken, or a tensor is
-            a DTensor.
-        ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
-            sizes, which they compare in the first call with a group.
-        RuntimeError: This device has no GEMM for the recipe.
+        TypeError, ValueError, RuntimeError: In the cases of `column_parallel_linear`.
     """
     sizes = sequence_dim, sequence_sizes, feature_sizes
     return _parallel("row_parallel_linear", 1, x, weight, bias, recipe, group, *sizes)

@@ -46,10 +46,9 @@ def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[Pro
 
 
 def cuts_of(tensor: DTensor) -> Sharding:
-    """Returns, for each mesh dim, how it cuts a DTensor; None if it does not. Partial sums count as summed.
+    """How each mesh dim cuts a DTensor that `part_of` takes; None for a mesh dim that does not cut it.
 
-    Args:
-        tensor: A DTensor with placements that `part_of` takes. On the meta device, its mesh needs no process groups.
+    Partial sums count as summed. On the meta device, the mesh needs no process groups.
     """
     mesh, sizes = tensor.device_mesh, list(tensor.shape)
     cuts: list[DimSharding | None] = []
@@ -67,12 +66,7 @@ def cuts_of(tensor: DTensor) -> Sharding:
 def part_of(function: str, tensor: DTensor) -> Plain:
     """This rank's part of a DTensor and how it is cut. Partial sums are summed over ranks first.
 
-    Args:
-        function: Name of the function that asks, for errors.
-        tensor: A DTensor whose placements are Shard, Replicate and Partial.
-
-    Raises:
-        ValueError: The tensor has another kind of placement.
+    Raise a ValueError that names ``function`` for placements other than Shard, Replicate and Partial.
     """
     for placement in tensor.placements:
         _check_placement(function, tensor, placement)
@@ -92,11 +86,9 @@ def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
 
 
 def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
-    """The placements of a product's result, one for each mesh dim.
+    """The placements of a product's result, one for each mesh dim, from what the ranks of each dim did for it.
 
-    Args:
-        steps: What the group of each mesh dim did for the product.
-        dims: For ``"m"`` (rows) and ``"n"`` (columns), the dim of the result that each group shards.
+    ``dims`` has, for ``"m"`` (rows) and ``"n"`` (columns), the dim of the result that each group shards.
     """
     found: list[Placement] = []
     for index, step in enumerate(steps):
@@ -110,15 +102,9 @@ def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list
 
 
 def check_one_mesh(function: str, tensors: Mapping[str, Any]) -> DeviceMesh:
-    """The mesh that all tensors are on.
+    """The mesh that all tensors are on; None stands for a tensor that is not given.
 
-    Args:
-        function: Name of the function that asks, for errors.
-        tensors: The tensors by name; None stands for a tensor that is not given.
-
-    Raises:
-        TypeError: Some tensors are DTensors and some are not.
-        ValueError: The tensors are on different meshes.
+    Raise a TypeError if some are DTensors and some are not, and a ValueError if they are on different meshes.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]

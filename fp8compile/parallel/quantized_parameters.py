@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8compile._compat import local_itself
-from fp8compile.nn.model_type import Model
+from fp8compile.nn.model_type import Model, check_model
 from fp8compile.tensor import is_quantized_parameter, share_scale_of_part
 
 __all__ = ["share_scales"]
@@ -28,8 +27,7 @@ def share_scales(model: Model) -> Model:
         TypeError: The model is no module.
         RuntimeError: PyTorch 2.11, whose tensors can't hold a process group.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"share_scales: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("share_scales", model)
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and is_quantized_parameter(local_itself(parameter)):
             share_scale_of_part(parameter)

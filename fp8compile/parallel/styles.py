@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, parallel
 
 from fp8compile.nn import Linear
-from fp8compile.nn.experts import ConvertedLinearLike
+from fp8compile.nn.experts.converted_class import ConvertedLinearLike
 from fp8compile.nn.placed_weights import place_codes
 from fp8compile.ops import scatter_sum
 

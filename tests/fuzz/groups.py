@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fp8compile as f8
-from fp8compile.nn.experts import cannot_take_experts
+from fp8compile.ops.layer.check_groups import check_recipe_of_groups
 from fp8compile.quantizers import GEMMS
 
 __all__ = ["Grouped", "groups", "groups_are_linears", "groups_are_linears_compiled", "reused_groups"]
@@ -66,7 +66,11 @@ FEATURES = st.one_of(st.integers(1, 40), st.sampled_from((16, 48, 129)))
 
 
 def _takes_groups(recipe: f8.Recipe) -> bool:
-    return cannot_take_experts(recipe) is None
+    try:
+        check_recipe_of_groups(recipe)
+    except ValueError:
+        return False
+    return True
 
 
 @st.composite

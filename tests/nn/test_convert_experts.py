@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
-from fp8compile.nn.experts import routers
+from fp8compile.nn.experts.routers import routers
 from fp8compile.target import Target, pretend_target
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "behaviour"))

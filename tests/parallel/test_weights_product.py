@@ -24,6 +24,7 @@ from torch.distributed.tensor import parallel
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
+from fp8compile.nn.codes_in_state import codes_and_scales
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(
@@ -137,7 +138,7 @@ def bits_of(run, recipe):
         weight = module.weight
         if module.is_quantized():
             found[f"{name} master"] = optimizer.state[weight]["master"]
-            found |= {f"{name} {key}": getattr(module, key) for key in module._names_of_codes()}
+            found |= {f"{name} {key}": getattr(module, key) for key in codes_and_scales("weight", module.weight)}
         elif isinstance(optimizer, ByHand):
             found[f"{name} master"] = optimizer.pairs[weight].detach()
             found |= {f"{name} {key}": value for key, value in codes_of(whole(weight.detach()), recipe).items()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8compile.cli.errors import UserError
 from fp8compile.cli.user_code import running
-from fp8compile.nn.parameter_uses import untold
+from fp8compile.nn.parameter_uses.first_forward import untold
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import is_compiled
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, ClassVar, Self
@@ -19,7 +18,7 @@ from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_exper
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
-from fp8compile.nn.made_classes import MadeClass
+from fp8compile.nn.made_classes import MadeClass, made_class
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.ops.layer.check_groups import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
@@ -33,7 +32,6 @@ __all__ = [
     "become_plain_hosted",
     "cannot_convert_hosted",
     "cannot_revert_hosted",
-    "cannot_take_experts",
     "cannot_take_hosted",
     "experts_class",
     "hosted_class",
@@ -116,7 +114,7 @@ OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quanti
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method that multiplies in FP8, so that it first warns if FSDP was announced but does not manage it."""
+    """Wrap the method in FP8, so that it first warns if FSDP was announced and does not manage the module."""
 
     @wraps(replacement)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -127,11 +125,7 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
-    """The FP8 class for the modules of a class of another library.
-
-    Args:
-        plain: A class that a registered `Host` describes.
-    """
+    """The FP8 class for the modules of a class that a registered `Host` describes."""
     host = host_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
     assert host is not None
     return class_by(host, plain)  # type: ignore[arg-type]  # classes are hashable
@@ -141,16 +135,8 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
 def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
     """Make the FP8 class for a module class: a subclass with the FP8 method of a `Host`."""
     base = ConvertedLinearLike if host.is_linear else ConvertedExperts
-    names = {
-        "__module__": __name__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "_plain_class": plain,
-        "_host": host,
-        "made_by": (hosted_class, plain),
-        host.method: _multiplying(host.replacement),
-    }
-    return types.new_class(plain.__name__, (base, plain), exec_body=lambda space: space.update(names))
+    methods = {host.method: _multiplying(host.replacement)}
+    return made_class(base, plain, (hosted_class, plain), _plain_class=plain, _host=host, **methods)
 
 
 experts_class = hosted_class  # older pickles have this name
@@ -185,23 +171,13 @@ def cannot_convert_hosted(module: nn.Module) -> str | None:
     return None
 
 
-def cannot_take_experts(recipe: Recipe) -> str | None:
-    """The reason why experts can't be converted with this recipe, or None."""
-    try:
-        check_recipe_of_groups(recipe)
-    except ValueError as error:
-        return f"experts take no such recipe: {error}"
-    return None
-
-
 def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
     """The reason why a module can't be converted with this recipe, or None."""
-    if is_experts(module):
-        return cannot_take_experts(recipe)
     try:
-        ConvertedLinearLike.check_takes(recipe)
+        (ConvertedExperts if is_experts(module) else ConvertedLinearLike).check_takes(recipe)
     except ValueError as error:
-        return str(error).removeprefix("recipe: ")
+        text = str(error).removeprefix("recipe: ")
+        return f"experts take no such recipe: {text}" if is_experts(module) else text
     return None
 
 

@@ -29,23 +29,17 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Describes a kind of module that multiplies by its own parameters, and the method that does it in FP8.
+    """Describes a kind of module that multiplies by its own parameters, and the method that does it in FP8."""
 
-    Attributes:
-        takes: Returns whether a class is of this kind. It looks at the class only, and imports nothing.
-        method: The name of the method that multiplies.
-        replacement: The method in FP8. It finds the recipe in ``self.recipe``.
-        is_transposed: Returns whether a module keeps its matrices as (in_features, out_features).
-        layout: Returns the matrices that a module multiplies by; None if they are its own 3-D parameters.
-        is_linear: Whether the module is one linear layer, and not experts.
-    """
-
+    # Returns whether a class is of this kind. It looks at the class only, and imports nothing.
     takes: Callable[[type[nn.Module]], bool]
-    method: str
-    replacement: Callable[..., Any]
+    method: str  # the name of the method that multiplies
+    replacement: Callable[..., Any]  # The method in FP8. It finds the recipe in ``self.recipe``.
+    # returns whether a module keeps its matrices as (in_features, out_features)
     is_transposed: Callable[[nn.Module], bool]
+    # returns the matrices that a module multiplies by; None if they are its own 3-D parameters
     layout: Callable[[nn.Module], Layout] | None = None
-    is_linear: bool = False
+    is_linear: bool = False  # whether the module is one linear layer, and not experts
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -57,10 +51,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """The name of the module that defines the forward of a class, and the forward's qualified name.
-
-    For a decorated forward both describe the wrapper that the decorator made.
-    """
+    """The module name and the qualified name of a class's forward; of the wrapper, if a decorator wrapped it."""
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")

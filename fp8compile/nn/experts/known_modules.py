@@ -6,13 +6,11 @@ from functools import cache
 
 from torch import nn
 
-from fp8compile.nn.experts.dbrx import DBRX
-from fp8compile.nn.experts.dense import DENSE
 from fp8compile.nn.experts.host import Host, Layout, stacks
 from fp8compile.nn.experts.linear_like import CONV1D
 from fp8compile.nn.experts.method import METHOD
+from fp8compile.nn.experts.own_forwards import DBRX, JETMOE, LLAMA4
 from fp8compile.nn.experts.routed import ROUTED
-from fp8compile.nn.experts.sized import SIZED
 from fp8compile.quantizers import Quantizer
 
 __all__ = [
@@ -23,13 +21,11 @@ __all__ = [
     "host_of_class",
     "is_experts",
     "is_hosted",
-    "is_transposed",
     "layout_of",
     "method_that_multiplies",
-    "num_experts",
 ]
 
-HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
+HOSTS = [ROUTED, LLAMA4, DBRX, JETMOE, METHOD, CONV1D]
 
 
 @cache
@@ -74,15 +70,10 @@ def holds_no_stacks(module: nn.Module) -> str | None:
     return "holds its experts in no 3-D parameters of its own, (experts, out_features, in_features)"
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a module keeps its matrices as (in_features, out_features)."""
-    host = host_of(module)
-    return host is not None and host.is_transposed(module)
-
-
 def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
     """The quantizer for a module's matrices as they are in memory; transposed if the module keeps them transposed."""
-    return quantizer.transposed() if is_transposed(module) else quantizer
+    host = host_of(module)
+    return quantizer.transposed() if host is not None and host.is_transposed(module) else quantizer
 
 
 def layout_of(module: nn.Module) -> Layout:
@@ -94,11 +85,6 @@ def layout_of(module: nn.Module) -> Layout:
     shapes = [each.shape[1:] for each in own.values()]
     matrices = tuple((n, k) if not host.is_transposed(module) else (k, n) for n, k in shapes)
     return Layout(weights=own, matrices=matrices, num_experts=next(iter(own.values())).shape[0])
-
-
-def num_experts(module: nn.Module) -> int:
-    """Number of a module's experts."""
-    return layout_of(module).num_experts
 
 
 def method_that_multiplies(module: nn.Module) -> str:

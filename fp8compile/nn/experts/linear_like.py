@@ -1,7 +1,4 @@
-"""Linear layers that are not a ``nn.Linear``: a class with ``weight``, possibly transposed, and ``bias``.
-
-The Conv1D of transformers, which GPT-2 uses, is known. Other classes can be registered: see ``fp8compile.library``.
-"""
+"""Linear layers that are not a ``nn.Linear``: transformers' Conv1D, and classes that users register."""
 
 from __future__ import annotations
 
@@ -20,11 +17,9 @@ FORWARD = ("transformers.pytorch_utils", "Conv1D.forward")
 
 
 def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool) -> Host:
-    """Make a `Host` for classes whose forward is ``x @ weight.T + bias``, or if transposed ``x @ weight + bias``.
+    """Make a `Host` for the classes that ``takes`` accepts, which compute ``x @ weight.T + bias``.
 
-    Args:
-        takes: Returns whether a class has such a forward.
-        is_transposed: Whether ``weight`` is (in_features, out_features).
+    If ``is_transposed``, ``weight`` is (in_features, out_features), and they compute ``x @ weight + bias``.
     """
 
     def layout(module: nn.Module) -> Layout:
@@ -39,27 +34,18 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
         own: dict[str, Any] = {"weight": weight}
         return Layout(weights=own, matrices=((n, k),))
 
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight.t() if is_transposed else self.weight
+        return linear(x, weight, getattr(self, "bias", None), recipe=self.recipe)
+
     return Host(
         takes=takes,
         method="forward",
-        replacement=_transposed_forward if is_transposed else _forward,
+        replacement=forward,
         is_transposed=lambda module: is_transposed,
         layout=layout,
         is_linear=True,
     )
-
-
-def _forward(self: Any, x: Tensor) -> Tensor:
-    """Compute ``x @ weight.T + bias`` with the layer's recipe; the result has the dtype of x."""
-    return linear(x, self.weight, getattr(self, "bias", None), recipe=self.recipe)
-
-
-def _transposed_forward(self: Any, x: Tensor) -> Tensor:
-    """Compute ``x @ weight + bias`` with the layer's recipe, for a weight that is kept as (in_features, out_features).
-
-    The result has the dtype of x.
-    """
-    return linear(x, self.weight.t(), getattr(self, "bias", None), recipe=self.recipe)
 
 
 CONV1D = linear_host(lambda cls: code_of(cls) == FORWARD, is_transposed=True)

@@ -1,8 +1,4 @@
-"""Experts that multiply in a method ``_grouped_mm(self, *, A, B_t, offs)``, as torchtitan's ``GroupedExperts`` do.
-
-torchtitan has this method so that other libraries can override it. convert takes every class with a method of this
-name and signature.
-"""
+"""Experts that multiply in a method ``_grouped_mm(self, *, A, B_t, offs)``, as torchtitan's experts."""
 
 from __future__ import annotations
 

@@ -42,11 +42,6 @@ def place_counter(module: nn.Module) -> None:
 
 
 def count(module: nn.Module, rows: Tensor) -> None:
-    """Add a number of rows to the counter. A forward that checkpointing repeats adds nothing.
-
-    Args:
-        module: The module of experts.
-        rows: The number of rows, () int64.
-    """
+    """Add a number of rows, () int64, to a module's counter. A forward that checkpointing repeats adds nothing."""
     counter = getattr(module, NAME)
     counter.copy_(counted(counter, rows))

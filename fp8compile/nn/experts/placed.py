@@ -23,17 +23,12 @@ SPREAD = "_experts_are_spread"  # attribute of a module whose experts were sprea
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """How rows are sent to the ranks of their experts.
+    """How rows are sent to the ranks of their experts."""
 
-    Attributes:
-        capacity: The number of rows that a rank may send to another; None for no limit.
-        codes: Whether to send codes instead of values, if all products that read the rows take codes.
-        same_tokens: A mesh whose ranks have the same tokens, so that each rank sends a share of them. None if each
-            rank has its own tokens.
-    """
-
-    capacity: int | None = None
-    codes: bool = True
+    capacity: int | None = None  # the number of rows that a rank may send to another; None for no limit
+    codes: bool = True  # whether to send codes instead of values, if all products that read the rows take codes
+    # A mesh whose ranks have the same tokens, so that each rank sends a share of them. None if each rank has its own
+    # tokens.
     same_tokens: DeviceMesh | None = None
 
 
@@ -85,11 +80,7 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
-    """The ranks over which experts are spread; None if each rank has all of them.
-
-    Args:
-        stack: A parameter (experts, ...), as the module's forward reads it.
-    """
+    """The ranks over which a stack (experts, ...) is spread; None if each rank has all experts."""
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
             return None
@@ -105,6 +96,4 @@ def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
 def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
     """This rank's part of a parameter of experts; under graph_fsdp, an `UngatheredStack`, which products gather."""
     stack = getattr(module, name)
-    if isinstance(stack, UngatheredStack):
-        return stack.to_local()
-    return stack.to_local() if is_dtensor(stack) else stack
+    return stack.to_local() if isinstance(stack, UngatheredStack) or is_dtensor(stack) else stack

@@ -1,28 +1,30 @@
 """Experts of transformers: each token goes to the few experts that its router chose.
 
-`use_experts_implementation` of transformers sets flags on each such module: transposed weights, biases, a gate, a norm
-after the experts. It replaces the forward by one that looks up an implementation in the config of the whole model. The
-forward in this file replaces that forward in one module, and reads the same flags.
+transformers' `use_experts_implementation` replaces the forward of such a module by one that looks up an implementation
+in the model's config. It sets flags on the module: transposed weights, biases, a gate, a norm after the experts. The
+forward here reads the same flags.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.experts.overflow import count
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
 from fp8compile.nn.experts.sorted_rows import SortedRows, sorted_rows, summed
-from fp8compile.nn.experts.token_shares import all_shares, own_share
 from fp8compile.nn.found_by_one import noted, tried
 from fp8compile.nn.grouped import grouped_linear
 from fp8compile.nn.routes import expert_routes
 from fp8compile.ops.groups.layout import sizes_of_groups
 from fp8compile.quantizers.check_returned import could_be
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ROUTED"]
 
@@ -64,12 +66,32 @@ def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
             raise ValueError(f"{what} {name} is on {each.device} and the experts on {weight.device}; move one.")
 
 
+def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's share, about (tokens / R, ...), of a tensor that all R ranks of a mesh have.
+
+    If all of them sent all tokens, each token would count R times in the experts' gradients.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(0)]).to_local()
+
+
+def _all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
+    """Gather the shares of all ranks, as `_own_share` cuts them, to (tokens, features) on each rank."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    shape = Size((tokens, local.shape[1]))
+    parts = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
+    return parts.redistribute(placements=[Replicate()]).to_local()
+
+
 def _rows(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
     """Sort the rows of all tokens, or of this rank's share. Wrong arguments raise here, before any rank sends."""
     given: tuple[Any, ...] = (hidden_states, top_k_index, top_k_weights)
     _check_given(self, *given)
     if (mesh := self.dispatch_options.same_tokens) is not None:
-        given = tuple(own_share(each, mesh) for each in given)
+        given = tuple(_own_share(each, mesh) for each in given)
     return sorted_rows(*given, num_experts=self.down_proj.shape[0], recipe=self.recipe)
 
 
@@ -100,18 +122,9 @@ def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the weighted sum of the experts' results for each token.
+    """The weighted sum of the experts' results for each token, (tokens, hidden), in the dtype of ``hidden_states``.
 
     If ranks have the same tokens, each rank computes a share of them, and all ranks get the results of all tokens.
-
-    Args:
-        self: The module.
-        hidden_states: (tokens, hidden).
-        top_k_index: (tokens, top_k), the experts of each token.
-        top_k_weights: (tokens, top_k), the factor of each expert's result.
-
-    Returns:
-        (tokens, hidden), the dtype of ``hidden_states``.
     """
     given = hidden_states, top_k_index, top_k_weights
     group, mesh = group_of_experts(self.down_proj), self.dispatch_options.same_tokens
@@ -120,7 +133,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         return summed(_products(self, rows.x, rows.offsets), rows, self.recipe).to(hidden_states.dtype)
     rows, error = tried(_rows, self, *given)
     y = _on_ranks(self, rows, error, group).to(hidden_states.dtype)
-    return y if mesh is None else all_shares(y, mesh, hidden_states.shape[0])
+    return y if mesh is None else _all_shares(y, mesh, hidden_states.shape[0])
 
 
 ROUTED = Host(

@@ -1,10 +1,7 @@
 """Find routers, which score the experts for each token. They cost next to nothing and stay in high precision.
 
-A router has no class of its own, so it is found by its place and shape. It is a sibling of its experts, or of a module
-that contains them. All its matrices have as many rows as there are experts on all ranks together:
-
-    model -> block -> attention, MoE -> router, wrapper -> wrapper -> experts
-                                        the MoE is the first module above the experts that has other matrices too
+A router has no class of its own. It is a sibling of its experts, or of a module that contains them, and all its
+matrices have as many rows as there are experts on all ranks together.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp8compile.nn.experts.known_modules import is_experts, num_experts
+from fp8compile.nn.experts.known_modules import is_experts, layout_of
 
 __all__ = ["routers"]
 
@@ -25,7 +22,7 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
     """The possible numbers of a router's scores: the experts of this module, or of all ranks together."""
-    own = num_experts(experts)
+    own = layout_of(experts).num_experts
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
     return {own} | {count for count in said if type(count) is int and count % max(own, 1) == 0}
 

@@ -15,23 +15,14 @@ __all__ = ["SortedRows", "sorted_rows", "summed"]
 
 
 class SortedRows(NamedTuple):
-    """Rows of tokens, sorted by expert.
+    """Rows of tokens, sorted by expert."""
 
-    Attributes:
-        x: (R, hidden), the rows; R = tokens * top_k.
-        weights: (R, 1), the factor of each row's result.
-        pairs: (R,), for each row, the index of its pair of a token and an expert, token * top_k + k.
-        places: (R,), for each pair, the index of its row; the inverse permutation of ``pairs``.
-        offsets: (E,), int32, the end of each expert's rows.
-        shape: (tokens, top_k).
-    """
-
-    x: Tensor
-    weights: Tensor
-    pairs: Tensor
-    places: Tensor
-    offsets: Tensor
-    shape: tuple[int, int]
+    x: Tensor  # (R, hidden), the rows; R = tokens * top_k
+    weights: Tensor  # (R, 1), the factor of each row's result
+    pairs: Tensor  # (R,), for each row, the index of its pair of a token and an expert, token * top_k + k
+    places: Tensor  # (R,), for each pair, the index of its row; the inverse permutation of ``pairs``
+    offsets: Tensor  # (E,), int32, the end of each expert's rows
+    shape: tuple[int, int]  # (tokens, top_k)
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:
@@ -49,8 +40,8 @@ def sorted_rows(
 ) -> SortedRows:
     """Make a row for each pair of a token and one of its experts, sorted by expert.
 
-    A row for an expert of another rank, or for none, has the index ``num_experts``. Such rows come after all groups,
-    where `grouped_linear` reads nothing and returns zeros; their gradients are zeros too.
+    The index ``num_experts`` stands for another rank's expert, or for none. Its rows come after all groups, where
+    `grouped_linear` reads nothing and returns zeros; their gradients are zeros too.
 
     Args:
         hidden_states: (tokens, hidden).
@@ -58,9 +49,6 @@ def sorted_rows(
         top_k_weights: (tokens, top_k), the factor of each expert's result.
         num_experts: Number of this rank's experts.
         recipe: The recipe of the products that read the rows.
-
-    Raises:
-        ValueError: In eager mode, an index is out of range. On a GPU this is an assertion on the device.
     """
     if not (torch.compiler.is_compiling() or _compat.is_traced(top_k_index)):  # a graph can't look at the data
         _check_index(top_k_index, num_experts)
@@ -77,15 +65,6 @@ def sorted_rows(
 
 
 def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
-    """Sum the results of each token's experts by weight.
-
-    Args:
-        y: (R, hidden), the experts' results for the rows.
-        rows: The rows.
-        recipe: The recipe of the products that read the rows.
-
-    Returns:
-        (tokens, hidden).
-    """
+    """Sum the results (R, hidden) of each token's experts by weight, to (tokens, hidden)."""
     y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
     return y.view(*rows.shape, y.shape[-1]).sum(dim=1)

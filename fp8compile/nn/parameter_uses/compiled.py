@@ -11,19 +11,19 @@ from torch._ops import HigherOrderOperator
 
 from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
 from fp8compile.nn.parameter_uses.owners import Owners, memory_of
-from fp8compile.nn.parameter_uses.uses import Kind, Slot, Use, Uses
+from fp8compile.nn.parameter_uses.uses import Uses
 
 __all__ = ["uses_in_graph"]
 
 
 def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type[Any]) -> Uses:
-    """Find the uses of the parameters among a graph's inputs.
+    """Find the uses of the parameters among the inputs of a graph that Dynamo made.
 
     Args:
-        graph: A graph that Dynamo made.
-        inputs: The inputs that the graph was traced for, in the order of its placeholders.
+        graph: The graph.
+        inputs: Its inputs, in the order of its placeholders.
         owners: The parameters of the watched modules, by their memory.
-        traced: The class whose method was traced.
+        traced: The class whose method was traced. A node without an ``nn_module_stack`` belongs to this method.
     """
     given = [_value_of_input(each, owners) for each in inputs]
     reading = _Reading(traced)
@@ -38,11 +38,7 @@ def _value_of_input(given: Any, owners: Owners) -> Value:
 
 
 class _Reading:
-    """Follows parameters through a graph, and through the graphs inside it.
-
-    Args:
-        traced: The class whose method was traced. A node without an ``nn_module_stack`` belongs to this method.
-    """
+    """Follows parameters through a graph, and through the graphs inside it."""
 
     def __init__(self, traced: type[Any]) -> None:
         self.traced, self.uses = traced, Uses()
@@ -69,19 +65,15 @@ class _Reading:
             count = len(inner.graph.find_nodes(op="placeholder"))
             self.follow(inner, [values[each] for each in arguments[max(len(arguments) - count, 0) :]])
         else:
-            for kind, slots in met.items():
-                self._note(node, kind, slots)
+            self.uses.note(met, self._method_of(node))
         return value
 
-    def _note(self, node: fx.Node, kind: Kind | str, slots: frozenset[Slot]) -> None:
-        if isinstance(kind, str):
-            self.uses.in_float8 |= slots
-            return
+    def _method_of(self, node: fx.Node) -> str:
+        """The forward that called a node."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         cls = stack[-1][1] if stack else self.traced
         name = cls.rpartition(".")[2] if isinstance(cls, str) else cls.__name__
-        for slot in slots:
-            self.uses.add(slot, Use(kind, f"{name}.forward"))
+        return f"{name}.forward"
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -39,17 +39,11 @@ class _Traced:
 
 
 class _Running(threading.local):
-    """The forward that is watched in this thread.
+    """The forward that is watched in this thread."""
 
-    Attributes:
-        module: The module whose call ends the watching; None if `watched` ends it.
-        watching: The mode that watches; None if no forward is watched.
-        is_untold: Whether the running code is inside `untold`, so that it warns about nothing.
-    """
-
-    module: nn.Module | None = None
-    watching: Watching | None = None
-    is_untold: bool = False
+    module: nn.Module | None = None  # the module whose call ends the watching; None if `watched` ends it
+    watching: Watching | None = None  # the mode that watches; None if no forward is watched
+    is_untold: bool = False  # whether code runs inside `untold`, and warns about nothing
 
     def begin(self, model: nn.Module, module: nn.Module | None) -> Watching:
         self.module, self.watching = module, Watching(model)
@@ -87,12 +81,9 @@ def watched(model: nn.Module) -> Iterator[Watching]:
 
 
 def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: bool) -> None:
-    """Watch the next forward of a model.
+    """Watch the next forward of a model that convert was given, in which it has converted ``layers``.
 
-    Args:
-        model: The model that convert was given.
-        layers: The layers of the model that were converted.
-        strict: Whether to raise, instead of warning, if the forward multiplies a layer's weight outside of the layer.
+    If ``strict``, a forward that multiplies a layer's weight outside of the layer raises, instead of warning.
     """
     ROOTS.add(model)
     for layer in layers if strict else ():
@@ -181,16 +172,8 @@ _compat.when_graph_is_made(_in_graph)
 def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
     """Keep the uses that were seen, and return the warning about weights that are multiplied outside of their layers.
 
-    Args:
-        uses: The uses that were seen.
-        owners: The parameters of the watched modules.
-        error: The class of the error to raise.
-
-    Returns:
-        The text, empty if there is nothing new to warn about.
-
-    Raises:
-        RuntimeError: ``error`` with this text, if one of the layers is strict.
+    The text is empty if there is nothing new to warn about. If one of the layers is strict, raise ``error`` with the
+    text.
     """
     uses = settled(uses, owners)
     weights = {slot for layer in CONVERTED for slot in weight_slots(layer)}

@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
-from fp8compile.nn.parameter_uses.uses import Kind, Slot
+from fp8compile.nn.parameter_uses.uses import Kind, Met, Slot
 from fp8compile.ops import GEMM_OPS, OPS
 
-__all__ = ["DATA", "IN_FLOAT8", "Value", "result_of"]
+__all__ = ["DATA", "Value", "result_of"]
 
 Value = frozenset[Slot] | None
-Met = dict[Kind | str, frozenset[Slot]]
 DATA: Value = None
-IN_FLOAT8 = "in float8"  # used instead of a kind for an operator of this library, or one registered with it
 PRODUCTS = frozenset({
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "addmm", "_addmm_activation",
     "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "inner", "bilinear", "_trilinear", "chain_matmul",
@@ -61,29 +59,24 @@ def _name_and_namespace(op: Any) -> tuple[str, str]:
     return name, "aten" if module in ("torch", "_operator", "builtins", "math") else module
 
 
-def _kind_of(op: Any) -> Kind | str:
-    """The kind of use of a parameter that an operator takes together with data; `IN_FLOAT8` for this library's ops."""
+def _kind_of(op: Any) -> Kind:
+    """The kind of use of a parameter that an operator takes together with data."""
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in OPS:
-        return IN_FLOAT8
+        return Kind.FLOAT8
     if namespace not in TORCH or isinstance(op, HigherOrderOperator):
         return Kind.HANDED
     return Kind.PRODUCT if name in PRODUCTS else Kind.CONVOLUTION if name in CONVOLUTIONS else Kind.OTHER
 
 
 def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
-    """Find the value of an operator's result, and the parameters that meet data in the operator.
+    """The value of an operator's result, and the parameters that meet data in it by kind of use.
 
-    Args:
-        op: The operator.
-        operands: The values of its tensor arguments.
-
-    Returns:
-        The value of the result, and the parameters by kind of use.
+    ``operands`` are the values of the operator's tensor arguments.
     """
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in LAYERS:
-        return DATA, {IN_FLOAT8: _all(operands)}
+        return DATA, {Kind.FLOAT8: _all(operands)}
     if name.endswith("_like") or name.startswith("new_"):
         return DATA, {}  # the op reads only sizes and dtype of its operand
     if DATA not in operands:

@@ -30,11 +30,7 @@ def memory_of(tensor: Tensor) -> Hashable | None:
 
 
 class Owners:
-    """The parameters of some modules, by their memory.
-
-    Args:
-        modules: The modules, each of them once.
-    """
+    """The parameters of some modules, by their memory."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules: list[nn.Module] = list(modules)

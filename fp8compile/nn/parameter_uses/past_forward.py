@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import nn
 
 from fp8compile.nn.candidates import weight_slots
@@ -39,13 +37,13 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
     return next((use.method for use in found if use is not None and use.multiplies), None)
 
 
-def settled(uses: Uses, owners: Owners, layers: Iterable[nn.Module] = CONVERTED) -> Uses:
+def settled(uses: Uses, owners: Owners) -> Uses:
     """Remove the uses of tied weights that are no mistake.
 
-    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too. For
-    example, an embedding that shares its matrix with the head may multiply the matrix itself.
+    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too, as an embedding
+    does that shares its matrix with the head.
     """
-    of_layers = {slot for layer in layers for slot in weight_slots(layer)}
+    of_layers = {slot for layer in CONVERTED for slot in weight_slots(layer)}
 
     def is_by_another_name(slot: Slot) -> bool:
         return slot in of_layers and slot in uses.in_float8 and not owners.sharing(slot) <= of_layers

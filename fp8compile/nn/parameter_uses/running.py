@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
 from fp8compile.nn.parameter_uses.owners import Owners, memory_of, tensors_in
-from fp8compile.nn.parameter_uses.uses import Kind, Slot, Use, Uses
+from fp8compile.nn.parameter_uses.uses import Uses
 
 __all__ = ["Watching"]
 
@@ -65,19 +65,9 @@ class Watching(_compat.OnlookingMode):
         if all(each is DATA for each in operands):
             return
         value, met = result_of(func, operands)
-        for kind, slots in met.items():
-            self._note(kind, slots)
+        if any(met.values()):
+            self.uses.note(met, running_method())
         if value is not DATA:
             for made in tensors_in([result]):
                 if (memory := memory_of(made)) is not None and memory not in self.owners.parts:
                     self.forms[memory] = value
-
-    def _note(self, kind: Kind | str, slots: frozenset[Slot]) -> None:
-        if not slots:
-            return
-        if isinstance(kind, str):
-            self.uses.in_float8 |= slots
-            return
-        use = Use(kind, running_method())
-        for slot in slots:
-            self.uses.add(slot, use)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8compile.nn.converted_layers import USES
 
-__all__ = ["Kind", "Slot", "Use", "Uses", "forget_uses", "keep_uses", "uses_seen"]
+__all__ = ["Kind", "Met", "Slot", "Use", "Uses", "forget_uses", "keep_uses", "uses_seen"]
 
 Slot = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
@@ -18,23 +18,22 @@ Slot = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 class Kind(enum.IntEnum):
     """How a parameter is used together with data. If it has several uses, the greatest kind counts."""
 
+    FLOAT8 = 0  # in an operator of this library, or one registered with it
     OTHER = 1  # in an operator that is no product
     HANDED = 2  # in an operator of an unknown library
     CONVOLUTION = 3
     PRODUCT = 4
 
 
+Met = dict[Kind, frozenset[Slot]]  # the parameters that meet data in an operator
+
+
 @dataclass(frozen=True)
 class Use:
-    """One use of a parameter.
+    """One use of a parameter."""
 
-    Attributes:
-        kind: How the parameter is used.
-        method: The method of a module that uses the parameter, such as ``"MultiheadAttention.forward"``.
-    """
-
-    kind: Kind
-    method: str
+    kind: Kind  # how the parameter is used
+    method: str  # the method of a module that uses the parameter, such as ``"MultiheadAttention.forward"``
 
     @property
     def multiplies(self) -> bool:
@@ -44,14 +43,10 @@ class Use:
 
 @dataclass
 class Uses:
-    """Uses of parameters in high precision, and the parameters that FP8 operators multiply.
+    """Uses of parameters in high precision, and the parameters that FP8 operators multiply."""
 
-    Attributes:
-        found: For each parameter, the use with the greatest kind.
-        in_float8: Parameters that an operator of this library, or one registered with it, has read.
-    """
-
-    found: dict[Slot, Use] = field(default_factory=dict)
+    found: dict[Slot, Use] = field(default_factory=dict)  # for each parameter, the use with the greatest kind
+    # parameters that an operator of this library, or one registered with it, has read
     in_float8: set[Slot] = field(default_factory=set)
 
     def add(self, slot: Slot, use: Use) -> None:
@@ -59,6 +54,15 @@ class Uses:
         known = self.found.get(slot)
         if known is None or known.kind < use.kind:
             self.found[slot] = use
+
+    def note(self, met: Met, method: str) -> None:
+        """Keep the uses of one operator that the method of a module called."""
+        for kind, slots in met.items():
+            if kind is Kind.FLOAT8:
+                self.in_float8 |= slots
+                continue
+            for slot in slots:
+                self.add(slot, Use(kind, method))
 
     def update(self, other: Uses) -> None:
         """Add all uses that another object has recorded."""
@@ -73,12 +77,7 @@ class Uses:
 
 
 def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
-    """Keep uses for the report. Uses of the weights of layers are kept only if they are products.
-
-    Args:
-        uses: The uses that were seen.
-        of_layers: The weights of layers.
-    """
+    """Keep uses for the report. Uses of the weights of layers are kept only if they are products."""
     for slot, use in uses.found.items():
         module, name = slot
         if use.multiplies or slot not in of_layers:

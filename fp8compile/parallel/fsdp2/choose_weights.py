@@ -22,9 +22,9 @@ from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
-from fp8compile.nn.experts import holds_no_stacks
+from fp8compile.nn.experts.known_modules import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
-from fp8compile.nn.model_type import Model
+from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.not_sharded import MARK
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
@@ -57,11 +57,7 @@ class _Weight:
         return attrgetter(self.name)(self.module)
 
     def is_alone(self, users: list[nn.Module]) -> bool:
-        """Whether every use of the parameter multiplies the same codes.
-
-        Args:
-            users: The modules that have the parameter.
-        """
+        """Whether all modules that have the parameter multiply the same codes of it."""
         if self.parameter.ndim == 2:
             kind = Linear if isinstance(self.module, Linear) else type(self.module)
             same = all(isinstance(user, kind) and user.recipe == self.module.recipe for user in users)
@@ -69,21 +65,13 @@ class _Weight:
         return len(users) == 1
 
 
-def _weights(model: nn.Module) -> list[_Weight]:
-    found: list[_Weight] = []
-    for module in model.modules():
-        if is_converted(module):
-            found += [_Weight(module, name) for name in weight_names(module)]
-    return found
-
-
-def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
+def _check_model(model: nn.Module, ignored: set[nn.Parameter]) -> list[_Weight]:
     """Find the weights of a model's FP8 layers that FSDP2 will shard; raise if there are none or they are sharded."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fsdp_float8_all_gather: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("fsdp_float8_all_gather", model)
     if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
         raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} went through fully_shard already. {ORDER}")
-    weights = _weights(model)
+    layers = [module for module in model.modules() if is_converted(module)]
+    weights = [_Weight(layer, name) for layer in layers for name in weight_names(layer)]
     if not weights:
         raise ValueError(
             f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear and no experts in FP8. Call "
@@ -152,9 +140,8 @@ def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefi
 def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | None) -> str:
     """The text by which a report describes the gathers of a module's weights.
 
-    Args:
-        reasons: For each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
-        gathers: What each gather of codes brings; None if forward and backward multiply the same codes.
+    ``reasons`` has, for each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
+    ``gathers`` is None if forward and backward multiply the same codes.
     """
     codes = "codes" if gathers is None else gathers.in_words()
     said = {None: codes, OWN_CODES: OWN_CODES}
@@ -178,17 +165,17 @@ def fsdp_float8_all_gather(
     """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
 
     Weights of experts are gathered as codes too, cut along experts or, by ``shard_placement_fn``, along another dim.
-    Each expert has its own scales.
+    Each expert has its own scales. Weights that can't be gathered as codes are gathered in ``param_dtype``;
+    ``fp8compile.conversion_report`` says which and why.
 
     Some recipes multiply different codes of the weight in forward and backward: ``recipes.rowwise``,
     ``rowwise_bf16_wgrad``, ``mxfp8``, and ``nvfp4`` with ``weight_block=(1, 16)``. If FSDP2 frees the weight between
     the passes, each pass gathers its own codes. One gather serves both passes if FSDP2 keeps the weight
     (``reshard_after_forward=False``, a number, or the default of the root) or if the backward repeats the forward
-    (activation checkpointing); ``one_gather`` says what that gather brings. Weights that can't be gathered as codes
-    are gathered in ``param_dtype``; ``fp8compile.conversion_report`` says which and why.
+    (activation checkpointing); ``one_gather`` says what that gather brings.
 
-    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has at that time. It is
-    the one that the layer itself uses, if each backward runs before the next forward.
+    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has at that time. The
+    layer itself uses the same, if each backward runs before the next forward.
 
     Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are those of the whole weight, over
     the ranks of FSDP2 and of tensor parallelism. So codes, scales and outputs are the same as without this call, bit
@@ -204,8 +191,7 @@ def fsdp_float8_all_gather(
         one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers both sets of codes, two
             bytes an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
         ignored_params: The parameters that ``fully_shard`` will be given as ``ignored_params``, such as experts that
-            `ExpertParallel` has spread over ranks. They are not replaced, and ``conversion_report`` does not mention
-            a gather of them.
+            `ExpertParallel` has spread over ranks. They are not replaced.
 
     Returns:
         The model. Make optimizers afterwards, because parameters of these layers are new objects.

@@ -1,10 +1,10 @@
 """A rank's shard of a weight, in high precision, which FSDP2 gathers as codes.
 
-A weight is a matrix, or a stack of matrices such as the weights of experts. Each matrix of a stack has its own scales.
-FSDP2 cuts a stack (E, N, K) along experts, or along another dim if there are more ranks than experts.
+A weight is a matrix, or a stack of matrices (E, N, K), each with its own scales, which FSDP2 cuts along experts or, if
+there are more ranks, along another dim.
 
 If a block lies on one rank, and forward and backward multiply different codes, the block's scale travels beside the
-codes. Otherwise all ranks compute the scale from the amaxes that they exchanged in one message.
+codes. Otherwise all ranks compute it from the amaxes that they exchanged in one message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
 from fp8compile.layout.packing import two_a_byte
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.layout.shapes import scale_shape, scale_shapes
-from fp8compile.nn.experts import as_it_lies
+from fp8compile.nn.experts.known_modules import as_it_lies
 from fp8compile.ops.layer.quantize import cast_part, is_aligned, is_cut_within, local_scales, scales_of, whole_amax
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor import (
@@ -58,32 +58,19 @@ class ShardedWeight(FullyShardHooks, Tensor):
     """A plain tensor that FSDP2 gathers as codes. For all other code it acts as that tensor, in the same memory.
 
     It is a subclass because FSDP2 asks the local tensor of a parameter how to gather it. Views, copies and ``to`` keep
-    the subclass. Other ops return plain tensors, so optimizer states are plain. It is pickled as a plain tensor, so a
-    checkpoint is the same as without FP8 gathers. A compiler sees a plain tensor: the class has no
-    ``__tensor_flatten__``, whose inner tensor would be a second one in the same memory.
-
-    Attributes:
-        name: Name of the parameter in its module.
-        gathers: What each gather brings; None if forward and backward multiply the same codes.
-        cuts: How tensor parallelism cut the weight, before FSDP2 shards it.
-        edits: Counter of writes. FSDP2 reads a parameter through views that have their own version counters.
+    the subclass. Other ops return plain tensors, so optimizer states are plain, and it is pickled as a plain tensor. A
+    compiler sees a plain tensor: a ``__tensor_flatten__`` would show it a second tensor in the same memory.
     """
 
+    # name of the parameter in its module
     name: str = "weight"  # a tensor has a property of this name
-    gathers: GatherPolicy | None
-    cuts: Sharding
-    edits: Edits
+    gathers: GatherPolicy | None  # what each gather brings; None if forward and backward multiply the same codes
+    cuts: Sharding  # how tensor parallelism cut the weight, before FSDP2 shards it
+    edits: Edits  # Counter of writes. FSDP2 reads a parameter through views that have their own version counters.
     _fake: Tensor | None
 
     @staticmethod
-    def __new__(
-        cls: type[ShardedWeight],
-        plain: Tensor,
-        name: str = "weight",
-        gathers: GatherPolicy | None = None,
-        cuts: Sharding = (),
-        edits: Edits | None = None,
-    ) -> ShardedWeight:
+    def __new__(cls: type[ShardedWeight], plain: Tensor, *_: Any, **__: Any) -> ShardedWeight:
         """Create the subclass on the memory of ``plain``, without a copy."""
         if type(plain) is Tensor:
             return Tensor._make_subclass(cls, plain)
@@ -118,9 +105,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedWeight:
         """Wrap another tensor with this weight's name, gathers and cuts.
 
-        Args:
-            plain: The tensor to wrap.
-            edits: This weight's counter if ``plain`` is a view of its memory; None starts a new counter.
+        ``edits`` is this weight's counter if ``plain`` is a view of its memory; None starts a new counter.
         """
         return ShardedWeight(plain, self.name, self.gathers, self.cuts, edits)
 
@@ -224,8 +209,8 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
         """Arguments of the gathered QuantizedTensor that say which ranks share its scales.
 
-        A matrix cut by tensor parallelism has the group, dim and sizes of that cut. Another matrix has FSDP2's group,
-        because each of its ranks then holds the whole matrix. A stack has none.
+        A matrix cut by tensor parallelism has the group, dim and sizes of that cut. Any other matrix has FSDP2's
+        group, because each of its ranks holds all of the matrix after the gather. A stack has none.
         """
         if self.batch:
             return {}
@@ -282,14 +267,8 @@ def part_of_weight(
 ) -> Plain:
     """This rank's part of a weight and how it is cut, in the dtype that the layer computes in.
 
-    Args:
-        weight: The shard.
-        mesh: FSDP2's mesh, with one dim.
-        size: Size of the tensor that the ranks of ``mesh`` have together.
-        mp_policy: FSDP2's policy of dtypes.
-
-    Raises:
-        ValueError: FSDP2 shards a dim along which codes can't be gathered.
+    ``size`` is that of the tensor that the ranks of FSDP2's ``mesh`` have together. Raise a ValueError if FSDP2 shards
+    a dim along which codes can't be gathered.
     """
     ranks, rank, dim = mesh.size(), mesh.get_local_rank(), cut_dim(weight, size) if weight.batch else 0
     sizes = chunk_sizes(size[dim], ranks)

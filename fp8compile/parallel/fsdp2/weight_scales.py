@@ -22,20 +22,14 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Scales:
-    """Scales of one weight, and the version of the weight that they were computed from.
+    """Scales of one weight, and the version of the weight that they were computed from."""
 
-    Attributes:
-        by_slot: Multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``.
-        outer_amaxes: Outer amax by the recipe's field, if each block lies on one rank. That rank computes the scales
-            of its blocks itself.
-        edits: The counter of writes that the weight had.
-        writes: Version counters of the weight.
-    """
-
-    by_slot: dict[str, Scales]
+    by_slot: dict[str, Scales]  # multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``
+    # Outer amax by the recipe's field, if each block lies on one rank. That rank computes the scales of its blocks
+    # itself.
     outer_amaxes: dict[str, Tensor]
-    edits: Edits
-    writes: tuple[int, ...]
+    edits: Edits  # the counter of writes that the weight had
+    writes: tuple[int, ...]  # version counters of the weight
 
     def hold(self, parameter: _compat.FsdpParameter) -> bool:
         """Whether nothing was written to the weight since these scales were computed."""
@@ -61,11 +55,8 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
 class WeightScales:
     """Scales of the weights that are gathered as codes, computed again after weights change.
 
-    A request for the scale of a changed weight computes the scales of all changed weights. Ranks send one message for
-    each group of ranks, in most models one. If one rank changes a weight, all have to, as in training.
-
-    Args:
-        weights: For each weight, its module and the name of the parameter in that module.
+    A request for the scale of a changed weight computes the scales of all changed weights, with one message for each
+    group of ranks. If one rank changes a weight, all have to, as in training.
     """
 
     def __init__(self, weights: Iterable[tuple[nn.Module, str]]) -> None:
@@ -139,7 +130,7 @@ class WeightScales:
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """The multiplier and scale of a weight with delayed scaling, from the last backward; None for the outer scale."""
+    """The multiplier, the scale and no outer scale (None) of a weight with delayed scaling, from the last backward."""
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)

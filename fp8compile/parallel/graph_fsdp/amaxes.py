@@ -1,7 +1,6 @@
 """Amaxes of sharded weights: those of all layers travel in one message at the start of a model's forward.
 
-If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message. The
-numbers are the same.
+If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message.
 """
 
 from __future__ import annotations
@@ -29,17 +28,12 @@ SLOTS = ("weight", "weight_for_grad_input")
 
 @dataclass(frozen=True)
 class WeightAmaxPlan:
-    """Which amaxes of a layer's weight the ranks exchange.
+    """Which amaxes of a layer's weight the ranks exchange."""
 
-    Attributes:
-        grids: Shape of the amaxes, by the recipe's field; only for quantizers whose blocks span several ranks.
-        groups: Names of the process groups that reduce the amaxes.
-        same: Whether forward and backward multiply the same codes of the weight.
-    """
-
+    # shape of the amaxes, by the recipe's field; only for quantizers whose blocks span several ranks
     grids: dict[str, tuple[int, ...]]
-    groups: tuple[str, ...]
-    same: bool
+    groups: tuple[str, ...]  # names of the process groups that reduce the amaxes
+    same: bool  # whether forward and backward multiply the same codes of the weight
 
 
 def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) -> WeightAmaxPlan:

@@ -1,8 +1,7 @@
 """Delayed scaling of sharded layers: which ranks reduce which amaxes, in one message for all layers.
 
-An amax carrier is two tensors of zeros whose gradients are one layer's amaxes. `fp8compile.ops.layer.amax_tokens` says
-how a backward collects them. If a layer is called a second time in a forward, or outside of the model's forward, that
-call sends its own message.
+An amax carrier is two tensors of zeros whose gradients are one layer's amaxes; see `fp8compile.ops.layer.amax_tokens`.
+A second call of a layer in a forward, or a call outside of it, sends its own message.
 """
 
 from __future__ import annotations
@@ -28,15 +27,11 @@ AmaxCarrier = tuple[Tensor | None, Tensor | None]  # tokens for a layer's activa
 
 
 class AmaxReduction(NamedTuple):
-    """The ranks over which a layer's backward reduces the amaxes of activations (first) and of the weight (second).
+    """The ranks over which a layer's backward reduces the amaxes of activations (first) and of the weight (second)."""
 
-    Attributes:
-        names: Names of the process groups.
-        groups: The same groups as the op takes them, because PyTorch 2.11 traces no attribute of a constant; None if
-            there is no group.
-    """
-
-    names: tuple[tuple[str, ...], tuple[str, ...]]
+    names: tuple[tuple[str, ...], tuple[str, ...]]  # names of the process groups
+    # the same groups as the op takes them, because PyTorch 2.11 traces no attribute of a constant; None if there is no
+    # group
     groups: tuple[AmaxGroups | None, AmaxGroups | None]
 
 
@@ -79,15 +74,9 @@ def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tenso
 
 
 def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
-    """Make an amax carrier for each layer, by which the backward of this forward collects the layers' amaxes.
+    """Make an amax carrier for each layer that a module's forward runs; its backward collects their amaxes by them.
 
-    Args:
-        layers: The layers that this forward runs.
-        module: The module whose forward it is.
-        inputs: The inputs of that forward.
-
-    Returns:
-        A carrier for each layer; (None, None) if the layer has no delayed scaling or there is no backward.
+    A carrier is (None, None) if the layer has no delayed scaling or there is no backward.
     """
     found: list[AmaxCarrier] = [(None, None)] * len(layers)
     messages: dict[tuple[str, ...], list[tuple[int, int, Tensor]]] = {}

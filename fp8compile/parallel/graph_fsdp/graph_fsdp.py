@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
-from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.experts.converted_class import ConvertedExperts
+from fp8compile.nn.experts.host import stacks
 from fp8compile.nn.model_type import Model
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
@@ -114,12 +115,7 @@ def _reads_children(module: nn.Module) -> bool:
 
 
 def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]) -> bool:
-    """Whether an op gathers the weight of a module as codes: each module that has the weight must be an FP8 layer.
-
-    Args:
-        module: The module.
-        users: The modules that have each parameter.
-    """
+    """Whether an op gathers the weight of a module as codes: each module that has the weight must be an FP8 layer."""
     weight = module._parameters.get("weight") if isinstance(module, Linear) else None
     return weight is not None and all(isinstance(user, Linear) for user in users[weight])
 

@@ -1,9 +1,8 @@
 """The class of a module whose parameters are sharded: whole parameters in the model's forward, shards outside of it.
 
-Each parameter becomes a property of the module's new class, which gathers the parameter while a forward runs. Outside
-of a forward, initialization, optimizers, state dicts and users find the shards; a change of a gathered copy would be
-lost. The property of an fp8compile.Linear does not gather the weight, because the layer's op gathers it as codes. The
-same holds for experts in FP8.
+Each parameter becomes a property of the module's new class, which gathers it while a forward runs. Initialization,
+optimizers and state dicts find the shards. The weights of FP8 layers are not gathered by the property, because the
+layer's op gathers them as codes.
 """
 
 from __future__ import annotations
@@ -36,50 +35,36 @@ __all__ = ["ForwardScope", "ModuleState", "become_sharded", "is_sharded"]
 
 @dataclass
 class ForwardScope:
-    """State of the model's forward, shared by all of its modules.
+    """State of the model's forward, shared by all of its modules."""
 
-    Attributes:
-        runs: Whether a forward is running.
-        tied: The gathered parameters that several modules share. Each is gathered once, so its gradients are added up
-            before they are reduced over ranks.
-    """
-
-    runs: bool = False
+    runs: bool = False  # whether a forward is running
+    # The gathered parameters that several modules share. Each is gathered once, so its gradients are added up before
+    # they are reduced over ranks.
     tied: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
 class ModuleState:
-    """What graph_fsdp knows of one module.
+    """What graph_fsdp knows of one module."""
 
-    Attributes:
-        forward: State of the model's forward.
-        shardings: Sharding of each parameter, by name.
-        cast: Policy by which the root casts inputs and outputs; None in other modules.
-        tied: Index in `ForwardScope.tied` of each parameter that another module gathers too.
-        stacks: Names of the experts' weights that their products gather.
-        layers: The FP8 layers of the model; filled in the root.
-        owners: For each entry of `ForwardScope.tied` one module that has the parameter, and its name there; filled in
-            the root.
-        weight_amax_plan: Which amaxes of this layer's weight the ranks exchange; None if ops don't gather the weight.
-        amaxes: Amaxes of the whole weight by the recipe's field, while the model's forward runs.
-        amax_reduction: The ranks that reduce this layer's amaxes, if it has delayed scaling.
-        carrier: Brings this layer's amaxes out of its backward, if it has delayed scaling; None once it is consumed.
-        key: A number that no other module has.
-    """
-
-    forward: ForwardScope
-    shardings: dict[str, ParameterSharding]
+    forward: ForwardScope  # state of the model's forward
+    shardings: dict[str, ParameterSharding]  # sharding of each parameter, by name
+    # policy by which the root casts inputs and outputs; None in other modules
     cast: MixedPrecisionPolicy | None = None
+    # index in `ForwardScope.tied` of each parameter that another module gathers too
     tied: dict[str, int] = field(default_factory=dict)
-    stacks: frozenset[str] = frozenset()
-    layers: list[Any] = field(default_factory=list)
+    stacks: frozenset[str] = frozenset()  # names of the experts' weights that their products gather
+    layers: list[Any] = field(default_factory=list)  # the FP8 layers of the model; filled in the root
+    # for each entry of `ForwardScope.tied` one module that has the parameter, and its name there; filled in the root
     owners: list[tuple[Any, str]] = field(default_factory=list)
+    # which amaxes of this layer's weight the ranks exchange; None if ops don't gather the weight
     weight_amax_plan: WeightAmaxPlan | None = None
+    # amaxes of the whole weight by the recipe's field, while the model's forward runs
     amaxes: dict[str, Tensor] = field(default_factory=dict)
-    amax_reduction: AmaxReduction | None = None
+    amax_reduction: AmaxReduction | None = None  # the ranks that reduce this layer's amaxes, if it has delayed scaling
+    # brings this layer's amaxes out of its backward, if it has delayed scaling; None once it is consumed
     carrier: AmaxCarrier | None = None
-    key: int = field(default_factory=count().__next__)
+    key: int = field(default_factory=count().__next__)  # a number that no other module has
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -230,13 +215,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def become_sharded(module: nn.Module, state: ModuleState, names: Sequence[str]) -> None:
-    """Change the class of a module to one that gathers its parameters while a forward runs.
-
-    Args:
-        module: The module; its parameters ``names`` are shards already.
-        state: What graph_fsdp knows of the module.
-        names: Names of the parameters that are sharded.
-    """
+    """Change the class of a module to one that gathers its parameters ``names``, which are shards, in a forward."""
     sharded: Any = module
     sharded.graph_fsdp = state
     gathers_codes = state.weight_amax_plan is not None

@@ -34,30 +34,20 @@ __all__ = ["ParameterSharding", "TensorParallelLayout", "gather", "shard_paramet
 
 @dataclass(frozen=True)
 class TensorParallelLayout:
-    """Where a parameter lies over tensor parallel ranks, before FSDP shards it.
+    """Where a parameter lies over tensor parallel ranks, before FSDP shards it."""
 
-    Attributes:
-        mesh: The tensor parallel mesh.
-        placements: Placements of the parameter on it.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
+    mesh: DeviceMesh  # the tensor parallel mesh
+    placements: tuple[Placement, ...]  # placements of the parameter on it
 
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one parameter is sharded.
+    """How one parameter is sharded."""
 
-    Attributes:
-        dtype: Dtype in which the parameter is used.
-        rows: Rows that each rank has.
-        tensor_parallel: How the parameter lies over tensor parallel ranks, or over ranks that have other experts;
-            None if it is spread over neither.
-    """
-
-    dtype: torch.dtype
-    rows: Rows
+    dtype: torch.dtype  # dtype in which the parameter is used
+    rows: Rows  # rows that each rank has
+    # how the parameter lies over tensor parallel ranks, or over ranks that have other experts; None if it is spread
+    # over neither
     tensor_parallel: TensorParallelLayout | None = None
 
     @property
@@ -122,15 +112,9 @@ def _whole_placements(
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
 ) -> tuple[nn.Parameter, ParameterSharding]:
-    """Shard a parameter along dim 0.
+    """Shard a parameter along dim 0; returns it as a DTensor with this rank's rows, and how it is sharded.
 
-    Args:
-        parameter: A plain parameter, or a DTensor on a tensor parallel mesh, with the same values on all ranks.
-        mesh: A mesh with one dim, or with two dims, the first of which replicates.
-        mp_policy: The dtypes in which the parameter is used and its gradient reduced.
-
-    Returns:
-        The parameter as a DTensor with this rank's rows, and how it is sharded.
+    ``parameter`` is plain, or a DTensor on a tensor parallel mesh, with the same values on all ranks.
     """
     shape, stride, local = parameter.shape, parameter.stride(), parameter.detach()
     layout: TensorParallelLayout | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.nn.parameter_uses import untold
+from fp8compile.nn.parameter_uses.first_forward import untold
 from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu, missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms

@@ -15,7 +15,8 @@ from torch import nn
 from fp8compile import ops
 from fp8compile.nn import revert
 from fp8compile.nn.candidates import is_converted
-from fp8compile.nn.experts import ConvertedExperts, layout_of
+from fp8compile.nn.experts.converted_class import ConvertedExperts
+from fp8compile.nn.experts.known_modules import layout_of
 from fp8compile.ops.gemms.grouped.table import grouped_calls
 from fp8compile.ops.gemms.table import multiplying_calls
 from fp8compile.ops.support import GemmSupport, recipe_support

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fp8compile import recipes
-from fp8compile.nn.experts import layout_of
+from fp8compile.nn.experts.known_modules import layout_of
 from fp8compile.nn.filters import LEAST_GAINING, size_of_gain
 from fp8compile.nn.report import ConversionRow, conversion_report
 from fp8compile.quantizers import GEMMS, Gemm

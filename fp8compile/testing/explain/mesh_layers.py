@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from fp8compile.nn.candidates import is_converted
-from fp8compile.nn.experts import ConvertedExperts, layout_of
+from fp8compile.nn.experts.converted_class import ConvertedExperts
+from fp8compile.nn.experts.known_modules import layout_of
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.testing.explain.attribution import Owners, Unknown
 from fp8compile.testing.explain.capture import Recorded
