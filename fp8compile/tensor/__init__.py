@@ -1,28 +1,6 @@
-"""QuantizedTensor: codes and scales that stand for a tensor.
+"""QuantizedTensor and QuantizedParameter: codes and scales that stand for a tensor.
 
-    arguments.py    checks of callers' arguments
-    quantized_tensor.py  the class, with the methods that torch.compile calls
-    views.py        views, copies and moves between devices
-    layer.py        QuantizedTensor as the weight of a layer
-    quantize.py     makes a QuantizedTensor from a tensor
-    product.py      multiplies two QuantizedTensors
-    quantized_parameter.py  QuantizedParameter, which optimizers train
-    parameter_makers.py  ops that make new tensors like a parameter
-    write_ops.py    ops that write to a parameter
-    optimizer_steps.py  a parameter is rounded once in each optimizer step
-    update.py       writes new values to many parameters at once
-    fsdp2_hooks.py  the hooks that FSDP2 calls around an all-gather
-    fsdp2_messages.py  the messages of an FSDP2 all-gather
-    gather_policy.py   which codes each FSDP2 all-gather sends
-    pass_in_memory.py  which codes are in the gathered memory now
-    shards.py       how ranks cut a weight
-    scale_without_values.py  scales for codes that have no values yet
-    saved.py        functions that pickles call
-    agreement.py    checks that all ranks pass the same sizes
-    refusals.py     operators that raise
-    attributes.py   keeps attributes that other libraries set on a parameter
-
-An op that no file implements raises a TypeError.
+The files of ops fill the tables of the classes; an op that no file implements raises a TypeError.
 """
 
 from fp8compile.tensor import parameter_makers as parameter_makers  # these fill tables of the classes

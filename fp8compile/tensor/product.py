@@ -1,10 +1,7 @@
 """scaled_mm: the product of two QuantizedTensors.
 
-    a, b --fp8compile::scaled_mm--> product --fp8compile::with_product_gradient--> result
-    a, b <------------- d(result) @ b^T, a^T @ d(result) ----------------------------+
-
-Codes and scales have no gradient. A second op after the product therefore returns the product unchanged, and has the
-derivative of ``a @ b`` for the dequantized matrices.
+Codes and scales have no gradient. A second op, ``with_product_gradient``, therefore returns the product unchanged,
+with the derivative of ``a @ b`` for the dequantized matrices.
 """
 
 from __future__ import annotations
