@@ -4,15 +4,8 @@
     |                                     |
     +---------- product, round <----------+--> codes uint8
 
-A quantizer may have two levels of scales: one scale for each block, and one float32 scale for the whole tensor:
-
-    x --amax--> amax f32 --outer_amax--> f32 (1,) --outer_scale--> f32 (1,), a factor of the whole tensor
-    |            +--------block_scale------+--> scale           |
-    |                                           +--block_multiplier--> f32
-    +-------------------- product, round <------------------------+--> codes uint8
-
-The steps are methods in plain PyTorch. They are the reference for every backend: the ops call them in eager mode, and
-Inductor traces through them. The base class has all of them but the scale rule. An unusual format overrides more.
+With two levels of scales, ``outer_scale``, ``block_scale`` and ``block_multiplier`` replace ``multiplier``. The steps
+are plain PyTorch, and the reference for every backend: ops call them in eager mode, Inductor traces through them.
 """
 
 from __future__ import annotations
@@ -116,9 +109,7 @@ class Quantizer(Constant):
     def unpacked(self) -> Quantizer | None:
         """The quantizer of the same codes with one code in each byte, which ranks can cut anywhere.
 
-        Returns:
-            The quantizer itself if it does not pack codes. None if it packs codes and has no unpacked form; ranks then
-            can't cut or send its codes.
+        It is None if codes are packed and have no unpacked form; ranks then can't cut or send them.
         """
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
@@ -131,9 +122,9 @@ class Quantizer(Constant):
         return self
 
     def transform(self) -> tuple[int, ...]:
-        """Signs of the orthogonal transform that is applied before the cast, along the dim that a GEMM sums over.
+        """Signs of the orthogonal transform before the cast, along the dim that a GEMM sums over; () for no transform.
 
-        () for no transform. Both operands of a GEMM have the same transform.
+        Both operands of a GEMM have the same transform.
         """
         return ()
 
@@ -153,8 +144,7 @@ class Quantizer(Constant):
             amax: Shape ``scale_shape(shape)``, float32.
 
         Returns:
-            Shape (1,), float32; NaN if a block's amax is NaN, 0 if there are no blocks. The maximum over ranks is that
-            of the whole tensor.
+            Shape (1,), float32; NaN if a block's amax is NaN, 0 if there are no blocks.
         """
         if guard_or_false(amax.numel() == 0):
             return amax.new_zeros((1,))
@@ -202,14 +192,11 @@ class Quantizer(Constant):
         return ELEMENT_FORMATS[self.format]
 
     def gemm_format(self) -> Float8Format | None:
-        """The float8 format in which a GEMM of the hardware may read the codes.
+        """The float8 format in which a GEMM of the hardware may read the codes, ``E4M3`` or ``E5M2``, else None.
 
-        If a class has its own ``dequantize`` with the same result as the inherited one, it may override this method
-        and return the format. ``fp8compile.testing.check_quantizer`` then checks that the results agree.
-
-        Returns:
-            ``E4M3`` or ``E5M2`` if the value of a code is the number that the format has for it, times the scale of
-            its block. None if the class overrides ``dequantize``, or the format is another one.
+        It is a format if the value of a code is the number that the format has for it, times the scale of its block. A
+        class whose own ``dequantize`` has the same result as the inherited one may return the format;
+        ``fp8compile.testing.check_quantizer`` then checks that the results agree.
         """
         inherited = type(self).dequantize is Quantizer.dequantize
         stored = self.element_format()

@@ -27,7 +27,7 @@ class PassInMemory:
         self.gemm: str | None = None
 
     def check_forward(self) -> None:
-        """Raise a RuntimeError if a forward is repeated in the backward, when only the codes for grad_input are there."""
+        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds the other set of codes."""
         if self.gemm == GRAD_INPUT.name:
             raise RuntimeError(REPEATED.format(what="a forward reads a weight in the backward"))
 
