@@ -28,16 +28,7 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
-    """An empty tensor for the amaxes of blocks, float32.
-
-    Without groups it has one entry for each block of the tensor. With groups, the rows of a group are one block, and
-    it has one entry for each group and each block of columns.
-
-    Args:
-        x: The tensor, with any number of dims; a matrix if there are groups.
-        quantizer: The quantizer that defines the blocks.
-        groups: Number of groups; None for a tensor without groups.
-    """
+    """An empty float32 tensor for the amaxes of blocks; for groups, a group's rows are one block."""
     shape = shape_said(quantizer, "scale_shape", x.shape)
     return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)
 

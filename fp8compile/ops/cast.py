@@ -1,10 +1,7 @@
 """fp8compile::cast: values times the multiplier of their block, rounded to codes.
 
-If codes depend on a value's position in the whole tensor, `rows` and `columns` are the positions of a part: see
-`Quantizer.cast_at`.
-
-fp8compile::cast_again is the same op for the backward. Compilers merge equal calls: if the backward called `cast` too,
-they would keep the forward's codes, one byte an element, until the backward. They compute codes of cast_again anew.
+fp8compile::cast_again is the same op for the backward. Compilers merge equal calls, and would keep the forward's
+codes, one byte an element, until the backward. They compute codes of cast_again anew.
 """
 
 from __future__ import annotations
@@ -40,13 +37,7 @@ def _kernel(
 
 
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
-    """An empty tensor for the codes of a tensor, uint8; for groups, an empty tensor for the transposed codes.
-
-    Args:
-        x: The tensor, with any number of dims; a matrix if there are groups.
-        quantizer: The quantizer that makes the codes.
-        columns: Number of columns of the transposed codes of groups; None for a tensor without groups.
-    """
+    """An empty uint8 tensor for the codes of a tensor. For groups, ``columns`` is that of their transposed codes."""
     shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
     return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)
 

@@ -1,11 +1,9 @@
-"""Hints to Inductor. In eager mode each op copies its input; in a graph the op tells Inductor how to store the tensor.
+"""Hints to Inductor: ops that copy their input in eager mode, and in a graph tell how to store it. No value changes.
 
-    after      identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
-    realize    a value that is computed once and stored, instead of computed for each use
-    snapshot   a copy that keeps its values when its source is overwritten
-    store      codes that are written to memory once, in one layout, for all GEMMs that read them
-
-None of these ops changes a value. They appear in decompositions only, and Inductor lowers them to little or nothing.
+after      identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
+realize    a value that is computed once and stored, instead of computed for each use snapshot   a copy that keeps its
+values when its source is overwritten store      codes that are written to memory once, in one layout, for all GEMMs
+that read them
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """fp8compile::scale: computes the multiplier and the scale of each block from its amax.
 
-It handles few numbers and is still a separate op, for two reasons: ranks that share a block must agree on its amax
-before this step, and scale rules of other packages run here.
+It is a separate op, because ranks that share a block must agree on its amax before this step.
 """
 
 from __future__ import annotations

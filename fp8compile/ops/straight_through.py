@@ -1,10 +1,7 @@
 """fp8compile::straight_through: returns the values of one tensor, and passes its gradient to another one.
 
-    values ---------> result
-    x      <--------- d(result)
-
-Rounding has a derivative of zero almost everywhere. To train through it, the gradient is passed on as if nothing had
-been rounded: the result has the rounded ``values``, and ``x`` gets the gradient of the result.
+Rounding has a derivative of zero almost everywhere. To train through it, the result has the rounded ``values``, and
+``x`` gets the gradient of the result.
 
 Source: Bengio et al. 2013, arXiv:1308.3432 (the straight-through estimator).
 """
