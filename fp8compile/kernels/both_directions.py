@@ -1,6 +1,6 @@
 """Kernel that reads each matrix once, by tiles of 128 x 128, and makes codes along rows and along columns.
 
-Steps and bits are those of `CurrentScaling`. `tl.max` drops a NaN, so the amax is computed on the int32 bits of
+Codes and scales have the bits of `CurrentScaling`. `tl.max` drops a NaN, so the amax is computed on the int32 bits of
 magnitudes: they have the same order as the magnitudes, and NaN is the largest.
 """
 

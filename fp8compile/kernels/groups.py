@@ -1,8 +1,8 @@
 """Kernels for rows in groups: amax of each group, cast to transposed codes, and both for blocks of tokens.
 
 Codes come in runs of `ALIGN` columns, each of one group (`fp8compile.ops.groups.layout`). Padding is written as 0, and
-rows after the last group are never loaded. Wrong offsets give wrong results, but no access outside the tensors. Steps
-and bits are those of `CurrentScaling`; an atomic maximum does not depend on the order of programs.
+rows after the last group are never loaded. Wrong offsets give wrong results, but no access outside the tensors. Codes
+and scales have the bits of `CurrentScaling`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     codes     the same tile, with the outer amaxes of its group --> codes and scales of both directions
 
 Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.tiles`). Padding, and codes of rows after
-the last group, are written as zeros. Steps and bits are those of `TwoLevelScaling` on each group alone.
+the last group, are written as zeros. Codes and scales have the bits of `TwoLevelScaling` on each group alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kernel that reads a matrix once, and makes four-bit codes along rows and along columns.
 
 A program loads four groups of sixteen rows as sixteen tiles, so that one thread has the sixteen rows of a column, and
-sums and codes need no shared memory. Steps and bits are those of `TwoLevelScaling`, except for codes that a GPU's own
-instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales are in the GEMM's layout (`fp8compile.scale_layouts`).
+sums and codes need no shared memory. Codes and scales have the bits of `TwoLevelScaling`, except for codes that a
+GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales lie in tiles (`fp8compile.scale_layouts`).
 """
 
 from __future__ import annotations

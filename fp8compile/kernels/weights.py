@@ -3,7 +3,7 @@
     rows     row by row      --amax--> multiplier --> codes, scale;  keeps the largest magnitude of each column
     tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  also for the backward
 
-Steps and bits are those of `CurrentScaling`; an atomic maximum does not depend on the order of programs.
+Codes and scales have the bits of `CurrentScaling`. Atomic maxima have the same bits in whatever order programs run.
 """
 
 from __future__ import annotations

@@ -33,19 +33,9 @@ def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Te
     return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)
 
 
-def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return empty_grid(x, quantizer)
-
-
-def _decompose(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return _kernel(rounded(x), quantizer)
-
-
 def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:
-    splits = []
-    for cut, grid in grid_cuts(x.shape, quantizer.block):
-        splits.append(Split((cut, None), ("max" if grid is None else grid.dim,)))
-    return splits
+    cuts = grid_cuts(x.shape, quantizer.block)
+    return [Split((cut, None), ("max" if grid is None else grid.dim,)) for cut, grid in cuts]
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -57,9 +47,9 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 amax: OpOverload = register_op(
     "fp8compile::amax",
     _kernel,
-    fake=_fake,
+    fake=empty_grid,
     backward=None,
-    decompose=_decompose,
+    decompose=lambda x, quantizer: _kernel(rounded(x), quantizer),
     sharding=_sharding,
     samples=_samples,
 )

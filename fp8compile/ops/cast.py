@@ -46,10 +46,6 @@ def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | 
     return empty_codes(x, quantizer)
 
 
-def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
-    return _kernel(rounded(x), multiplier, quantizer, *where)
-
-
 def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> list[Split]:
     packs = shape_said(quantizer, "codes_shape", x.shape) != tuple(x.shape)
     if packs or not quantizer.is_local():
@@ -67,27 +63,17 @@ def _samples() -> Iterator[tuple[Any, ...]]:
                 yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, (rows + 3) * 100, columns + 5
 
 
-cast: OpOverload = register_op(
-    "fp8compile::cast",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=_decompose,
-    sharding=_sharding,
-    samples=_samples,
-)
+def _register(name: str, *, apart: bool) -> OpOverload:
+    return register_op(
+        name,
+        _kernel,
+        fake=_fake,
+        backward=None,
+        decompose=lambda x, *others: _kernel(rounded(x, apart=apart), *others),
+        sharding=_sharding,
+        samples=_samples,
+    )
 
 
-def _decompose_again(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
-    return _kernel(rounded(x, apart=True), multiplier, quantizer, *where)
-
-
-cast_again: OpOverload = register_op(
-    "fp8compile::cast_again",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=_decompose_again,
-    sharding=_sharding,
-    samples=_samples,
-)
+cast = _register("fp8compile::cast", apart=False)
+cast_again = _register("fp8compile::cast_again", apart=True)

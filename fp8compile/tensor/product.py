@@ -32,10 +32,6 @@ def _kernel(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> Tens
     return product.clone()
 
 
-def _fake(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> Tensor:
-    return torch.empty_like(product)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, a, b, _ = inputs
     ctx.save_for_backward(a, b)
@@ -51,10 +47,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | Non
     return None, grad_a, grad_b, None
 
 
-def _sharding(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> list[Split]:
-    return [Split((Cut(0), Cut(0), None, None), (0,)), Split((Cut(1), None, Cut(1), None), (1,))]
-
-
 def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for m, k, n in ((5, 24, 7), (1, 8, 3), (0, 8, 4)):
@@ -66,10 +58,13 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 with_product_gradient: OpOverload = register_op(
     "fp8compile::with_product_gradient",
     _kernel,
-    fake=_fake,
+    fake=lambda product, a, b, quantizer: torch.empty_like(product),
     backward=_backward,
     decompose=_kernel,
-    sharding=_sharding,
+    sharding=lambda product, a, b, quantizer: [
+        Split((Cut(0), Cut(0), None, None), (0,)),
+        Split((Cut(1), None, Cut(1), None), (1,)),
+    ],
     samples=_samples,
     setup_context=_setup_context,
 )

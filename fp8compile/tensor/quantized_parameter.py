@@ -68,10 +68,7 @@ def _of_shared(name: str, what: str) -> Any:
 
 
 def _up_to_date(name: str) -> property:
-    """A property that reads a part of the codes.
-
-    In an optimizer's step, it first quantizes the values computed so far.
-    """
+    """A property that reads a part of the codes, after quantizing what a running optimizer's step has computed."""
 
     def read(self: QuantizedParameter) -> Tensor | None:
         if self._shared.pending is not None:

@@ -58,7 +58,10 @@ def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
 
 
 def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Pad each matrix of a stack to whole blocks. The quantizer returned with it is for the stack as one matrix."""
+    """Pad each matrix of a stack to whole blocks.
+
+    Returns the padded stack, and the quantizer for the stack if it is flattened to one matrix.
+    """
     rows, columns = quantizer.block
     if rows != -1:
         return in_whole_blocks(stack, rows), quantizer
