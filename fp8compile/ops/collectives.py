@@ -69,13 +69,8 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
     """Reduce many amaxes over ranks; amaxes with the same groups are sent in one message.
 
-    Args:
-        amaxes: The amaxes, each as `all_reduce_amax` takes it.
-        groups: For each amax, the groups over which it is reduced, one after the other. An amax without groups stays
-            as it is.
-
-    Returns:
-        The reduced amaxes, float32, in the same order and shapes.
+    ``groups`` has the groups for each amax, over which it is reduced one after the other. An amax without groups stays
+    as it is. Amaxes are as `all_reduce_amax` takes them, and keep order and shapes.
     """
     found = list(amaxes)
     messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}

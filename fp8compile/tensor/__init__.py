@@ -8,11 +8,11 @@ from fp8compile.tensor import saved as saved
 from fp8compile.tensor import views as views
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
-from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
+from fp8compile.tensor.attributes import attributes_of_others, in_place_of
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.fsdp2_messages import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
-from fp8compile.tensor.layer import check_serves, is_stack, unserved
+from fp8compile.tensor.layer import check_serves
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized_parameter import QuantizedParameter, is_quantized_parameter
@@ -41,8 +41,6 @@ __all__ = [
     "has_codes",
     "in_place_of",
     "is_quantized_parameter",
-    "is_stack",
-    "moved",
     "not_dense",
     "own_sizes",
     "quantize",
@@ -52,6 +50,5 @@ __all__ = [
     "sharding_of",
     "shown",
     "stand_for",
-    "unserved",
     "written_arguments",
 ]

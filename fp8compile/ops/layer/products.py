@@ -118,7 +118,7 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
 
 
 def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
-    """Gather and narrow both operands, one group of ranks after the other; also returns what each group did."""
+    """Gather and narrow both operands, one group of ranks after the other. The steps say what each group did."""
     operands = {"a": a, "b": b}
     steps: list[Step] = []
     for index in range(len(a.cuts)):
