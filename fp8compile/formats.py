@@ -46,13 +46,9 @@ def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4For
 
 
 def _to_nearest(values: Tensor, fmt: Float8Format) -> Tensor:
-    """Round each value to the nearest code's value, ties to even, float32; NaN stays NaN.
+    """Round each value to the nearest code's value, ties to even, by integer operations and exact products.
 
-    It uses only integer operations and exact products.
-
-    Args:
-        values: float32, with magnitudes up to ``fmt.max``, or NaN.
-        fmt: The format of the codes.
+    ``values`` are float32 with magnitudes up to ``fmt.max``, or NaN, which stays NaN.
     """
     dropped = FLOAT32_MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
@@ -88,14 +84,9 @@ class Float8Format:
     bits: int = 8
 
     def encode(self, values: Tensor) -> Tensor:
-        """Round to the nearest code, ties to even; finite overflow and infinities saturate.
+        """Round float32 values to the nearest code (uint8), ties to even; finite overflow and infinities saturate.
 
-        Args:
-            values: Any shape, float32.
-
-        Returns:
-            Codes, the same shape, uint8. Every NaN gives the code 0x7f, whatever its sign and payload, so that codes
-            made by different kernels can be compared as bytes.
+        Every NaN gives the code 0x7f, so that codes made by different kernels can be compared as bytes.
         """
         saturated = self._saturated(values)
         # False for NaN; `isnan` on a GPU would first compute a magnitude and flush subnormals
@@ -114,28 +105,16 @@ class Float8Format:
         return saturated
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
-        """Round each value at random to one of the two codes around it, so that the expected result is the value.
+        """Round each float32 value at random to one of the two codes around it, without bias.
 
-        Args:
-            values: Any shape, float32.
-            noise: The same shape, float32, uniform in [0, 1). Let d be the distance of a value from the code next to
-                it toward zero, divided by the distance of the two codes. The value is rounded away from zero if its
-                noise is less than d.
-
-        Returns:
-            Codes, the same shape, uint8; overflow saturates, NaN gives 0x7f.
+        ``noise`` is uniform in [0, 1), float32, of the same shape. A value is rounded away from zero if its noise is
+        less than its distance from the code next to it toward zero, as a part of the distance between the two codes.
+        Overflow saturates, NaN gives 0x7f.
         """
         return self.encode(_to_a_neighbour(values, noise, self))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Convert codes to their values.
-
-        Args:
-            codes: Any shape, uint8.
-
-        Returns:
-            Values, the same shape, float32, exact.
-        """
+        """Convert codes (uint8, any shape) to their values, float32, exact."""
         return codes.view(self.dtype).float()
 
 
@@ -156,14 +135,10 @@ class Float4Format:
     bits: int = 4
 
     def encode(self, values: Tensor) -> Tensor:
-        """Round to the nearest code, ties to even; overflow saturates.
+        """Round float32 values to the nearest code, ties to even; overflow saturates.
 
-        Args:
-            values: Any shape, float32.
-
-        Returns:
-            Codes 0 to 15, the same shape, uint8. Bit 3 is the sign, for zeros too. The format has no NaN: a NaN gives
-            the code 0, and the block's scale has to be NaN.
+        Codes are 0 to 15, uint8, and bit 3 is the sign, for zeros too. The format has no NaN: a NaN gives the code 0,
+        and the block's scale has to be NaN.
         """
         magnitude = values.abs().clamp(max=self.max)
         bits = magnitude.view(torch.int32)
@@ -196,25 +171,14 @@ class ExponentFormat:
     nan: int = 255
 
     def encode(self, values: Tensor) -> Tensor:
-        """Convert powers of two to bytes.
-
-        Args:
-            values: Any shape, float32, each 2**k with -127 <= k <= 127, or NaN.
-
-        Returns:
-            Bytes, the same shape, uint8.
-        """
+        """Convert float32 powers of two to bytes: each value is 2**k with -127 <= k <= 127, or NaN."""
         # 2**-127 is a float32 subnormal: its exponent field is 0, which is also its byte
         return self._bytes(values, values.view(torch.int32) >> FLOAT32_MANTISSA_BITS)
 
     def encode_inverses(self, values: Tensor) -> Tensor:
-        """Convert ``1 / values`` to bytes. The reciprocal of a power of two only negates the exponent.
+        """Convert ``1 / values`` to bytes, for values as `encode` takes them.
 
-        Args:
-            values: Any shape, float32, each 2**k with -127 <= k <= 127, or NaN.
-
-        Returns:
-            Bytes, the same shape, uint8.
+        The reciprocal only negates the exponent.
         """
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
@@ -250,11 +214,7 @@ ELEMENT_FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
 
 
 def element_format(name: str) -> Float8Format | Float4Format:
-    """The format of codes with this name.
-
-    Raises:
-        ValueError: There is no such format.
-    """
+    """The format of codes with this name; a ValueError lists the names if there is none."""
     if name not in ELEMENT_FORMATS:
         allowed = ", ".join(repr(n) for n in ELEMENT_FORMATS)
         raise ValueError(f"format {name!r} is not known; the formats of codes are {allowed}.")
@@ -262,14 +222,9 @@ def element_format(name: str) -> Float8Format | Float4Format:
 
 
 def pack(codes: Tensor, dim: int) -> Tensor:
-    """Pack the codes of two neighbours into one byte, with the first code in the lower four bits.
+    """Pack the codes (0 to 15, uint8) of two neighbours along ``dim`` into one byte, the first in the lower four bits.
 
-    Args:
-        codes: Any shape, uint8, codes 0 to 15.
-        dim: The dim whose neighbours share a byte. Its size is even.
-
-    Returns:
-        uint8, with half the size along ``dim``.
+    The size along ``dim`` is even, and the result has half of it.
     """
     last = codes.movedim(dim, -1)
     return (last[..., ::2] | (last[..., 1::2] << 4)).movedim(-1, dim)

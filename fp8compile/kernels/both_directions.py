@@ -1,16 +1,7 @@
-"""Kernel that reads a matrix, or each matrix of a stack, once, and makes codes along rows and along columns.
+"""Kernel that reads each matrix once, by tiles of 128 x 128, and makes codes along rows and along columns.
 
-Each program has a tile of 128 x 128:
-
-    x (M, K) --load once--> tile --amax of each row's blocks-----> multipliers --> codes (M, K), scales
-                              |
-                              +---amax of each column's blocks--> multipliers --> codes written as (K, M), scales
-
-The steps are those of `CurrentScaling`, in the same float32 and float64 arithmetic, so codes and scales have the same
-bits. `tl.max` drops a NaN, so the amax is computed on the int32 bits of magnitudes: they have the same order as the
-magnitudes, and NaN is the largest.
-
-This module needs Triton; `fp8compile.ops.quantize_both` imports it for a tensor on a GPU.
+Codes and scales have the bits of `CurrentScaling`. `tl.max` drops a NaN, so the amax is computed on the int32 bits of
+magnitudes: they have the same order as the magnitudes, and NaN is the largest.
 """
 
 from __future__ import annotations
@@ -176,13 +167,13 @@ def both_directions(
     columns: CurrentScaling,
     outputs: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Launch the kernel.
+    """Launch the kernel. The results are written to ``outputs``, in the layouts of `fp8compile.ops.quantize_both`.
 
     Args:
         x: (M, K), or a stack of matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
         rows: Quantizer along rows, block (1, n), n a divisor of 128.
         columns: Quantizer along columns, block (n, 1).
-        outputs: Codes and scales along rows, then along columns, in the layouts of `fp8compile.ops.quantize_both`.
+        outputs: Codes and scales along rows, then along columns.
     """
     *matrices, m, k = x.shape
     grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE), *matrices)

@@ -1,17 +1,8 @@
-"""Kernels for grouped products on Hopper with a scale for every 128 values to be summed; PyTorch has none.
+"""GEMMs of groups with blocks of 128 along the summed dim, for rows times a matrix and for sums over tokens.
 
-    product                             tile of a program
-    rows     y_RN  = a_RK @ b_e,NK^T    128 columns by 128 rows of one group, or of rows after the last group
-    tokens   d_eNK = a_NC @ b_KC^T      128 x 128 of one group's matrix
-
-A tensor core sums 128 products with about 14 bits of precision. Each of these sums is multiplied by its scales and
-added in float32, so the error does not grow with the length of the sum (DeepSeek-V3 technical report,
-arXiv:2412.19437, 3.3.2).
-
-The tile of a program depends on the sizes of groups, which only the device knows. The grid of `rows` therefore has
-enough programs for every split of the rows into groups.
-
-This module needs Triton; `fp8compile.ops.groups.grouped_blockwise_mm` imports it for tensors on a GPU.
+Each sum of 128 products, which a tensor core has with about 14 bits, is multiplied by its scales and added in float32
+(DeepSeek-V3 technical report, arXiv:2412.19437, 3.3.2). Only the device knows the sizes of groups, so the grid of
+`rows_kernel` has enough programs for every split.
 """
 
 from __future__ import annotations
@@ -34,11 +25,10 @@ def _summed(
     a_at, b_at, a_scale_at, b_scale_at, length, a_scale_step, b_scale_step,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the product, block by block of the summed dim.
+    """Compute a tile of the product, block by block of the summed dim; pointers are those of the first block.
 
-    Pointers are those of the first block. Codes are (TILE, TILE); the summed dim is dim 1 of ``a`` and dim 0 of ``b``,
-    and is contiguous in both. Scales are (TILE,); with HAS_TILES, ``b`` has one scale for all columns. Without IS_EVEN
-    the last block may be shorter.
+    Codes are (TILE, TILE); the summed dim is dim 1 of ``a`` and dim 0 of ``b``, and is contiguous in both. Scales are
+    (TILE,); with HAS_TILES, ``b`` has one scale for all columns. Without IS_EVEN the last block may be shorter.
     """
     total = tl.zeros((TILE, TILE), tl.float32)
     k = tl.arange(0, TILE)
@@ -134,8 +124,8 @@ def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offset
         a: (R, K), contiguous, float8.
         b: (E, N, K), contiguous, float8.
         a_scale: (R, ceil(K / 128)), any strides, float32.
-        b_scale: One scale for each 128 x 128 tile, (E, ceil(N / 128), ceil(K / 128)), or for each row,
-            (E, N, ceil(K / 128)); any strides, float32.
+        b_scale: One for each 128 x 128 tile, (E, ceil(N / 128), ceil(K / 128)), or for each row, (E, N, ceil(K /
+            128)).
         offsets: Ends of the groups, (E,), contiguous, int32.
         y: The result, (R, N), contiguous; R and N are not 0.
     """
@@ -154,7 +144,7 @@ def multiply_tokens(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs
 
     Args:
         a: Transposed codes (N, C), contiguous, float8; groups begin at multiples of 128 columns.
-        b: Transposed codes (K, C), contiguous, float8; groups begin at multiples of 128 columns.
+        b: Transposed codes (K, C), laid out like ``a``.
         a_scale: (C / 128, N), contiguous, float32.
         b_scale: (C / 128, K), contiguous, float32.
         offsets: Ends of the groups among the rows before transposing, (E,), contiguous, int32.

@@ -1,19 +1,8 @@
-"""Kernels over groups of tokens: the amax of each group, and transposed codes in padded columns.
+"""Kernels for rows in groups: amax of each group, cast to transposed codes, and both for blocks of tokens.
 
-`fp8compile.ops.groups.layout` describes the layout of the codes. What each kernel does:
-
-    amax       tile of 128 tokens x 128 features --largest of each column, for each group in the tile--> atomic maximum
-    cast       finds the rows for 128 columns of codes, loads them, multiplies by their groups' multipliers --> codes
-    quantize   finds rows like cast; blocks of tokens begin with each group: amax --> multiplier --> codes, scales
-
-Columns come in runs of `ALIGN`, and all columns of a run belong to one group, so a group is looked up only once for
-each run. Rows after the last group are never loaded. Every byte of the codes is written: padding is 0. Offsets that
-are not ends of groups give wrong results, but never an access outside the tensors.
-
-The steps are those of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits
-does not depend on the order of programs, so the result has the same bits each time.
-
-This module needs Triton; ops of `fp8compile.ops.groups` import it for tensors on a GPU.
+Codes come in runs of `ALIGN` columns, each of one group (`fp8compile.ops.groups.layout`). Padding is written as 0, and
+rows after the last group are never loaded. Wrong offsets give wrong results, but no access outside the tensors. Codes
+and scales have the bits of `CurrentScaling`.
 """
 
 from __future__ import annotations
@@ -192,13 +181,9 @@ def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, objec
 
 
 def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: Tensor) -> None:
-    """Launch the kernel that computes the amax of each group.
+    """Launch the kernel that computes the amax of each group, from ``x`` with any strides and no size 0.
 
-    Args:
-        x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
-        offsets: Ends of the groups, (E,), contiguous, int32.
-        quantizer: Quantizer with block (-1, 1) or (-1, -1).
-        amax: The result, (E, K) or (E, 1), contiguous, float32; zeros before the launch.
+    ``amax`` is the result, (E, K) or (E, 1), contiguous; it must be zeros before the launch.
     """
     (rows, k), groups = x.shape, offsets.shape[0]
     constants = amax_constants(quantizer)
@@ -212,13 +197,8 @@ def cast_groups(
 ) -> None:
     """Launch the kernel that casts groups to transposed codes in padded columns.
 
-    Args:
-        x: (R, K), any strides, float32, bfloat16 or float16.
-        offsets: Ends of the groups, (E,), contiguous, int32.
-        multiplier: (E, K) or (E, 1), any strides, float32.
-        quantizer: Quantizer that gives the format of the codes.
-        align: Groups begin at multiples of this number of columns; a divisor of 128.
-        codes: The result, (K, C), contiguous, uint8; K and C are not 0.
+    Groups begin at multiples of ``align`` columns, a divisor of 128. ``x`` and ``multiplier``, (E, K) or (E, 1), have
+    any strides. ``codes`` is the result, (K, C), contiguous; no size is 0.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
@@ -233,13 +213,8 @@ def quantize_groups(
 ) -> None:
     """Launch the kernel that makes transposed codes in padded columns, and scales of blocks of tokens.
 
-    Args:
-        x: (R, K), any strides, float32, bfloat16 or float16.
-        offsets: Ends of the groups, (E,), contiguous, int32.
-        quantizer: Quantizer with block (n, 1), n a divisor of 128.
-        align: Groups begin at multiples of this number of columns; a divisor of 128 and a multiple of n.
-        codes: The codes, (K, C), contiguous, uint8; K and C are not 0.
-        scale: The scales, (C / n, K), contiguous.
+    Blocks are (n, 1), with n a divisor of 128; ``align`` is a divisor of 128 and a multiple of n. The results are
+    ``codes``, (K, C), and ``scale``, (C / n, K), both contiguous; no size is 0.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))

@@ -1,15 +1,7 @@
 """Kernel that reads groups of tokens once, and makes codes along rows and along tokens.
 
-A program has 128 columns of codes along tokens. It finds the rows for these columns, and loads a tile of 128 x 128:
-
-    128 columns of codes --find rows, load--> tile --amax of each row's blocks--> codes (R, K), scales
-                                               |
-                                               +----amax of blocks of tokens----> codes written as (K, C), scales
-
-Columns after the last group stand for rows after the last group, which get codes along rows and none along tokens.
-Everything else is the same as in `fp8compile.kernels.groups` and `fp8compile.kernels.both_directions`.
-
-This module needs Triton; `fp8compile.ops.groups.group_quantize_both` imports it for tensors on a GPU.
+A program makes 128 columns of codes along tokens. It finds their rows, loads a tile of 128 x 128, and also makes the
+codes along these rows. Columns after the last group stand for rows after it, which get codes along rows only.
 """
 
 from __future__ import annotations
@@ -84,15 +76,8 @@ def groups_both_directions(
     """The launch of the kernel. Call it with x, the offsets and the four outputs, all of these contiguous.
 
     Outputs are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K, C) and scales (C / n, K) along
-    tokens.
-
-    Args:
-        x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
-        offsets: Ends of the groups, (E,), contiguous, int32.
-        length: C, the number of columns of codes along tokens.
-        rows: Quantizer along rows, block (1, n), n a divisor of 128.
-        columns: Quantizer along tokens, block (n, 1).
-        align: Groups begin at multiples of this number of columns; a divisor of 128 and a multiple of n.
+    tokens. Blocks are (1, n) and (n, 1), with n a divisor of 128. Groups begin at multiples of ``align`` columns, a
+    divisor of 128 and a multiple of n. ``length`` is C.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     # padded groups and the rows after them need at most this many columns, possibly more than the codes have

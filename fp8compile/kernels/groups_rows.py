@@ -1,10 +1,6 @@
-"""Kernel that reads groups of tokens once, and writes codes along rows and the amax of each column of each group.
+"""Kernel that reads rows in groups once: codes of each row, and the amax of each column of each group.
 
-A program has some rows, which it quantizes in batches. It keeps the largest magnitude of each column in registers, and
-writes these magnitudes at the end of a group. Everything else is the same as in `fp8compile.kernels.weights` and
-`fp8compile.kernels.groups`.
-
-This module needs Triton; `fp8compile.ops.groups.group_quantize_rows` imports it for tensors on a GPU.
+A program quantizes its rows in batches, and keeps the largest magnitude of each column in registers.
 """
 
 from __future__ import annotations
@@ -68,15 +64,10 @@ GROUP_ROWS = TileKernel(
 
 
 def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling) -> TileLaunch:
-    """The launch of the kernel. Call it with x, the offsets and the three outputs, which are contiguous.
+    """The launch of the kernel, for block (1, -1). Call it with x, the offsets and the three contiguous outputs.
 
     Outputs are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
-    which must be zeros before the launch.
-
-    Args:
-        x: (R, K), any strides, float32, bfloat16 or float16; R and K are not 0.
-        offsets: Ends of the groups, (E,), contiguous, int32.
-        quantizer: Quantizer with block (1, -1).
+    which must be zeros before the launch. ``x`` has any strides; no size is 0.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     rows = triton.cdiv(size, PROGRAMS)

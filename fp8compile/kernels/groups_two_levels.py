@@ -3,16 +3,8 @@
     amaxes    tile of 64 tokens x 128 --largest value, and largest Hadamard sum--> atomic maxima, two for each group
     codes     the same tile, with the outer amaxes of its group --> codes and scales of both directions
 
-Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.tiles`). A program therefore has one
-group, and one outer scale for each direction. Scales are stored in the layout of the grouped GEMM. Every byte is
-written: padding after a group is zeros, and so are codes of rows after the last group, whatever these rows hold.
-Offsets that are not ends of groups give wrong results, but never an access outside the tensors.
-
-The steps, roundings included, are those of `TwoLevelScaling` on each group alone, as in
-`fp8compile.kernels.two_levels`.
-
-This module needs Triton; `fp8compile.ops.groups.group_outer_amaxes` and `group_quantize_two_levels` import it for
-tensors on a GPU.
+Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.tiles`). Padding, and codes of rows after
+the last group, are written as zeros. Codes and scales have the bits of `TwoLevelScaling` on each group alone.
 """
 
 from __future__ import annotations
@@ -274,15 +266,10 @@ AMAXES = TileKernel(
 def amaxes_of_groups(
     x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 ) -> TileLaunch:
-    """The launch of `amaxes_kernel`, which finds the largest magnitudes of each group.
+    """The launch of `amaxes_kernel`, which finds the largest magnitudes of each group; no size of ``x`` is 0.
 
-    Call it with x, the offsets and the amaxes, (2, E) float32, which must be zeros before the launch.
-
-    Args:
-        x: (R, K), any strides, float32, bfloat16 or float16; R and K are not 0.
-        offsets: Ends of the groups, (E,), contiguous, int32; E is not 0.
-        rows: Quantizer along rows, block (1, 16), or None for no amaxes along rows.
-        columns: Quantizer along tokens, block (16, 1), or None for no amaxes along tokens. Not both are None.
+    Call it with x, the offsets and the amaxes, (2, E) float32, which must be zeros before the launch. A quantizer that
+    is None leaves out its amaxes.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     chosen = amax_constants(rows, columns, target_of(x.device))
@@ -299,13 +286,8 @@ def codes_of_groups(
 ) -> None:
     """Launch `codes_kernel`, which writes codes, scales in tiles and outer scales.
 
-    Args:
-        x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
-        offsets: Ends of the groups, (E,), contiguous, int32; E is not 0.
-        amaxes: Outer amaxes along rows and along tokens, (2, E), contiguous, float32.
-        rows: Quantizer along rows, block (1, 16), or None for no codes along rows.
-        columns: Quantizer along tokens, block (16, 1), or None for no codes along tokens. Not both are None.
-        outputs: Results of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
+    ``amaxes`` are the outer amaxes along rows and along tokens, (2, E). A quantizer that is None leaves out its
+    direction. ``outputs`` are those of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS

@@ -1,12 +1,9 @@
-"""Stochastic rounding to e2m1 with an instruction of compute capability 10.x, for four values and one word of noise.
+"""Stochastic rounding to four-bit codes by a GPU's own instruction.
 
     values a, b, c, d --cvt.rs--> codes d c b a of four bits each; a value is rounded up if its 8 bits of noise carry
 
-The word of noise is a hash, as in all stochastic rounding of this package, so a repeated run draws the same noise. But
-four values share a word, and each has 8 bits of it instead of 24. The codes therefore differ from those of
-`fp8compile.quantizers.stochastic_rounding`.
-
-Source: NVIDIA, PTX ISA 8.7, ``cvt`` with ``.rs``.
+Four values share a word of hashed noise. Each has 8 bits instead of 24, so codes differ from those of
+`fp8compile.quantizers.stochastic_rounding`. Source: NVIDIA, PTX ISA 8.7, ``cvt`` with ``.rs``.
 """
 
 from __future__ import annotations

@@ -1,20 +1,8 @@
 """Kernel that reads a matrix once, and makes four-bit codes along rows and along columns.
 
-A program has four groups of sixteen rows, and loads them as sixteen tiles:
-
-    x_0 .. x_15  rows 0 to 15 of each group, a tile each
-     |   |
-     |   +-- Hadamard sums of all sixteen rows --> amax --> scale, multiplier --> codes (K, M / 2), scales in tiles
-     +------ amax of sixteen values in a row ----> scale, multiplier -----------> codes (M, K / 2), scales in tiles
-
-The outer amaxes come from an earlier read. Sixteen codes are one number of 64 bits, and one thread has the sixteen
-rows of a column, so neither sums nor codes go through shared memory. Scales are written in the layout of the GEMM
-(`fp8compile.scale_layouts`).
-
-The steps are those of `TwoLevelScaling`, in the same order and arithmetic, so codes and scales have the same bits.
-Only codes that a GPU's own instruction rounds stochastically differ (`fp8compile.kernels.stochastic_cvt`).
-
-This module needs Triton; `fp8compile.ops.quantize_two_levels` imports it for tensors on a GPU.
+A program loads four groups of sixteen rows as sixteen tiles, so that one thread has the sixteen rows of a column, and
+sums and codes need no shared memory. Codes and scales have the bits of `TwoLevelScaling`, except for codes that a
+GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales lie in tiles (`fp8compile.scale_layouts`).
 """
 
 from __future__ import annotations
@@ -274,10 +262,7 @@ def _packed_columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize sixteen rows of each group along columns; returns their codes in 64 bits and their scales.
-
-    The first row of each group is ``row``.
-    """
+    """Quantize sixteen rows of each group along columns, from row ``row`` on; returns codes in 64 bits, and scales."""
     amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
     for j in tl.static_range(SIXTEEN):
         amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
@@ -372,15 +357,10 @@ def both_packed(
     columns: TwoLevelScaling,
     outputs: tuple[Tensor, ...],
 ) -> None:
-    """Launch the kernel.
+    """Launch the kernel for blocks (1, 16) and (16, 1); sizes of ``x`` are multiples of 16, and not 0.
 
-    Args:
-        x: (M, K), contiguous, float32, bfloat16 or float16; M and K are multiples of 16 and not 0.
-        outer_amaxes: Outer amaxes for codes along rows and for codes along columns, (1,) float32 each. They differ if
-            columns are transformed.
-        rows: Quantizer along rows, block (1, 16).
-        columns: Quantizer along columns, block (16, 1).
-        outputs: Codes, scales in tiles and outer scale along rows, then along columns; contiguous, codes as int64.
+    ``outer_amaxes`` are for codes along rows and for codes along columns; they differ if columns are transformed.
+    ``outputs`` are codes, scales in tiles and outer scale along rows, then along columns; contiguous, codes as int64.
     """
     m, k = x.shape
     # programs must cover whole tiles of scales, 128 rows by 4 blocks each

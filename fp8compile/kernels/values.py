@@ -1,8 +1,7 @@
-"""The two functions with which kernels read their matrix and write their first output; generated code replaces them.
+"""How kernels load values and store codes, so that Inductor can compute the values inside the kernel.
 
-If Inductor computes the matrix, `fp8compile.inductor.tile_templates` turns the kernel's source into a template. In it,
-the call of `values` becomes the code that computes these elements, and the call of `write` becomes the store of the
-template's output.
+`fp8compile.inductor.tile_templates` makes a template of a kernel's source: code that computes the elements replaces
+the call of `values`, and the store of the template's output replaces the call of `write`.
 """
 
 from __future__ import annotations

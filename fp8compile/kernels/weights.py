@@ -3,10 +3,7 @@
     rows     row by row      --amax--> multiplier --> codes, scale;  keeps the largest magnitude of each column
     tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  also for the backward
 
-The steps are those of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits
-does not depend on the order of programs, so the result has the same bits each time.
-
-This module needs Triton; `fp8compile.ops.quantize_weight` imports it for tensors on a GPU.
+Codes and scales have the bits of `CurrentScaling`. Atomic maxima have the same bits in whatever order programs run.
 """
 
 from __future__ import annotations
@@ -98,14 +95,9 @@ def tile_constants(quantizer: CurrentScaling) -> dict[str, object]:
 
 
 def rows_and_columns(x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor) -> None:
-    """Launch the kernel that writes codes and scales of rows, and the amax of each column.
+    """Launch the kernel for block (1, -1) that writes codes and scales of rows, and the amax of each column.
 
-    Args:
-        x: (M, K), contiguous, float32, bfloat16 or float16; M and K are not 0.
-        quantizer: Quantizer of the forward, block (1, -1).
-        codes: Codes, (M, K), contiguous, uint8.
-        scale: Scales of rows, (M, 1), contiguous.
-        amax: Amaxes of columns, (1, K), float32; zeros before the launch.
+    ``x`` is contiguous, with no size 0. ``amax``, (1, K) float32, must be zeros before the launch.
     """
     m, k = x.shape
     rows = triton.cdiv(m, PROGRAMS)
@@ -115,14 +107,9 @@ def rows_and_columns(x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale:
 
 
 def square_blocks(x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor) -> None:
-    """Launch the kernel that writes codes, scales and amaxes of square blocks.
+    """Launch the kernel for block (n, n), n a divisor of 128, that writes codes, scales and amaxes of square blocks.
 
-    Args:
-        x: (M, K), contiguous, float32, bfloat16 or float16; M and K are not 0.
-        quantizer: Quantizer with block (n, n), n a divisor of 128.
-        codes: Codes, (M, K), contiguous, uint8.
-        scale: Scales, one for each block, contiguous.
-        amax: Amaxes, one for each block, contiguous, float32.
+    ``x`` is contiguous, with no size 0.
     """
     m, k = x.shape
     grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE))

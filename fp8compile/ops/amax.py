@@ -28,33 +28,14 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
-    """An empty tensor for the amaxes of blocks, float32.
-
-    Without groups it has one entry for each block of the tensor. With groups, the rows of a group are one block, and
-    it has one entry for each group and each block of columns.
-
-    Args:
-        x: The tensor, with any number of dims; a matrix if there are groups.
-        quantizer: The quantizer that defines the blocks.
-        groups: Number of groups; None for a tensor without groups.
-    """
+    """An empty float32 tensor for the amaxes of blocks; for groups, a group's rows are one block."""
     shape = shape_said(quantizer, "scale_shape", x.shape)
     return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)
 
 
-def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return empty_grid(x, quantizer)
-
-
-def _decompose(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return _kernel(rounded(x), quantizer)
-
-
 def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:
-    splits = []
-    for cut, grid in grid_cuts(x.shape, quantizer.block):
-        splits.append(Split((cut, None), ("max" if grid is None else grid.dim,)))
-    return splits
+    cuts = grid_cuts(x.shape, quantizer.block)
+    return [Split((cut, None), ("max" if grid is None else grid.dim,)) for cut, grid in cuts]
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -66,9 +47,9 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 amax: OpOverload = register_op(
     "fp8compile::amax",
     _kernel,
-    fake=_fake,
+    fake=empty_grid,
     backward=None,
-    decompose=_decompose,
+    decompose=lambda x, quantizer: _kernel(rounded(x), quantizer),
     sharding=_sharding,
     samples=_samples,
 )

@@ -2,11 +2,8 @@
 
     gather of float8 -> ... -> reshape -> _scaled_mm -> reshape -> reduce-scatter
 
-Inductor's pass for async tensor parallelism (`torch._inductor.config._micro_pipeline_tp`) expects that the gathered
-tensor is the operand itself. The gathered tensor must therefore be float8, the dtype that `torch._scaled_mm`
-multiplies. The pass accepts reshapes between a product and a collective, but no views as another dtype. Our ops pass
-codes as bytes. While the pass is on, codes are gathered as float8, which are the same bytes, and the rewrites here
-move views to float8 before the reshapes, or remove two views that undo each other.
+Inductor's pass (`torch._inductor.config._micro_pipeline_tp`) accepts reshapes between a product and a collective, but
+no views as another dtype. While it is on, codes are gathered as float8, and the rewrites move or remove such views.
 """
 
 from __future__ import annotations
@@ -28,12 +25,7 @@ def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
     """Codes in the dtype in which they are gathered: float8 if async tensor parallelism is on and can multiply them.
 
     Other codes stay uint8, which the pass does not find. PyTorch's fused operator takes one scale, or one scale for
-    each row of a matrix. It raises for one scale a row of a tensor with more dims, and it would separate the scales of
-    blocks from their codes.
-
-    Args:
-        codes: Codes, uint8.
-        quantizer: The quantizer that made them.
+    each row of a matrix; it would separate the scales of blocks from their codes.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):
@@ -108,11 +100,7 @@ def _is_no_reshape(match: Any) -> bool:
 
 
 def _drop(match: Any, *_: Any) -> None:
-    """Remove a reshape that changes nothing.
-
-    With the reshape, PyTorch's pass would miss a product that two reshapes follow, and would take the reshape of a
-    matrix for a reshape to more dims.
-    """
+    """Remove a reshape that changes nothing, because PyTorch's pass would take it for a reshape to more dims."""
     node = match.nodes[-1]
     node.replace_all_uses_with(node.args[0])
     match.graph.erase_node(node)

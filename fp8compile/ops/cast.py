@@ -1,10 +1,7 @@
 """fp8compile::cast: values times the multiplier of their block, rounded to codes.
 
-If codes depend on a value's position in the whole tensor, `rows` and `columns` are the positions of a part: see
-`Quantizer.cast_at`.
-
-fp8compile::cast_again is the same op for the backward. Compilers merge equal calls: if the backward called `cast` too,
-they would keep the forward's codes, one byte an element, until the backward. They compute codes of cast_again anew.
+fp8compile::cast_again is the same op for the backward. Compilers merge equal calls, and would keep the forward's
+codes, one byte an element, until the backward. They compute codes of cast_again anew.
 """
 
 from __future__ import annotations
@@ -40,23 +37,13 @@ def _kernel(
 
 
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
-    """An empty tensor for the codes of a tensor, uint8; for groups, an empty tensor for the transposed codes.
-
-    Args:
-        x: The tensor, with any number of dims; a matrix if there are groups.
-        quantizer: The quantizer that makes the codes.
-        columns: Number of columns of the transposed codes of groups; None for a tensor without groups.
-    """
+    """An empty uint8 tensor for the codes of a tensor. For groups, ``columns`` is that of their transposed codes."""
     shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
     return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)
 
 
 def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
     return empty_codes(x, quantizer)
-
-
-def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
-    return _kernel(rounded(x), multiplier, quantizer, *where)
 
 
 def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> list[Split]:
@@ -76,27 +63,17 @@ def _samples() -> Iterator[tuple[Any, ...]]:
                 yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, (rows + 3) * 100, columns + 5
 
 
-cast: OpOverload = register_op(
-    "fp8compile::cast",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=_decompose,
-    sharding=_sharding,
-    samples=_samples,
-)
+def _register(name: str, *, apart: bool) -> OpOverload:
+    return register_op(
+        name,
+        _kernel,
+        fake=_fake,
+        backward=None,
+        decompose=lambda x, *others: _kernel(rounded(x, apart=apart), *others),
+        sharding=_sharding,
+        samples=_samples,
+    )
 
 
-def _decompose_again(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
-    return _kernel(rounded(x, apart=True), multiplier, quantizer, *where)
-
-
-cast_again: OpOverload = register_op(
-    "fp8compile::cast_again",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=_decompose_again,
-    sharding=_sharding,
-    samples=_samples,
-)
+cast = _register("fp8compile::cast", apart=False)
+cast_again = _register("fp8compile::cast_again", apart=True)

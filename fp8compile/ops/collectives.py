@@ -54,17 +54,10 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @inductor.once_a_graph
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
-    """The largest amax over the ranks of a group; NaN if any rank has a NaN.
+    """The largest amax over the ranks of a group, for nonnegative float32 of any shape; NaN if any rank has a NaN.
 
-    gloo's float maximum loses the NaN of another rank. The bits of nonnegative floats, read as integers, have the same
-    order as the floats, and NaN is larger than all numbers. The maximum is therefore computed on the bits.
-
-    Args:
-        amax: Any shape, float32; nonnegative, NaN allowed.
-        group: The ranks, or the name of their group.
-
-    Returns:
-        The same shape, float32.
+    The maximum is computed on the bits, because gloo's float maximum loses the NaN of another rank. Bits of
+    nonnegative floats, read as integers, have the same order as the floats, and NaN is larger than all numbers.
     """
     from torch.distributed import _functional_collectives as funcol
 
@@ -76,13 +69,8 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
     """Reduce many amaxes over ranks; amaxes with the same groups are sent in one message.
 
-    Args:
-        amaxes: The amaxes, each as `all_reduce_amax` takes it.
-        groups: For each amax, the groups over which it is reduced, one after the other. An amax without groups stays
-            as it is.
-
-    Returns:
-        The reduced amaxes, float32, in the same order and shapes.
+    ``groups`` has the groups for each amax, over which it is reduced one after the other. An amax without groups stays
+    as it is. Amaxes are as `all_reduce_amax` takes them, and keep order and shapes.
     """
     found = list(amaxes)
     messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}
@@ -101,15 +89,9 @@ def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[Proces
 
 
 def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
-    """The largest or smallest value over the ranks of a group; NaN if any rank has a NaN.
+    """The largest (``"max"``) or smallest (``"min"``) value over the ranks of a group; NaN if any rank has a NaN.
 
-    Args:
-        x: Any shape; float32, bfloat16, float16 or an integer dtype.
-        reduction: ``"max"`` or ``"min"``.
-        group: The ranks, or the name of their group.
-
-    Returns:
-        A tensor in the shape and dtype of ``x``.
+    ``x`` is float32, bfloat16, float16 or of an integer dtype; the result has its shape and dtype.
     """
     from torch.distributed import _functional_collectives as funcol
 
@@ -142,9 +124,6 @@ def all_to_all(
         received: Number of entries that come from each rank; None: the same number from each.
         sent: Number of entries that go to each rank; None: the same number to each.
         group: The ranks, or the name of their group.
-
-    Returns:
-        ``sum(received)`` entries along dim 0; if ``received`` is None, as many entries as ``x`` has.
     """
     from torch.distributed import _functional_collectives as funcol
 
@@ -158,16 +137,9 @@ def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
 
 @inductor.once_a_graph
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | str) -> Tensor:
-    """Concatenate the parts of all ranks.
+    """Concatenate the parts of all ranks along ``dim`` to a contiguous tensor.
 
-    Args:
-        x: This rank's part.
-        dim: The dim along which parts are concatenated.
-        sizes: Size of each rank's part along ``dim``; sizes may differ and be 0.
-        group: The ranks, or the name of their group.
-
-    Returns:
-        A contiguous tensor whose size along ``dim`` is ``sum(sizes)``.
+    ``sizes`` has the size of each rank's part along ``dim``; sizes may differ and be 0.
     """
     dim, largest = dim % x.ndim, max(sizes)
     if all(size == largest for size in sizes):
@@ -182,18 +154,10 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
 def reduce_scatter(
     x: Tensor, reduction: str, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str
 ) -> Tensor:
-    """Sum or average over the ranks of a group, and return this rank's part of the result.
+    """Sum (``"sum"``) or average (``"avg"``) over the ranks of a group, and return the part of rank number ``rank``.
 
-    Args:
-        x: This rank's summand, in the shape of the whole result.
-        reduction: ``"sum"`` or ``"avg"``.
-        dim: The dim along which the result is cut.
-        sizes: Size of each rank's part along ``dim``; sizes may differ and be 0.
-        rank: This rank's number in the group.
-        group: The ranks, or the name of their group.
-
-    Returns:
-        A tensor in the dtype of ``x``, whose size along ``dim`` is ``sizes[rank]``.
+    ``x`` has the shape of the whole result. ``sizes`` has the size of each rank's part along ``dim``; sizes may differ
+    and be 0.
     """
     dim, largest = dim % x.ndim, max(sizes)
     if any(size != largest for size in sizes):

@@ -35,10 +35,6 @@ def _fake(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype
     return codes.new_empty(shape_said(quantizer, "values_shape", codes.shape), dtype=dtype)
 
 
-def _decompose(*args: Any) -> Tensor:
-    return rounded(_kernel(*args)).to(args[3])
-
-
 def _sharding(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, *outer_scale: Tensor | None
 ) -> list[Split]:
@@ -65,7 +61,7 @@ dequantize: OpOverload = register_op(
     _kernel,
     fake=_fake,
     backward=None,
-    decompose=_decompose,
+    decompose=lambda *args: rounded(_kernel(*args)).to(args[3]),
     sharding=_sharding,
     samples=_samples,
 )

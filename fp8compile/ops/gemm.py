@@ -1,7 +1,6 @@
 """The product of two quantized matrices: selects a GEMM and calls it.
 
-`fp8compile.ops.gemms` has the table of GEMMs. There is no silent fallback: if a GPU has no GEMM for two operands, the
-product raises and says which GPU has one.
+If a GPU has no GEMM for two operands, the product raises and says which GPU has one.
 """
 
 from __future__ import annotations
@@ -42,14 +41,9 @@ def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype
 def selected_gemm(
     a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig | None = None
 ) -> GemmKernel:
-    """The GEMM that multiplies operands of these quantizers on a device.
+    """The GEMM that multiplies operands (m, k) and (k, n) of these quantizers on a device.
 
-    Args:
-        a: Quantizer of the left operand, over (m, k).
-        b: Quantizer of the right operand, over (k, n).
-        device: Device of the codes.
-        out_dtype: Dtype of the product.
-        config: Options of the GEMM; None for no emulation on a GPU.
+    ``config`` None means no emulation on a GPU.
 
     Raises:
         ValueError: No GEMM on any device multiplies operands with these blocks.
@@ -61,27 +55,16 @@ def selected_gemm(
 def select_gemm(
     a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig | None = None
 ) -> str:
-    """The name of the GEMM that `selected_gemm` returns.
+    """The name of the GEMM that `selected_gemm` returns: that of a registered GEMM, or one of fp8compile's own.
 
-    Returns:
-        ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"blockwise"``, ``"mx"``, ``"nvfp4"``, ``"emulated"``,
-        or the name of a registered GEMM.
+    Those are ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"blockwise"``, ``"mx"``, ``"nvfp4"`` and
+    ``"emulated"``.
     """
     return selected_gemm(a, b, device, out_dtype, config).name
 
 
 def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply two quantized matrices.
-
-    Args:
-        a: The left operand, (m, k).
-        b: The right operand, (k, n).
-        out_dtype: float32, bfloat16 or float16.
-        config: Options of the GEMM.
-
-    Returns:
-        The product (m, n) in ``out_dtype``, contiguous; zeros if k is 0.
-    """
+    """Multiply two quantized matrices (m, k) and (k, n) to a contiguous product in ``out_dtype``; zeros if k is 0."""
     (m, k), (_, n) = a.shape, b.shape
     gemm = selected_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
     if _compat.any_is_zero((m, k, n)):

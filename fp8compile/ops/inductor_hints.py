@@ -1,11 +1,9 @@
-"""Hints to Inductor. In eager mode each op copies its input; in a graph the op tells Inductor how to store the tensor.
+"""Hints to Inductor: ops that copy their input in eager mode, and in a graph tell how to store it. No value changes.
 
-    after      identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
-    realize    a value that is computed once and stored, instead of computed for each use
-    snapshot   a copy that keeps its values when its source is overwritten
-    store      codes that are written to memory once, in one layout, for all GEMMs that read them
-
-None of these ops changes a value. They appear in decompositions only, and Inductor lowers them to little or nothing.
+after      identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
+realize    a value that is computed once and stored, instead of computed for each use snapshot   a copy that keeps its
+values when its source is overwritten store      codes that are written to memory once, in one layout, for all GEMMs
+that read them
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.sharding import Split, along_every_dim
+from fp8compile.ops.sharding import along_every_dim
 
 __all__ = ["after", "realize", "snapshot", "store"]
 
@@ -28,61 +26,43 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def _sharding(x: Tensor) -> list[Split]:
-    return along_every_dim(x.ndim, inputs=1, outputs=1)
-
-
 def _samples() -> Iterator[tuple[Any, ...]]:
     yield (torch.arange(6.0).view(2, 3),)
     yield (torch.arange(6.0).view(2, 3).t(),)
     yield (torch.empty(0, 3),)
 
 
-def _register(name: str, lower: Callable[..., Any]) -> torch._ops.OpOverload:
-    """Register an op that copies its tensor; ``lower`` is its Inductor lowering, a function of IR nodes."""
+def _register(
+    name: str,
+    lower: Callable[..., Any],
+    impl: Callable[..., Tensor] = _copy,
+    samples: Callable[[], Iterator[tuple[Any, ...]]] = _samples,
+) -> OpOverload:
+    """Register an op that copies its first tensor; ``lower`` is its Inductor lowering, a function of IR nodes."""
     op = register_op(
         name,
-        _copy,
-        fake=torch.empty_like,
+        impl,
+        fake=lambda x, *others: torch.empty_like(x),
         backward=None,
         decompose=None,  # it has a lowering instead
-        sharding=_sharding,
-        samples=_samples,
+        sharding=lambda x, *others: along_every_dim(x.ndim, inputs=1, outputs=1, others=len(others)),
+        samples=samples,
     )
     inductor.register_lowering(op, lower)
     return op
-
-
-# ---------------------------------------------------------------------------------- after
 
 
 def _after(x: Tensor, other: Tensor) -> Tensor:
     return x.clone()
 
 
-def _after_fake(x: Tensor, other: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _after_sharding(x: Tensor, other: Tensor) -> list[Split]:
-    return along_every_dim(x.ndim, inputs=1, outputs=1, others=1)
-
-
 def _after_samples() -> Iterator[tuple[Any, ...]]:
-    yield torch.arange(6.0).view(2, 3), torch.ones(4)
-    yield torch.arange(6.0).view(2, 3).t(), torch.ones(())
-    yield torch.empty(0, 3), torch.empty(0, dtype=torch.uint8)
+    others = torch.ones(4), torch.ones(()), torch.empty(0, dtype=torch.uint8)
+    for own, other in zip(_samples(), others, strict=True):
+        yield *own, other
 
 
-after: OpOverload = register_op(
-    "fp8compile::after",
-    _after,
-    fake=_after_fake,
-    backward=None,
-    decompose=None,  # it has a lowering instead
-    sharding=_after_sharding,
-    samples=_after_samples,
-)
+after: OpOverload = _register("fp8compile::after", lambda x, other: x, _after, _after_samples)
 """Returns the first tensor unchanged, with an artificial dependency on the second one.
 
 The partitioner places a tensor that only the backward reads in the backward, and computes it there from saved tensors.
@@ -90,15 +70,6 @@ A mark that the tensor must be saved works only if the forward needs the tensor 
 forward could compute the tensor for free, while the backward would have to read a large source again. `after` then
 makes an operand of the forward depend on the tensor.
 """
-
-
-def _lower_after(x: Any, other: Any) -> Any:
-    return x
-
-
-inductor.register_lowering(after, _lower_after)
-
-# ---------------------------------------------------------------------------------- copies
 
 
 def _lower_realize(x: Any) -> Any:

@@ -1,8 +1,7 @@
 """fp8compile::nvfp4_mm: the product of four-bit codes on Blackwell's tensor cores.
 
-The op calls `torch._scaled_mm_v2` once. Up to PyTorch 2.13 Inductor refuses to lower that function with scales in
-tiles, and later versions call it as it is, so the op stays one call in graphs. On a CPU it multiplies the same
-operands exactly, for tests.
+It calls `torch._scaled_mm_v2` once, and stays one call in graphs: up to PyTorch 2.13 Inductor refuses to lower that
+function with scales in tiles. On a CPU it multiplies the same operands exactly, for tests.
 """
 
 from __future__ import annotations

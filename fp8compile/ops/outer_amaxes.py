@@ -1,8 +1,7 @@
 """fp8compile::outer_amaxes: stores a matrix, and returns its amax before and after the Hadamard transform.
 
-Codes with two levels of scales need the amax of the whole tensor first, so the tensor is read twice. This op is the
-first read. On a GPU it is one Inductor kernel, which also computes the matrix, such as an activation, and stores it
-for the second read.
+Codes with two levels of scales need the amax of the whole tensor first; this op is the first of two reads. On a GPU it
+is one Inductor kernel, which also computes the matrix, such as an activation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops import samples
-from fp8compile.ops.registry import in_steps_on_cpu, register_op
+from fp8compile.ops.registry import register_kernel_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP, factors
 
@@ -36,10 +35,7 @@ def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a contiguous copy of the matrix, and the outer amax, (1,) float32, for each quantizer.
 
-    Args:
-        x: (M, K); on a GPU, M is a multiple of 16.
-        rows: Quantizer along rows, block (1, 16), without a transform.
-        columns: Quantizer along columns, block (16, 1).
+    Blocks are (1, 16) and (16, 1). On a GPU, the number of rows is a multiple of 16.
     """
     return _step_by_step(x, rows, columns)
 
@@ -64,14 +60,8 @@ def _samples() -> Iterator[tuple[Any, ...]]:
             yield x, row, turned
 
 
-outer_amaxes: OpOverload = register_op(
-    "fp8compile::outer_amaxes",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=in_steps_on_cpu(_step_by_step),
-    portable=_step_by_step,
-    sharding=None,  # ranks run the single steps instead, and reduce outer amaxes between them
-    samples=_samples,
+# no sharding rule: ranks run the single steps instead, and reduce outer amaxes between them
+outer_amaxes: OpOverload = register_kernel_op(
+    "fp8compile::outer_amaxes", _kernel, _step_by_step, fake=_fake, samples=_samples
 )
 inductor.register_lowering(outer_amaxes, _lower)

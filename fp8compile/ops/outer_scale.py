@@ -1,6 +1,6 @@
 """The ops for two levels of scales: fp8compile::outer_amax and fp8compile::two_scales.
 
-The amax of the whole tensor has its own op: if ranks share a tensor, they reduce this amax before they compute scales.
+The amax of the whole tensor has its own op, because ranks that share a tensor reduce it before they compute scales.
 """
 
 from __future__ import annotations
@@ -32,18 +32,6 @@ def _amax_kernel(amax: Tensor, quantizer: Quantizer) -> Tensor:
     return found.clone() if found is amax or found._is_view() else found
 
 
-def _amax_fake(amax: Tensor, quantizer: Quantizer) -> Tensor:
-    return amax.new_empty(ONE)
-
-
-def _amax_decompose(amax: Tensor, quantizer: Quantizer) -> Tensor:
-    return quantizer.outer_amax(amax)
-
-
-def _amax_sharding(amax: Tensor, quantizer: Quantizer) -> list[Split]:
-    return [Split((Cut(dim), None), ("max",)) for dim in range(amax.ndim)]
-
-
 def _amax_samples() -> Iterator[tuple[Any, ...]]:
     special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
     for quantizer in samples.two_level_quantizers():
@@ -54,10 +42,10 @@ def _amax_samples() -> Iterator[tuple[Any, ...]]:
 outer_amax: OpOverload = register_op(
     "fp8compile::outer_amax",
     _amax_kernel,
-    fake=_amax_fake,
+    fake=lambda amax, quantizer: amax.new_empty(ONE),
     backward=None,
-    decompose=_amax_decompose,
-    sharding=_amax_sharding,
+    decompose=lambda amax, quantizer: quantizer.outer_amax(amax),
+    sharding=lambda amax, quantizer: [Split((Cut(dim), None), ("max",)) for dim in range(amax.ndim)],
     samples=_amax_samples,
 )
 
@@ -97,10 +85,6 @@ def _scales_decompose(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) ->
     return realize(_multiplier(scale, outer, quantizer)), scale, outer
 
 
-def _scales_sharding(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> list[Split]:
-    return [Split((Cut(dim), None, None), (dim, dim, None)) for dim in range(amax.ndim)]
-
-
 def _scales_samples() -> Iterator[tuple[Any, ...]]:
     for amax, quantizer in _amax_samples():
         yield amax, quantizer.outer_amax(amax), quantizer
@@ -112,6 +96,8 @@ two_scales: OpOverload = register_op(
     fake=_scales_fake,
     backward=None,
     decompose=_scales_decompose,
-    sharding=_scales_sharding,
+    sharding=lambda amax, outer_amax, quantizer: [
+        Split((Cut(dim), None, None), (dim, dim, None)) for dim in range(amax.ndim)
+    ],
     samples=_scales_samples,
 )

@@ -25,8 +25,7 @@ __all__ = ["OPS_OF_STEPS", "PYTHON_OF_STEPS", "Steps"]
 class Steps:
     """The steps that quantize a tensor: the ops, or their Python implementations.
 
-    Eager kernels call the implementations, because a dispatch costs 10 us, and no dispatch mode sees ops that a kernel
-    calls.
+    Eager kernels call the implementations, because a dispatch costs 10 us.
     """
 
     amax: Callable[[Tensor, Quantizer], Tensor]

@@ -1,9 +1,8 @@
 """fp8compile::quantize_both: codes and scales of a matrix along rows and along columns, from one read of the matrix.
 
-A gradient is multiplied along its rows for grad_input and along its columns for grad_weight. If blocks run along rows
-for the one and along columns for the other, the two casts share only their input, and Inductor reads the input twice
-for each cast. On a GPU this op is one Triton kernel that reads the input once. On a CPU, and as the reference, it runs
-the two casts. A stack (E, M, K) is quantized matrix by matrix, so no block along columns crosses matrices.
+A gradient is multiplied along rows for grad_input and along columns for grad_weight. The two casts share only their
+input, and Inductor would read it twice for each. On a GPU this op is one Triton kernel. On a CPU, and as the
+reference, it runs the two casts. A stack (E, M, K) is quantized matrix by matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
-from fp8compile.ops.registry import in_steps_on_cpu, register_op
+from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
@@ -57,13 +56,7 @@ def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 
 
 def along_rows(x: Tensor, quantizer: Quantizer, steps: Steps) -> tuple[Tensor, Tensor]:
-    """Quantize in blocks along rows; returns codes and scales. Scales are column-major, because GEMMs read them so.
-
-    Args:
-        x: (M, K).
-        quantizer: Quantizer with block (1, n).
-        steps: The functions that compute the steps.
-    """
+    """Quantize a matrix in blocks along rows; returns codes, and scales that are column-major, as GEMMs read them."""
     multiplier, found = steps.scale(steps.amax(x, quantizer), quantizer)
     return steps.cast(x, multiplier, quantizer), found.t().contiguous().t()
 
@@ -120,14 +113,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
     yield torch.randn(3, 20, 40), *pairs[0]
 
 
-quantize_both: OpOverload = register_op(
-    "fp8compile::quantize_both",
-    _kernel,
-    fake=empty_outputs,
-    backward=None,
-    decompose=in_steps_on_cpu(two_casts),
-    portable=two_casts,
-    sharding=_sharding,
-    samples=_samples,
+quantize_both: OpOverload = register_kernel_op(
+    "fp8compile::quantize_both", _kernel, two_casts, fake=empty_outputs, sharding=_sharding, samples=_samples
 )
 inductor.register_fallback(quantize_both)

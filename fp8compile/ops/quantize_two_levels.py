@@ -1,8 +1,7 @@
 """fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and along columns, from one read.
 
-It is `fp8compile.ops.quantize_both` for codes of four bits. The outer amaxes are arguments, because they must be known
-before any code (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the layout of a GPU's GEMM. On a GPU this op is
-one Triton kernel. On a CPU, and as the reference, it runs the quantizers' steps.
+It is `fp8compile.ops.quantize_both` for codes of four bits. Their outer amaxes are arguments, because they must be
+known before any code (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the layout of a GPU's GEMM.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
-from fp8compile.ops.registry import in_steps_on_cpu, register_op
+from fp8compile.ops.registry import register_kernel_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import tiled, tiles_numel
@@ -75,14 +74,7 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns codes, scales in tiles and the outer scale along rows, then the same three along columns.
 
-    Codes along columns are column-major.
-
-    Args:
-        x: (M, K), both multiples of 16.
-        row_amax: Outer amax for codes along rows, (1,) float32.
-        column_amax: Outer amax for codes along columns, (1,) float32.
-        rows: Quantizer along rows, block (1, 16).
-        columns: Quantizer along columns, block (16, 1).
+    Codes along columns are column-major. ``x`` is (M, K), both multiples of 16; outer amaxes are (1,) float32.
     """
     if target_of(x.device).type == "cpu" or _compat.guard_or_false(x.numel() == 0):
         return _step_by_step(x, row_amax, column_amax, rows, columns)
@@ -110,14 +102,8 @@ def _samples() -> Iterator[tuple[Any, ...]]:
             yield x, *amaxes, rows, turned
 
 
-quantize_two_levels: OpOverload = register_op(
-    "fp8compile::quantize_two_levels",
-    _kernel,
-    fake=_empty_outputs,
-    backward=None,
-    decompose=in_steps_on_cpu(_step_by_step),
-    portable=_step_by_step,
-    sharding=None,  # ranks can't cut packed codes
-    samples=_samples,
+# no sharding rule: ranks can't cut packed codes
+quantize_two_levels: OpOverload = register_kernel_op(
+    "fp8compile::quantize_two_levels", _kernel, _step_by_step, fake=_empty_outputs, samples=_samples
 )
 inductor.register_fallback(quantize_two_levels, contiguous=True)

@@ -1,9 +1,8 @@
 """fp8compile::quantize_weight: codes and scales of a weight for the forward, and the weight's amaxes for grad_input.
 
-The forward sums over a weight's columns, grad_input over its rows. With one scale for each row, the backward needs the
-amax of each column before its cast, and Inductor would read the weight once more for that. With square blocks,
-Inductor would read the weight once for the amaxes and once for the codes. On a GPU this op is one Triton kernel that
-reads the weight once. On a CPU, and as the reference, it runs the quantizers' steps.
+With one scale for each row, the backward needs the amax of each column before its cast, and Inductor would read the
+weight once more for that. On a GPU this op is one Triton kernel that reads the weight once. On a CPU, and as the
+reference, it runs the quantizers' steps.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.quantize_both import LARGEST_BLOCK
-from fp8compile.ops.registry import in_steps_on_cpu, register_op
+from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
@@ -33,14 +32,10 @@ ROWS, COLUMNS = (1, -1), (-1, 1)
 
 
 def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: int) -> bool:
-    """Whether the GPU kernel can quantize with ``first`` and compute amaxes for ``again``.
+    """Whether the GPU kernel can quantize with ``first`` and compute amaxes for ``again``, the backward's quantizer.
 
-    It can for scales of rows followed by scales of columns, and for square blocks.
-
-    Args:
-        first: Quantizer of the weight for the forward.
-        again: Quantizer of the weight for grad_input.
-        columns: Number of the weight's columns; a row has to fit into the kernel's registers.
+    It takes scales of rows followed by scales of columns, if a row's ``columns`` fit into registers, and square
+    blocks.
     """
     if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
         return False
@@ -59,7 +54,7 @@ def _fake(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, T
 
 
 def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference: run the quantizers' steps one by one. Tests compare the kernel with it."""
+    """The reference: run the quantizers' steps one by one."""
     multiplier, own_scale = scale(amax(weight, first), first)
     return cast(weight, multiplier, first), own_scale, amax(weight, again)
 
@@ -86,14 +81,8 @@ def _samples() -> Iterator[tuple[Any, ...]]:
             yield x, square, square
 
 
-quantize_weight: OpOverload = register_op(
-    "fp8compile::quantize_weight",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=in_steps_on_cpu(step_by_step),
-    portable=step_by_step,
-    sharding=None,  # layers whose weight is spread over ranks call the single steps instead
-    samples=_samples,
+# no sharding rule: layers whose weight is spread over ranks call the single steps instead
+quantize_weight: OpOverload = register_kernel_op(
+    "fp8compile::quantize_weight", _kernel, step_by_step, fake=_fake, samples=_samples
 )
 inductor.register_fallback(quantize_weight)

@@ -1,17 +1,7 @@
 """register_op: one call that registers a PyTorch operator, from its schema to samples for tests.
 
-Its arguments:
-
-    impl        Python implementation for CPU and CUDA; its annotations give the schema
-    fake        shapes, dtypes and strides of the result, for tracing; None: impl runs on tensors without data
-    backward    derivative; None: a backward pass that reaches the op raises
-    decompose   code that Inductor compiles and fuses in place of the op; None: the op stays one call
-    portable    code that replaces the op in an exported program, if neither decompose nor impl can
-    sharding    how the op runs on shards; None: on whole tensors only
-    samples     inputs on which tests run the op
-
-fake, backward, decompose, sharding and samples must be given, even as None: if one is left out by mistake, register_op
-raises and says what to write.
+The five arguments in `ARGUMENTS` must be given, even as None: if one is left out by mistake, register_op raises and
+says what to write.
 """
 
 from __future__ import annotations
@@ -32,7 +22,7 @@ from fp8compile.ops.sharding import Sharding
 from fp8compile.quantizers.constant import Constant, salt_with
 from fp8compile.target import target_of
 
-__all__ = ["OPS", "Op", "decompositions", "for_every_op", "in_steps_on_cpu", "register_op"]
+__all__ = ["OPS", "Op", "decompositions", "for_every_op", "register_kernel_op", "register_op"]
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 
@@ -54,6 +44,10 @@ ARGUMENTS = {
     "sharding": "a function of impl's arguments that returns the ways to cut them, fp8compile.library.Split values, "
     "or sharding=None if the op needs whole tensors",
     "samples": "a function that returns tuples of arguments for tests, odd shapes and layouts among them",
+}
+WITH_BACKWARD = {
+    "updates": "updates and no backward, which would make them",
+    "setup_context": "a setup_context and no backward",
 }
 SETUP_CONTEXT = "a function (ctx, inputs, output) that keeps what backward needs, by ctx.save_for_backward"
 
@@ -128,15 +122,9 @@ def _check_given(name: str, given: dict[str, Any]) -> None:
         raise TypeError(
             f"register_op: {name} has a backward and no setup_context. Write setup_context= {SETUP_CONTEXT}."
         )
-    if given["backward"] is None and given["updates"]:
-        raise TypeError(
-            f"register_op: {name} has updates and no backward, which would make them. Write backward= "
-            f"{ARGUMENTS['backward']}."
-        )
-    if given["backward"] is None and given["setup_context"] is not None:
-        raise TypeError(
-            f"register_op: {name} has a setup_context and no backward. Write backward= {ARGUMENTS['backward']}."
-        )
+    for argument, what in WITH_BACKWARD.items():
+        if given["backward"] is None and given[argument]:
+            raise TypeError(f"register_op: {name} has {what}. Write backward= {ARGUMENTS['backward']}.")
 
 
 def _check_signatures(name: str, impl: Callable[..., Any], given: dict[str, Any]) -> None:
@@ -268,7 +256,7 @@ def register_op(
     if compiled:
         _check_salted(name, impl)
 
-    namespace, _, op_name = name.partition("::")
+    namespace, op_name = name.split("::")
     if hasattr(getattr(torch.ops, namespace), op_name):
         raise ValueError(f"register_op: {name} is an operator of another library; choose another name.")
     lib = _library(namespace)
@@ -281,37 +269,42 @@ def register_op(
         inductor.register_decomposition(overload, given["decompose"])
     if compiled:
         salt_with(impl.__module__)
-    op = OPS[name] = Op(
-        name=name,
-        overload=overload,
-        impl=impl,
-        fake=given["fake"] or impl,
-        backward=given["backward"],
-        decompose=given["decompose"],
-        sharding=given["sharding"],
-        samples=given["samples"],
-        updates=updates,
-        portable=portable,
-    )
+    del given["setup_context"]  # autograd has it
+    given["fake"] = given["fake"] or impl
+    op = OPS[name] = Op(name=name, overload=overload, impl=impl, portable=portable, **given)
     for listener in LISTENERS:
         listener(op)
     return overload
 
 
-def in_steps_on_cpu(steps: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an op's decomposition that takes the op apart only on a CPU.
+def register_kernel_op(
+    name: str,
+    impl: Callable[..., Any],
+    steps: Callable[..., Any],
+    *,
+    fake: Callable[..., Any],
+    samples: Samples,
+    sharding: Sharding | None = None,
+) -> torch._ops.OpOverload:
+    """Register an op without derivative that is one kernel on a GPU.
 
-    On a GPU the op is one kernel, so it stays one call.
-
-    Args:
-        steps: The op's computation, a function of the same arguments.
+    On a CPU and in exported programs, ``steps`` replaces it, a function of the same arguments in plain PyTorch.
     """
 
     @functools.wraps(steps)
     def decompose(*args: Any) -> Any:
         return steps(*args) if target_of(args[0].device).type == "cpu" else NotImplemented
 
-    return decompose
+    return register_op(
+        name,
+        impl,
+        fake=fake,
+        backward=None,
+        decompose=decompose,
+        portable=steps,
+        sharding=sharding,
+        samples=samples,
+    )
 
 
 def for_every_op(listener: Callable[[Op], None]) -> None:

@@ -1,11 +1,7 @@
 """The rounding barrier: a quantizer in compiled code reads the same values that eager mode would have stored.
 
-Inductor keeps a fused bfloat16 value in float32 and drops its rounding. An amax or a cast that is fused with the norm
-before it would then see other numbers than in eager mode. Viewing the value's bits as integers forces the rounding;
-the `or` with 0 keeps Inductor from removing the pair of views. In the code that is generated for an H200 it costs no
-byte of memory traffic and no kernel.
-
-There are two barriers with the same result, `or` and `xor`, because compilers merge equal calls: see `rounded`.
+Inductor keeps a fused bfloat16 value in float32 and drops its rounding. Viewing the bits as integers forces the
+rounding; the `or` with 0 keeps Inductor from removing the pair of views, and costs no memory traffic on an H200.
 """
 
 from __future__ import annotations
@@ -21,13 +17,8 @@ __all__ = ["rounded"]
 def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
     """Return ``x`` in float32, rounded to its own dtype even if the op that computes ``x`` is fused.
 
-    For decompositions.
-
-    Args:
-        x: float32, bfloat16 or float16.
-        apart: Whether to use the second barrier, which gives the same bits, so that casts of forward and backward are
-            not merged. The backward needs codes in another layout; making them again costs no more than transposing
-            them. Codes that are kept from the forward would store all activations and weights once more.
+    ``apart`` takes a second barrier with the same bits, so that compilers do not merge casts of forward and backward.
+    Codes that the forward keeps would store all activations and weights once more.
     """
     return _rounded(x, apart)
 

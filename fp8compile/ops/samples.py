@@ -9,7 +9,10 @@ from torch import Tensor
 
 from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe, TwoLevelScaling
 
-__all__ = ["matrices", "quantizers", "recipes", "two_level_quantizers"]
+__all__ = ["matrices", "quantizers", "recipes", "tokens", "two_level_quantizers"]
+
+# where groups end, as fractions of the rows; rows after the last group belong to none
+ENDS = ((0.5, 0.9), (0.0, 0.1, 0.1, 1.0), (0.7,), (1.0, 1.0, 1.0), (0.0, 1.0), (0.0, 0.0))
 
 
 def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -27,6 +30,14 @@ def matrices() -> Iterator[Tensor]:
     yield _values(32)
     yield _values(1, 32)
     yield _values(0, 32)
+
+
+def tokens() -> Iterator[tuple[Tensor, Tensor]]:
+    """Matrices and offsets: skewed groups, empty groups, a single group. Rows after the last group hold NaN."""
+    for x, ends in zip((x for x in matrices() if x.ndim == 2), ENDS, strict=True):
+        offsets = torch.tensor([int(end * x.shape[0]) for end in ends], dtype=torch.int32)
+        x[int(offsets[-1]) :] = torch.nan
+        yield x, offsets
 
 
 def quantizers() -> Iterator[Quantizer]:

@@ -1,7 +1,6 @@
 """fp8compile::scale: computes the multiplier and the scale of each block from its amax.
 
-It handles few numbers and is still a separate op, for two reasons: ranks that share a block must agree on its amax
-before this step, and scale rules of other packages run here.
+It is a separate op, because ranks that share a block must agree on its amax before this step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch._ops import OpOverload
 from fp8compile.ops import samples
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.sharding import Split, along_every_dim
+from fp8compile.ops.sharding import along_every_dim
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import dtype_said, is_own, returned
 
@@ -53,10 +52,6 @@ def _decompose(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     return multiplier, _scale(multiplier, quantizer)
 
 
-def _sharding(amax: Tensor, quantizer: Quantizer) -> list[Split]:
-    return along_every_dim(amax.ndim, inputs=1, outputs=2, others=1)
-
-
 def _samples() -> Iterator[tuple[Any, ...]]:
     special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
     for quantizer in samples.quantizers():
@@ -71,6 +66,6 @@ scale: OpOverload = register_op(
     fake=_fake,
     backward=None,
     decompose=_decompose,
-    sharding=_sharding,
+    sharding=lambda amax, quantizer: along_every_dim(amax.ndim, inputs=1, outputs=2, others=1),
     samples=_samples,
 )

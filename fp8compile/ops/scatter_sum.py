@@ -1,7 +1,7 @@
 """fp8compile::scatter_sum: returns this rank's part of a sum over ranks; the gradient keeps its placement.
 
-DTensor's own redistribution of a sum gathers the gradient in high precision before it reaches the layer. With this op
-the layer gets this rank's part of the gradient, quantizes it, and gathers codes. For a plain tensor the op is a copy.
+DTensor's own redistribution gathers the gradient in high precision before it reaches the layer. With this op the layer
+quantizes its part of the gradient, and gathers codes. For a plain tensor the op is a copy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,6 @@ def _kernel(x: Tensor, dim: int, recipe: Recipe) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, int, Recipe], output: Tensor) -> None:
-    pass
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return grad, None, None
-
-
 def _samples() -> Iterator[tuple[Any, ...]]:
     yield torch.arange(6.0).view(2, 3), 0, Recipe()
     yield torch.arange(6.0).view(2, 3).t(), 1, Recipe()
@@ -41,8 +33,8 @@ scatter_sum: OpOverload = register_op(
     "fp8compile::scatter_sum",
     _kernel,
     fake=lambda x, dim, recipe: x.new_empty(x.shape),
-    setup_context=_setup_context,
-    backward=_backward,
+    setup_context=lambda ctx, inputs, output: None,
+    backward=lambda ctx, grad: (grad, None, None),
     decompose=_kernel,
     sharding=None,  # fp8compile.parallel.dtensor_layer redistributes DTensors
     samples=_samples,

@@ -1,10 +1,6 @@
 """Sharding rules: where the arguments of an op may be cut, and how results of shards combine to the whole result.
 
-A sharding rule is a function of the op's arguments that returns every way to cut them, as plain values. It reads only
-the shapes of tensors and imports no distributed code. Code that spreads tensors over ranks calls it.
-
-    amax of (M, K), block (1, -1)    rows:     x cut along 0  -->  amaxes are concatenated along 0
-                                     columns:  x cut along 1  -->  the largest of the shards' amaxes
+A rule is a function of the op's arguments that returns every way to cut them. It reads only the shapes of tensors.
 """
 
 from __future__ import annotations
@@ -70,11 +66,7 @@ Sharding = Callable[..., Iterable[Split]]
 def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) -> list[Split]:
     """The splits of an elementwise op: all its tensors are cut along the same dim.
 
-    Args:
-        ndim: Number of dims of the tensors.
-        inputs: Number of tensors among the op's arguments, which come first.
-        outputs: Number of tensors that the op returns.
-        others: Number of further arguments, which are not cut.
+    The op's arguments are ``inputs`` tensors, then ``others`` that are not cut. It returns ``outputs`` tensors.
     """
     return [Split((Cut(dim),) * inputs + (None,) * others, (dim,) * outputs) for dim in range(ndim)]
 
@@ -82,13 +74,8 @@ def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) ->
 def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]]:
     """The cuts of a tensor that fall between blocks, each with the matching cut of the grid of scales.
 
-    Args:
-        shape: Shape of the tensor.
-        block: Numbers of rows and columns that share a scale, in the tensor's (M, K) view.
-
-    Returns:
-        Pairs of a cut of the tensor and a cut of its grid. The grid's cut is None if the grid has a single entry along
-        the dim: a shard can be cast or dequantized with that entry, but a shard alone can't compute it.
+    The grid's cut is None if the grid has a single entry along the dim: a shard can be cast or dequantized with that
+    entry, but a shard alone can't compute it.
     """
     cuts: list[tuple[Cut, Cut | None]] = []
     last = len(shape) - 1

@@ -1,10 +1,7 @@
 """fp8compile::straight_through: returns the values of one tensor, and passes its gradient to another one.
 
-    values ---------> result
-    x      <--------- d(result)
-
-Rounding has a derivative of zero almost everywhere. To train through it, the gradient is passed on as if nothing had
-been rounded: the result has the rounded ``values``, and ``x`` gets the gradient of the result.
+Rounding has a derivative of zero almost everywhere. To train through it, the result has the rounded ``values``, and
+``x`` gets the gradient of the result.
 
 Source: Bengio et al. 2013, arXiv:1308.3432 (the straight-through estimator).
 """
@@ -19,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.sharding import Split, along_every_dim
+from fp8compile.ops.sharding import along_every_dim
 from fp8compile.quantizers import CurrentScaling, Quantizer
 
 __all__ = ["straight_through"]
@@ -29,20 +26,8 @@ def _kernel(values: Tensor, x: Tensor, quantizer: Quantizer) -> Tensor:
     return values.clone()
 
 
-def _fake(values: Tensor, x: Tensor, quantizer: Quantizer) -> Tensor:
-    return torch.empty_like(values)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[1].dtype
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-    return None, grad.to(ctx.dtype), None
-
-
-def _sharding(values: Tensor, x: Tensor, quantizer: Quantizer) -> list[Split]:
-    return along_every_dim(x.ndim, inputs=2, outputs=1, others=1)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -55,10 +40,10 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 straight_through: OpOverload = register_op(
     "fp8compile::straight_through",
     _kernel,
-    fake=_fake,
-    backward=_backward,
+    fake=lambda values, x, quantizer: torch.empty_like(values),
+    backward=lambda ctx, grad: (None, grad.to(ctx.dtype), None),
     decompose=_kernel,
-    sharding=_sharding,
+    sharding=lambda values, x, quantizer: along_every_dim(x.ndim, inputs=2, outputs=1, others=1),
     samples=_samples,
     setup_context=_setup_context,
 )

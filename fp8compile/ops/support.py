@@ -33,16 +33,10 @@ class GemmSupport:
 def recipe_support(
     recipe: Recipe, device: torch.device, out_dtype: torch.dtype = torch.bfloat16, *, grouped: bool = False
 ) -> tuple[GemmSupport, ...]:
-    """How each GEMM of a recipe would run on a device.
+    """How each GEMM of a recipe would run on a device, in the order output, grad_input, grad_weight.
 
-    Args:
-        recipe: The recipe.
-        device: The device.
-        out_dtype: Dtype of the layer's tensors.
-        grouped: Whether the products are those of a grouped layer, such as experts.
-
-    Returns:
-        One entry for each GEMM, in the order output, grad_input, grad_weight.
+    ``out_dtype`` is the dtype of the layer's tensors. ``grouped`` asks for the products of a grouped layer, such as
+    experts.
     """
     if grouped:
         try:

@@ -81,14 +81,9 @@ def _sides(rows: int, columns: int, block: Block) -> tuple[int, int, int, int]:
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """The largest magnitude in each block; NaN if a block holds a NaN, 0 if it is empty.
+    """The largest magnitude in each block of the (M, K) view, exact; NaN if a block holds a NaN, 0 if it is empty.
 
-    Args:
-        x: Any shape, floating point.
-        block: Block over the (M, K) view.
-
-    Returns:
-        Shape ``grid_shape(x.shape, block)``, the dtype of ``x``, exact.
+    Returns a tensor of shape ``grid_shape(x.shape, block)`` in the dtype of ``x``.
     """
     grid = grid_shape(x.shape, block)
     if guard_or_false(x.numel() == 0):
@@ -114,9 +109,8 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
 def _block_index(size: int, block: int, device: torch.device) -> Tensor:
     """The index of the block for each of ``size`` positions.
 
-    Inductor's C++ backend (PyTorch 2.11 to 2.15) splits a loop at a `// block` in an index. It rounds the number of
-    blocks down, and never writes a partial last block. If there is one, this function divides in another way,
-    which Inductor does not recognize.
+    Inductor's C++ backend (PyTorch 2.11 to 2.15) splits a loop at a `// block` in an index and never writes a partial
+    last block. For a partial block, the division here has a form that Inductor does not recognize.
     """
     index = torch.arange(size, device=device)
     if target_of(device).type != "cpu" or statically_true(size % block == 0):
@@ -127,22 +121,15 @@ def _block_index(size: int, block: int, device: torch.device) -> Tensor:
 def _is_one(blocks: int) -> bool:
     """Whether the number of blocks along a dim is the int 1.
 
-    False for a symbol that a guard has found to be 1: Inductor (up to PyTorch 2.13) would not broadcast it, but read
-    out of bounds.
+    A symbol that a guard found to be 1 does not count: Inductor (up to PyTorch 2.13) would read out of bounds.
     """
     return isinstance(blocks, int) and blocks == 1
 
 
 def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tensor:
-    """Repeat the value of each block for the elements of the block.
+    """Repeat the value of each block for the block's elements, to broadcast against the (M, K) view of a tensor.
 
-    Args:
-        per_block: Shape ``grid_shape(shape, block)``.
-        shape: Shape of the tensor that the blocks cover.
-        block: Block over the (M, K) view.
-
-    Returns:
-        A tensor that broadcasts against the (M, K) view of a tensor of this shape.
+    ``per_block`` has shape ``grid_shape(shape, block)``.
     """
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(rows, columns, block)
@@ -158,14 +145,5 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
 
 
 def scaled(x: Tensor, multiplier: Tensor, block: Block) -> Tensor:
-    """Multiply each value by the multiplier of its block, in float32.
-
-    Args:
-        x: Any shape, floating point.
-        multiplier: Shape ``grid_shape(x.shape, block)``, float32.
-        block: Block over the (M, K) view.
-
-    Returns:
-        The (M, K) view, float32.
-    """
+    """Multiply each value of ``x`` by the multiplier of its block; returns the (M, K) view, float32."""
     return as_matrix(x).float() * expand_blocks(multiplier, x.shape, block)

@@ -1,9 +1,7 @@
-"""Check the type, shape and dtype that a method of a quantizer returned, before they are used.
+"""Check the type, shape and dtype that a user's quantizer returned, because a wrong result could go unnoticed.
 
-Users write quantizers. A wrong result would otherwise raise an unrelated error in a kernel, or go unnoticed. The
-checks read metadata only, so that they cost no kernel, no sync and no node in a graph. Symbolic sizes are not
-compared, so that the checks add no guards. Results of this package's own classes are not checked, because that would
-slow down eager calls, and contract tests check these classes. Kernels therefore call `is_own` first.
+The checks read metadata only. Kernels call `is_own` first: this package's own classes are checked by tests instead,
+because checks slow down eager calls.
 """
 
 from __future__ import annotations
@@ -38,15 +36,9 @@ def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def returned(
     found: Any, quantizer: Quantizer, step: str, shape: Sequence[int], dtype: torch.dtype, shape_of: str
 ) -> Tensor:
-    """Check the result of a quantizer's method, and return it.
+    """Check the result of a quantizer's method ``step``, and return it.
 
-    Args:
-        found: The result.
-        quantizer: The quantizer.
-        step: Name of the method.
-        shape: The shape that the result has to have.
-        dtype: The dtype that the result has to have.
-        shape_of: The method or argument that the shape comes from, for the error.
+    ``shape_of`` names the method or argument that the expected shape comes from, for the error.
 
     Raises:
         TypeError: The result is not a tensor of this shape and dtype.
@@ -63,12 +55,7 @@ def returned(
 
 
 def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Call a method of a quantizer that returns a shape, and check the result.
-
-    Args:
-        quantizer: The quantizer.
-        method: ``"codes_shape"``, ``"values_shape"`` or ``"scale_shape"``.
-        shape: The argument of the method.
+    """Call a method of a quantizer that returns a shape, such as ``"codes_shape"``, and check the result.
 
     Raises:
         TypeError: The result is not a tuple of ints.
@@ -84,11 +71,7 @@ def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple
 
 
 def dtype_said(quantizer: Quantizer) -> torch.dtype:
-    """The dtype of a quantizer's scales, after a check that it is a dtype.
-
-    Raises:
-        TypeError: ``scale_dtype`` did not return a dtype.
-    """
+    """The dtype of a quantizer's scales, after a check that it is a dtype."""
     found = quantizer.scale_dtype()
     if isinstance(found, torch.dtype):
         return found

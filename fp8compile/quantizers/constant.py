@@ -1,9 +1,7 @@
 """Immutable values that torch.compile treats as constants of the graph: the base of quantizers and recipes.
 
-The text that `__fx_repr__` returns is in the source of each graph, and therefore in the key of each compile cache.
-AOTAutograd's key contains neither decompositions nor other code that an op is compiled to. If such code changes, a
-cache on disk would still return code compiled from the old version. The text therefore has a salt, a hash over the
-sources that matter, so that a change misses the cache.
+A graph's source, and so the key of each compile cache, has a salt: a hash over the sources that an op is compiled to.
+Without it, a cache on disk would return code compiled from an old version.
 """
 
 from __future__ import annotations
@@ -63,10 +61,10 @@ def _is_foreign(module: str) -> bool:
 
 
 def _foreign_source(module_name: str) -> bytes:
-    """The source that a foreign module may call: that of its whole package, or of the module if it has no package.
+    """The source that a foreign module may call: its whole package, or the module alone.
 
-    Code typed at a prompt has no source that can be found again. A number that is unique to this process replaces it,
-    so that its graphs miss the cache instead of hitting an entry of other code.
+    Code typed at a prompt has no source. A number unique to this process replaces it, so that its graphs miss the
+    cache.
     """
     top = sys.modules.get(module_name.partition(".")[0])
     if top is not None and getattr(top, "__path__", None):
@@ -80,12 +78,9 @@ def _foreign_source(module_name: str) -> bytes:
 def salt_with(module_name: str, function: str = "") -> None:
     """Add a module's source to all salts from now on, because a graph may contain code of the module's ops.
 
-    An op has no text of its own in a cache's key. The constants that a graph passes to the op carry its source there.
-
     Args:
         module_name: The module.
-        function: Name of a function that the module has registered and that graphs do not name. The salts then also
-            tell that it was registered.
+        function: Name of a function that the module has registered and that graphs do not name.
     """
     if function:
         SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)
@@ -109,10 +104,9 @@ def source_salt(cls: type[Any]) -> str:
 
 @cache
 def _global_name(cls: type[Any]) -> str:
-    """The name of a class in a graph's globals, which no other class has.
+    """The name of a class in a graph's globals, made unique, because FX keeps the first of two globals with one name.
 
-    If two globals have the same name, FX keeps the first one for all users. Two classes have the same qualified name,
-    for example, if a function that defines a class is called twice.
+    Two classes have the same qualified name, for example, if a function that defines a class is called twice.
     """
     name = re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
     NAMED[name] += 1

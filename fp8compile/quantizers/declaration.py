@@ -2,7 +2,6 @@
 
 class statement    annotations and defaults of fields, attributes that are not fields, methods that belong together
 first instance     the decorator, and annotations that name something defined later in the module
-every instance     the values themselves (`constant.py`)
 """
 
 from __future__ import annotations
@@ -79,14 +78,9 @@ def _default(value: Any) -> Any:
 
 
 def check_class(cls: type[Any], constant: type[Any]) -> None:
-    """Check the fields and attributes of a class when its class statement runs.
+    """Raise a TypeError if a constant's new class has a field or attribute that a constant may not have.
 
-    Args:
-        cls: The new class.
-        constant: The base class of the values that a field may hold besides plain ones.
-
-    Raises:
-        TypeError: A constant may not have such a field or attribute; the text says what to write.
+    A field may hold plain values and instances of ``constant``.
     """
     hints = _annotations(cls)
     for name, hint in hints.items():
@@ -122,10 +116,7 @@ def check_class(cls: type[Any], constant: type[Any]) -> None:
 
 @cache
 def field_types(cls: type[Any]) -> dict[str, Any]:
-    """Types of a class's fields, from their annotations.
-
-    A subclass's annotation replaces that of its base. The type is ``Any`` if an annotation of a local class can't be
-    evaluated.
+    """Types of a class's fields, from their annotations; ``Any`` if an annotation of a local class can't be evaluated.
 
     Raises:
         TypeError: An annotation uses a name that its module does not have.
@@ -170,11 +161,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 @cache
 def check_decorated(cls: type[Any]) -> None:
-    """Check that a class is a frozen dataclass, and that all its fields count for equality.
-
-    Raises:
-        TypeError: It is not a frozen dataclass, or a field does not count.
-    """
+    """Raise a TypeError unless a class is a frozen dataclass, all of whose fields count for equality."""
     name, parameters = cls.__name__, vars(cls).get("__dataclass_params__")
     if parameters is None:
         raise TypeError(f"{name} is no dataclass of its own: its fields would not count. Write {DECORATOR} above it.")
@@ -249,11 +236,9 @@ def _check_together(cls: type[Any], base: type[Any]) -> None:
 
 
 def check_steps(cls: type[Any], base: type[Any]) -> None:
-    """Check the methods of a quantizer's class against those of the base class.
+    """Raise a TypeError if a quantizer's class has no scale rule or lacks a method that another one needs.
 
-    Raises:
-        TypeError: There is no scale rule, one of two methods that belong together is missing, or a method has other
-            arguments than in the base class.
+    Also raise if a method has other arguments than in the base class.
     """
     name = cls.__name__
     if not _overrides(cls, base, "multiplier") and not _overrides(cls, base, "outer_scale"):

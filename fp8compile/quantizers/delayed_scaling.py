@@ -1,10 +1,7 @@
-"""DelayedScaling: the scale of a tensor comes from its amaxes in earlier steps.
+"""DelayedScaling: the scale of a tensor comes from its amaxes in earlier steps, so no pass over it precedes the cast.
 
-    x --cast by the multiplier of earlier steps--> codes          no pass over x is needed before the cast
-    x --amax--> into the history --largest or newest--> format_max * 2**-margin / . --> multiplier of the next step
-
-The quantizer itself holds no state. History and multiplier are tensors that its methods take and return. A layer keeps
-them in buffers (``fp8compile.Linear``), and its backward updates them.
+The quantizer holds no state. History and multiplier are tensors that its methods take and return; a layer keeps them
+in buffers (``fp8compile.Linear``), and its backward updates them.
 """
 
 from __future__ import annotations
@@ -33,10 +30,8 @@ def next_state(
     """Append one more amax to each history, and compute the next multipliers.
 
     In a history, the oldest amax is at index 1 and the newest at the end. Index 0 is not changed: it is 0, or for a
-    quantized parameter the amax of the values that its codes were made from.
-
-    A history keeps all amaxes, but NaN and infinite ones do not count for the maximum. If the amax that decides (the
-    largest, or the newest) is 0, NaN or infinite, the multiplier is not changed.
+    quantized parameter the amax of the values that its codes were made from. If the amax that decides (the largest
+    finite one, or the newest) is 0, NaN or infinite, the multiplier is not changed.
 
     Args:
         history: Shape (..., history), float32; zeros at the start.
@@ -105,19 +100,15 @@ class DelayedScaling(Quantizer):
     def amax(self, x: Tensor) -> Tensor:
         """The largest magnitude of the tensor, reduced first within each row and then over rows.
 
-        For the gradients of a backward, one kernel computes the amax and also writes the transposed codes. If the
-        reduction were flat, such a kernel would scatter the codes byte by byte; a reduction of rows works on tiles.
+        One kernel can then also write a gradient's transposed codes by tiles. After a flat reduction it would scatter
+        bytes.
         """
         if guard_or_false(x.numel() == 0):
             return super().amax(x)
         return block_amax(x, ROWS).amax().float().view(self.scale_shape(x.shape))
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """Raise a RuntimeError, because the multiplier comes from earlier steps and not from an amax.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raise a RuntimeError, because the multiplier comes from earlier steps and not from an amax."""
         raise RuntimeError(
             "DelayedScaling: its scale comes from the steps before, not from the values that are quantized. Use it in "
             "a recipe of fp8compile.Linear, or of fp8compile.linear(..., state=...), which keep that state; to "

@@ -1,12 +1,7 @@
-"""Recipes and quantizers of installed packages, found by the entry points of the group ``fp8compile.quantizers``.
+"""Recipes and quantizers that installed packages offer by the entry points of the group ``fp8compile.quantizers``.
 
-A package names them in its pyproject.toml:
-
-    [project.entry-points."fp8compile.quantizers"]
-    swiglu8 = "swiglu8:Ceil8"
-
-Each entry point names a quantizer, a recipe, or a class or function that returns one when called without arguments.
-Entry points are searched only when a name is looked up, and a package is imported only when its name is looked up.
+An entry point names a quantizer, a recipe, or a class or function that returns one when called without arguments. A
+package is imported only when its name is looked up.
 """
 
 from __future__ import annotations
@@ -46,17 +41,13 @@ def _entries() -> dict[str, metadata.EntryPoint]:
 
 
 def source(name: str) -> str:
-    """The text for an error that names an entry point and its package.
-
-    Args:
-        name: One of ``installed()``.
-    """
+    """The text for an error that names an entry point and its package."""
     return _source(_entries()[name])
 
 
 @constant_when_traced
 def installed() -> tuple[str, ...]:
-    """The names of the entry points of installed packages, sorted. No package is imported.
+    """The sorted names of the entry points of installed packages. No package is imported.
 
     Raises:
         ValueError: Two packages use one name for different things.
@@ -67,9 +58,6 @@ def installed() -> tuple[str, ...]:
 @constant_when_traced
 def load(name: str) -> Quantizer | Recipe:
     """Load the recipe or quantizer that a package offers by this name.
-
-    Args:
-        name: One of ``installed()``.
 
     Raises:
         KeyError: No package has an entry point of this name.
@@ -114,7 +102,7 @@ def _value_of_imported(entry: metadata.EntryPoint) -> Any:
 def imported() -> Iterator[tuple[str, Quantizer | Recipe]]:
     """Names and values of the entry points whose packages are imported already. No package is imported.
 
-    If an entry point names a function, it is included only if `load` has called the function, with the result.
+    A function's result is included only if `load` has called the function.
     """
     for entry in _entries_on(tuple(sys.path)):
         value = _value_of_imported(entry)

@@ -2,12 +2,8 @@
 
     y[j] = 1/4 * sum over i of x[i] * sign[i] * (-1)**popcount(i & j)
 
-The transform is orthogonal, so a product of two matrices does not change if both are transformed along the dim that
-the product sums over. It spreads an outlier over its neighbours. Otherwise the outlier would determine the scale of
-its block, and its neighbours would lose most of their four bits.
-
-Sums are float32, and terms are added in the order of i. Factors are powers of two. A fused multiply-add therefore has
-the same result as a product and a sum, and all backends have the same bits.
+It is orthogonal, so a product does not change if both matrices are transformed. It spreads an outlier, whose block
+would otherwise lose most of its four bits. Terms are added in the order of i, so that all backends have the same bits.
 
 Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149; the signs are those of
 TransformerEngine.
@@ -33,7 +29,7 @@ def is_signs(signs: object) -> bool:
 
 
 def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-    """Compute 0.25 * (-1)**popcount(i & j) for all j, as a dict by i. i = 0 is left out: it is always 0.25.
+    """Compute 0.25 * (-1)**popcount(i & j) for all j, as a dict by i without i = 0, where it is always 0.25.
 
     Each entry is the entry for i without its highest bit, times the sign of that bit. A graph then has one node for
     each i, instead of eight nodes that count bits.
@@ -81,17 +77,10 @@ def _sums(groups: Tensor, dim: int, places: Tensor, signs: tuple[int, ...]) -> T
 
 
 def random_hadamard(x: Tensor, dim: int, signs: tuple[int, ...], *, every: slice = slice(None)) -> Tensor:
-    """Transform each group of sixteen neighbours of a matrix.
+    """Transform each group of sixteen neighbours of a float32 matrix (M, K), along ``dim``.
 
-    Args:
-        x: (M, K), float32.
-        dim: The dim along which elements are neighbours: 0, down a column, or 1, along a row.
-        signs: Sixteen signs, each 1 or -1.
-        every: Selects some of the sixteen sums.
-
-    Returns:
-        float32. The size along ``dim`` is rounded up to a multiple of 16, with zeros for missing neighbours; if
-        ``every`` selects fewer sums, it is smaller in proportion.
+    ``every`` selects some of the sixteen sums. The size along ``dim`` is first rounded up to a multiple of 16, with
+    zeros for missing neighbours.
     """
     return _sums(_groups(x, dim), dim, _places(dim, x.device)[every], signs).flatten(dim, dim + 1)
 

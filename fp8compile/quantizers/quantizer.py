@@ -4,15 +4,8 @@
     |                                     |
     +---------- product, round <----------+--> codes uint8
 
-A quantizer may have two levels of scales: one scale for each block, and one float32 scale for the whole tensor:
-
-    x --amax--> amax f32 --outer_amax--> f32 (1,) --outer_scale--> f32 (1,), a factor of the whole tensor
-    |            +--------block_scale------+--> scale           |
-    |                                           +--block_multiplier--> f32
-    +-------------------- product, round <------------------------+--> codes uint8
-
-The steps are methods in plain PyTorch. They are the reference for every backend: the ops call them in eager mode, and
-Inductor traces through them. The base class has all of them but the scale rule. An unusual format overrides more.
+With two levels of scales, ``outer_scale``, ``block_scale`` and ``block_multiplier`` replace ``multiplier``. The steps
+are plain PyTorch, and the reference for every backend: ops call them in eager mode, Inductor traces through them.
 """
 
 from __future__ import annotations
@@ -116,9 +109,7 @@ class Quantizer(Constant):
     def unpacked(self) -> Quantizer | None:
         """The quantizer of the same codes with one code in each byte, which ranks can cut anywhere.
 
-        Returns:
-            The quantizer itself if it does not pack codes. None if it packs codes and has no unpacked form; ranks then
-            can't cut or send its codes.
+        It is None if codes are packed and have no unpacked form; ranks then can't cut or send them.
         """
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
@@ -131,9 +122,9 @@ class Quantizer(Constant):
         return self
 
     def transform(self) -> tuple[int, ...]:
-        """Signs of the orthogonal transform that is applied before the cast, along the dim that a GEMM sums over.
+        """Signs of the orthogonal transform before the cast, along the dim that a GEMM sums over; () for no transform.
 
-        () for no transform. Both operands of a GEMM have the same transform.
+        Both operands of a GEMM have the same transform.
         """
         return ()
 
@@ -147,51 +138,32 @@ class Quantizer(Constant):
         return NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
 
     def outer_amax(self, amax: Tensor) -> Tensor:
-        """The largest amax of all blocks.
+        """The largest amax of all blocks, (1,) float32; NaN if a block's amax is NaN, 0 if there are no blocks.
 
-        Args:
-            amax: Shape ``scale_shape(shape)``, float32.
-
-        Returns:
-            Shape (1,), float32; NaN if a block's amax is NaN, 0 if there are no blocks. The maximum over ranks is that
-            of the whole tensor.
+        ``amax`` has shape ``scale_shape(shape)``, float32.
         """
         if guard_or_false(amax.numel() == 0):
             return amax.new_zeros((1,))
         return amax.amax().view(1)
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """The outer scale: a factor of the whole tensor, next to the scales of its blocks.
+        """The outer scale, (1,) float32: a factor of the whole tensor, next to the scales of its blocks.
 
-        Args:
-            outer_amax: Amax of the whole tensor, shape (1,), float32.
-
-        Returns:
-            Shape (1,), float32; NaN if the amax is not finite.
+        ``outer_amax`` is the amax of the whole tensor, (1,) float32. The scale is NaN if that is not finite.
         """
         raise self._one_level()
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """The scales of blocks in the form in which they are stored.
+        """The scales of blocks in the form in which they are stored, ``scale_dtype()``, in the shape of the grid.
 
-        Args:
-            amax: Shape of the grid, float32.
-            outer_amax: Amax of the whole tensor, shape (1,), float32.
-
-        Returns:
-            Shape of the grid, in ``scale_dtype()``.
+        ``amax`` has the shape of the grid, float32; ``outer_amax`` is that of the whole tensor, (1,) float32.
         """
         raise self._one_level()
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """The multipliers of blocks, computed from both scales. Values are multiplied by them and then rounded.
+        """The multipliers of blocks, from both scales: float32, in the shape of the grid.
 
-        Args:
-            scale: Shape of the grid, in ``scale_dtype()``.
-            outer_scale: Shape (1,), float32.
-
-        Returns:
-            Shape of the grid, float32.
+        ``scale`` is what `block_scale` returns, and ``outer_scale`` is (1,) float32.
         """
         raise self._one_level()
 
@@ -202,14 +174,11 @@ class Quantizer(Constant):
         return ELEMENT_FORMATS[self.format]
 
     def gemm_format(self) -> Float8Format | None:
-        """The float8 format in which a GEMM of the hardware may read the codes.
+        """The float8 format in which a GEMM of the hardware may read the codes, ``E4M3`` or ``E5M2``, else None.
 
-        If a class has its own ``dequantize`` with the same result as the inherited one, it may override this method
-        and return the format. ``fp8compile.testing.check_quantizer`` then checks that the results agree.
-
-        Returns:
-            ``E4M3`` or ``E5M2`` if the value of a code is the number that the format has for it, times the scale of
-            its block. None if the class overrides ``dequantize``, or the format is another one.
+        It is a format if the value of a code is the number that the format has for it, times the scale of its block. A
+        class whose own ``dequantize`` has the same result as the inherited one may return the format;
+        ``fp8compile.testing.check_quantizer`` then checks that the results agree.
         """
         inherited = type(self).dequantize is Quantizer.dequantize
         stored = self.element_format()
@@ -220,13 +189,9 @@ class Quantizer(Constant):
         return False
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude of each block.
+        """The largest magnitude of each block, exact: ``scale_shape(x.shape)``, float32; NaN for a block with a NaN.
 
-        Args:
-            x: Any shape, float32, bfloat16 or float16.
-
-        Returns:
-            Shape ``scale_shape(x.shape)``, float32, exact; NaN for a block with a NaN.
+        ``x`` has any shape, float32, bfloat16 or float16.
         """
         return block_amax(x, self.block).float()
 
@@ -240,9 +205,6 @@ class Quantizer(Constant):
 
         Returns:
             The same shape, float32, positive and finite; NaN for an amax that is not finite.
-
-        Raises:
-            NotImplementedError: The class defines no scale rule.
         """
         if not self.has_outer_scale():
             raise NotImplementedError(f"{type(self).__name__} has no scale rule: define multiplier(self, amax).")
@@ -250,13 +212,9 @@ class Quantizer(Constant):
         return self.block_multiplier(self.block_scale(amax, outer_amax), self.outer_scale(outer_amax))
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
-        """The scale that undoes a multiplier: its reciprocal, correctly rounded, with subnormals kept.
+        """The scale that undoes a float32 multiplier: its reciprocal, correctly rounded, in ``scale_dtype()``.
 
-        Args:
-            multiplier: Shape of the grid, float32.
-
-        Returns:
-            The same shape, in ``scale_dtype()``.
+        Subnormals are kept, and the shape is that of the multiplier.
         """
         return exact_quotient(1.0, multiplier)
 
@@ -280,12 +238,9 @@ class Quantizer(Constant):
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Cast a part of a tensor to codes that depend on a value's position; called if `is_local` returns False.
 
-        Args:
-            x: Values, as `cast` takes them.
-            multiplier: Multipliers, as `cast` takes them.
-            rows: For each row of ``x``, the index at which that row begins in the whole, flattened tensor, (M,) int64.
-            columns: For each column of ``x``, its column in the whole tensor, (K,) int64. The index of an element is
-                the sum of both.
+        Arguments are those of `cast`, then two int64 tensors whose sum is the index of an element in the whole,
+        flattened tensor: ``rows`` (M,) has the index at which each row of ``x`` begins, ``columns`` (K,) the column of
+        each element.
         """
         return self.cast(x, multiplier)
 

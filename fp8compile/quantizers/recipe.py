@@ -65,8 +65,7 @@ ALLOWED_PAIRS = (
 def gemm_kind(a: Block, b: Block) -> str | None:
     """The kind of GEMM that can apply the scales of two operands (m, k) and (k, n) with these blocks.
 
-    Returns:
-        ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``, or None if no GEMM can.
+    It is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
     """
     if a == b == (-1, -1):
         return "tensorwise"

@@ -1,10 +1,7 @@
 """Noise for stochastic rounding: a hash of seed, position and value, the same in eager and compiled code.
 
-    fraction(seed, i, x_i) in [0, 1), multiples of 2**-24
-
-The noise reads no random number generator, so there is no state to save. A resumed run, or a recomputed forward,
-rounds as before. The noise changes from step to step because the values do. A position is the element's index in the
-whole tensor, so that a shard has the noise of the whole tensor; the caller says where a shard lies.
+No random number generator is read, so a resumed run or a recomputed forward rounds as before. A position is the
+element's index in the whole tensor, so that a shard has the noise of the whole tensor.
 
 Source: Wellons, "Prospecting for Hash Functions" (2018), for the 32-bit mixing constants; Gupta et al. 2015, "Deep
 Learning with Limited Numerical Precision", arXiv:1502.02551, for stochastic rounding.
@@ -49,17 +46,13 @@ def positions(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
-    """Compute a number in [0, 1) for each element.
+    """Compute a number in [0, 1) for each element of ``values``, (M, K) float32.
 
     Args:
-        values: (M, K), float32.
+        values: The values that will be rounded.
         seed: At least 0.
         rows: Index in the whole tensor of the first element of each row, (M,) int64; None for a whole tensor.
-        columns: Column in the whole tensor of each column, (K,) int64; None for a whole tensor. The index of an
-            element is the sum of its row's and its column's entry.
-
-    Returns:
-        The same shape, float32.
+        columns: Column in the whole tensor of each column, (K,) int64; None for a whole tensor.
     """
     if rows is None or columns is None:
         rows, columns = positions(values.shape, values.device)

@@ -2,8 +2,7 @@
 
     x --(random Hadamard transform)--> amax of blocks --> outer amax --> scales --> codes e2m1 --> two of them a byte
 
-If the tensor is transformed, `dequantize` undoes the transform. Codes, sums of sixteen codes, and products of such
-sums with a block's scale are exact in float32, so that undoing the transform adds no error.
+`dequantize` undoes the transform without error, because codes and sums of sixteen codes are exact in float32.
 """
 
 from __future__ import annotations
@@ -232,8 +231,8 @@ class TwoLevelScaling(Quantizer):
     def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
         """The first (``start`` 0) or second (``start`` 1) of each two codes that share a byte.
 
-        Only the values of these codes are cast. If all codes were computed first and split afterwards, compiled code
-        would store them, or their float32 values.
+        Only their values are cast. If all codes were computed first and split afterwards, compiled code would store
+        them.
         """
         dim, every = PAIRS[self.packed], slice(start, None, 2)
         block = tuple(size // 2 if axis == dim else size for axis, size in enumerate(self.block))

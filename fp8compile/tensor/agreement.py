@@ -1,9 +1,7 @@
-"""Compare sizes over the ranks of a group once, before the ranks send tensors of these sizes.
+"""Compare sizes over the ranks of a group once, because a message of unexpected size hangs or crashes.
 
-A message with another size than a rank expects raises no error: gloo ends the process, and NCCL waits forever or reads
-memory outside of the message. The comparison is itself a message that all ranks must take part in. It is therefore
-made in the first call only. If a rank compared again whenever its own sizes change, it would wait for ranks whose
-sizes did not change.
+The comparison is itself a message of all ranks. It is made in the first call only: a rank that compared again when its
+own sizes change would wait for ranks whose sizes did not change.
 """
 
 from __future__ import annotations
@@ -53,20 +51,10 @@ def _compare_once(
 
 
 def check_agreement(function: str, x: Tensor, group: ProcessGroup, **sizes: tuple[int, ...]) -> None:
-    """Raise on all ranks of a group unless all of them give the same sizes.
+    """Raise a ValueError on all ranks of a group unless all of them give the same sizes, keyword arguments of tuples.
 
-    Sizes are compared in the first call with the same function, argument names and group. A compiled function compares
-    while Dynamo traces it, so that its steps send nothing more. Symbolic sizes and sizes of fake tensors are not
-    compared.
-
-    Args:
-        function: The name of the caller, for the error's text.
-        x: The tensor that is about to be sent.
-        group: The ranks. All of them call this.
-        sizes: Keyword arguments named as in the caller; each is a tuple with one entry for each rank.
-
-    Raises:
-        ValueError: The ranks give different sizes. The text lists the sizes of each rank.
+    The first call with the same function, argument names and group compares. A compiled function compares while Dynamo
+    traces it, so that its steps send nothing more. Symbolic sizes and sizes of fake tensors are not compared.
     """
     numbers = tuple([size for each in sizes.values() for size in each])
     if group.size() == 1 or x.is_meta or _compat.is_fake(x) or not all(map(_compat.is_static, numbers)):

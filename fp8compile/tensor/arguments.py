@@ -18,7 +18,7 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @_compat.constant_when_traced
 def shown(value: object) -> str:
-    """The text for a wrong value in an error: its repr."""
+    """The repr of a wrong value, for an error's text."""
     return repr(value)
 
 
@@ -34,12 +34,6 @@ def not_dense(x: Tensor) -> str | None:
 def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup) -> tuple[int, ...]:
     """Check an argument that gives the size of each rank's part, and return it as a tuple.
 
-    Args:
-        function: Name of the function that was given the argument, for errors.
-        argument: Name of the argument, for errors.
-        given: The sizes.
-        group: The ranks.
-
     Raises:
         TypeError: ``given`` is not a sequence of ints from 0.
         ValueError: ``given`` does not have one entry for each rank.
@@ -54,19 +48,9 @@ def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup)
 
 
 def own_sizes(function: str, argument: str, given: Any, group: ProcessGroup, own: int, what: str) -> tuple[int, ...]:
-    """Check sizes as ``checked_sizes`` does, and check that this rank's entry is the size of its part.
+    """Check sizes as ``checked_sizes`` does, and check that this rank's entry is ``own``, the size of its part.
 
-    Args:
-        function: Name of the function that was given the argument, for errors.
-        argument: Name of the argument, for errors.
-        given: The sizes; None if all ranks have as much as this one.
-        group: The ranks.
-        own: Size of this rank's part.
-        what: Names the entries that ``own`` counts, for errors.
-
-    Raises:
-        TypeError: ``given`` is not a sequence of ints from 0.
-        ValueError: ``given`` does not have one entry for each rank, or this rank's entry is not ``own``.
+    None as ``given`` says that all ranks have as much as this one. ``what`` names the counted entries in the error.
     """
     if given is None:
         return (own,) * group.size()

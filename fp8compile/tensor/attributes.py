@@ -24,25 +24,20 @@ def _declared(cls: type[Any]) -> set[str]:
 
 
 def attributes_of_others(tensor: Tensor) -> dict[str, Any]:
-    """The attributes of a tensor that its class does not declare, which are those that users set."""
+    """The attributes of a tensor that its class does not declare, such as those that users set."""
     own = _declared(type(tensor))
     return {name: value for name, value in vars(tensor).items() if name not in own}
 
 
 def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
-    """Return the result of an op; if the op moves a parameter, first copy the source's attributes to the result."""
+    """Copy users' attributes from ``source`` to the result of an op that moves a parameter; returns the result."""
     if op in MOVES:
         vars(result).update(attributes_of_others(source))
     return result
 
 
 def in_place_of(parameter: Tensor, data: Tensor) -> Parameter:
-    """Make a parameter that replaces another one: same ``requires_grad``, ``grad_dtype`` and users' attributes.
-
-    Args:
-        parameter: The parameter that is replaced.
-        data: The tensor that the new parameter holds; it is not copied.
-    """
+    """Make a parameter of ``data`` that has another one's ``requires_grad``, ``grad_dtype`` and users' attributes."""
     found = Parameter(data, requires_grad=parameter.requires_grad)
     vars(found).update(attributes_of_others(parameter))
     keep_grad_dtype(parameter, found)

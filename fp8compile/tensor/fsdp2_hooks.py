@@ -1,15 +1,7 @@
-"""The hooks that FSDP2 calls on a weight that is sent as codes.
+"""The hooks that FSDP2 calls around an all-gather on a weight that is sent as codes.
 
-One hook returns the tensors that this rank sends, and one makes the weight from the tensors that arrive.
-
-    forward     codes for the output      --FSDP2's all-gather--> the weight's memory
-    backward    codes for grad_input      --FSDP2's all-gather--> the same memory, which FSDP2 freed in between
-
-Each pass gathers one set of codes. If one gather has to serve both passes of a weight with two sets, it sends both
-sets, or plain values.
-
-FSDP2 gathers into the same memory again and again. Scales have memory of their own, which FSDP2 frees with the weight.
-The scales of a set that was not gathered are NaN, so that a product with its codes would be noticed.
+Forward and backward each gather their own set of codes into the same memory, unless one gather has to serve both.
+Scales of a set that was not gathered are NaN, so that a product with its codes would be noticed.
 """
 
 from __future__ import annotations
@@ -53,11 +45,8 @@ class FullyShardHooks:
     ) -> tuple[DimSharding, Sequence[SetToGather]]:
         """Return how ranks cut the weight, and the sets of codes that this rank can send.
 
-        Args:
-            mesh: The mesh over whose ranks FSDP2 gathers.
-            size: Size of the whole weight.
-            module: The module that has the weight.
-            mp_policy: FSDP2's ``MixedPrecisionPolicy``.
+        ``size`` is that of the whole weight, ``module`` the weight's, and ``mp_policy`` FSDP2's
+        ``MixedPrecisionPolicy``.
         """
         raise NotImplementedError
 
@@ -72,10 +61,7 @@ class FullyShardHooks:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-        """Return the tensors that this rank sends, and the layout that tells how to read what arrives.
-
-        The tensors are the codes for the pass that runs now, the codes for both passes, or plain values.
-        """
+        """Return the tensors that this rank sends, and the layout that tells how to read what arrives."""
         size = tuple(outer_size)
         kind, gemms = (BOTH, PAIR) if self.gathers is None else self.gathers.now(module)
         shards, sets = self.sets_to_gather(mesh, size, module, mp_policy)
@@ -119,10 +105,9 @@ class FullyShardHooks:
 
 
 def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quantized], tuple[Tensor, ...]]:
-    """Make the sets of codes of a weight, on the memory that FSDP2 gathers into.
+    """Make the sets of codes of a weight on the memory that FSDP2 gathers into.
 
-    Returns:
-        The sets, and the tensors whose memory was allocated here.
+    Returns the sets, and the tensors whose memory was allocated here.
     """
     sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to these tensors, in inference mode or not
@@ -163,10 +148,7 @@ def _fill(weight: QuantizedTensor, gathered: Sequence[Tensor], layout: GatherLay
 
 
 def _write(memory: Tensor, values: Tensor) -> None:
-    """Write to memory without incrementing its version counter, because autograd saved the weight in the forward.
-
-    FSDP2 writes gathered tensors in the same way.
-    """
+    """Write to memory without incrementing its version counter, because autograd saved the weight in the forward."""
     with _compat.uncounted_write(memory):
         memory.copy_(values)
 

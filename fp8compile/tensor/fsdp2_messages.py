@@ -1,11 +1,7 @@
 """The tensors that FSDP2 sends for a weight that is codes, and how those that arrive are read.
 
-    codes of each set           one byte for each code, or half a byte for codes of four bits
-    scales of this rank alone   the scales of all sets as one 1-D tensor of bytes, sent beside the codes
-
-FSDP2 sends a tensor of another size beside the codes only if there are several ranks, no rank pads its shard, and the
-weight is cut along dim 0. Otherwise the ranks send their scales by messages of their own. Scales that all ranks have
-are not sent.
+Codes are sent as they are, and scales that only this rank has as one 1-D tensor of bytes beside them. If FSDP2 can't
+send two sizes (one rank, padded shards, a cut along another dim than 0), ranks send scales by their own messages.
 """
 
 from __future__ import annotations
@@ -32,16 +28,16 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class SetToGather:
-    """One set of codes of a rank's shard of a weight, those that one GEMM reads; an FSDP2 all-gather may send it.
+    """One set of codes of a rank's shard of a weight, which an FSDP2 all-gather may send.
 
     Attributes:
         gemm: The GEMM that reads the codes.
         quantizer: The quantizer of the codes.
-        is_own: For each level of scales (blocks, outer): True if the scales cover only this rank's shard, and so must
-            be sent too; False if this rank already has those of the whole weight.
+        is_own: For each level of scales (blocks, outer), whether they cover only this rank's shard and so must be
+            sent.
         scale_shapes: Shapes of the gathered weight's scales, by level.
-        make: Called with a quantizer that makes the same codes but may pack them otherwise. Returns the codes in that
-            packing, then the scales, one tensor a level, of the shard or of the whole weight as ``is_own`` says.
+        make: Given a quantizer that may pack the same codes otherwise, returns the codes in that packing, then the
+            scales by level.
     """
 
     gemm: Gemm
@@ -66,9 +62,8 @@ class GatherLayout:
         size: Size of the whole weight.
         quantizers: For each set, the quantizer of the codes in the form in which they are sent.
         scale_shapes: For each set, the shapes of the whole weight's scales, by level.
-        scales: For each GEMM whose codes are sent, pairs of a scale and a bool, by level. True: the scale is that of
-            this rank's shard, and is sent beside the codes. False: the scale is that of the whole weight. None if
-            plain values are gathered instead of codes.
+        scales: For each GEMM whose codes are sent, a scale for each level and whether it is this rank's alone, so that
+            it travels beside the codes. None if plain values are gathered.
     """
 
     shards: DimSharding
@@ -119,8 +114,8 @@ def codes_to_send(
         gemms: The GEMMs whose codes are sent.
         shards: How ranks cut the weight.
         size: Size of the whole weight.
-        together: Whether each gather sends all sets. FSDP2's buffers keep their size, so that each gather has as much
-            room for scales as the largest gather needs.
+        together: Whether each gather sends all sets. If not, each gather has room for the scales of the largest set,
+            because FSDP2's buffers keep their size.
     """
     beside = shards.is_even() and len(shards.sizes) > 1 and shards.dim == 0
     quantizers = as_they_travel([each.quantizer for each in sets], shards, size)
@@ -148,7 +143,7 @@ def codes_to_send(
 def _scales_of_all_ranks(
     levels: Sequence[Tensor], own: SetToGather, shards: DimSharding, size: tuple[int, ...]
 ) -> list[Tensor]:
-    """The whole weight's scales of blocks and outer scale; those that only one rank has are gathered by messages."""
+    """The whole weight's scales by level; ranks exchange those that differ between them."""
     dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), own.quantizer) for each in shards.sizes]
     for scale, is_own, level in zip(levels, own.is_own, zip(*shapes, strict=True), strict=True):
@@ -159,9 +154,9 @@ def _scales_of_all_ranks(
 def as_they_travel(quantizers: Sequence[Quantizer], shards: DimSharding, size: Sequence[int]) -> tuple[Quantizer, ...]:
     """The quantizers of codes in the form in which FSDP2 sends them.
 
-    Codes of four bits are sent two to a byte in all sets or in none, so that the messages of two sets have the same
-    length. They are sent one to a byte if shards are uneven or columns are cut, because a rank that pads its shard can
-    only send tensors with as many elements as the shard.
+    Codes of four bits are sent two to a byte in all sets or in none, so that two sets' messages have the same length.
+    If shards are uneven or columns are cut, codes are sent one to a byte, because a padded shard needs an element for
+    each.
     """
     found = [_as_it_travels(each, shards, size) for each in quantizers]
     if any(packed_dim(each) is None for each in found):

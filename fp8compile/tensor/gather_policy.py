@@ -26,9 +26,7 @@ IN_WORDS = {
 
 @dataclass
 class GatherPolicy:
-    """What all gathers of one weight send.
-
-    The first gather decides, because FSDP2 allocates its buffers only once.
+    """What all gathers of one weight send. The first gather decides, because FSDP2 allocates its buffers only once.
 
     Attributes:
         for_both: What is gathered if one gather serves both passes: ``"codes"`` or ``"param_dtype"``.
@@ -50,11 +48,7 @@ class GatherPolicy:
         return GatherPolicy(self.for_both, self.checkpointed, name=self.name)
 
     def now(self, module: nn.Module) -> tuple[str, tuple[Gemm, ...]]:
-        """Decide what the gather that is about to start sends.
-
-        Returns:
-            The kind of gather, and the GEMMs whose codes it sends.
-        """
+        """Decide the kind of the gather that is about to start, and the GEMMs whose codes it sends."""
         if self._parameter is None:
             self._parameter = next(
                 each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, self.name)
@@ -64,11 +58,7 @@ class GatherPolicy:
         return kind, PAIR if kind == BOTH else own_pass
 
     def _kind_for(self, parameter: _compat.FsdpParameter) -> str:
-        """The kind of gather that fits how FSDP2 treats the parameter now.
-
-        Raises:
-            RuntimeError: Each pass gathered its own codes so far, and FSDP2 now keeps the weight after the forward.
-        """
+        """The kind of gather that fits how FSDP2 treats the parameter now; raises if that has changed."""
         kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN
         if self.kind is None:
             self.kind = kind

@@ -1,8 +1,4 @@
-"""A QuantizedTensor as the weight of a layer: forward and backward multiply its codes.
-
-A weight with two sets of codes has one set for the forward and one for the backward. A stack of matrices is the weight
-of a grouped layer.
-"""
+"""A QuantizedTensor as the weight of a layer, plain or grouped: forward and backward multiply its codes."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ __all__ = ["check_serves", "is_stack", "unserved"]
 def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | None = None) -> str | None:
     """The reason why a layer with this recipe can't run on the codes of a quantized weight; None if it can.
 
-    Args:
-        quantizer: The quantizer that made the codes for the output.
-        recipe: The layer's recipe.
-        for_grad_input: The quantizer that made the codes for grad_input, if the weight has a second set.
+    ``for_grad_input`` is the quantizer of the weight's second set of codes, if there is one.
     """
     if for_grad_input is not None:
         wanted = zip((quantizer, for_grad_input), (recipe.weight, recipe.weight_for_grad_input), strict=True)
@@ -100,14 +93,7 @@ def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
 
 
 def _run(func: Any, *args: Any) -> Any:
-    """Run a layer's op on the codes that its weight has; the op quantizes only its other operand.
-
-    In a graph that is being traced, the other operand is quantized by the steps for the forward or for the backward.
-
-    Args:
-        func: The layer's op.
-        args: The op's arguments; the weight is a QuantizedTensor.
-    """
+    """Run a layer's op on the codes that its weight has; the op quantizes only its other operand."""
     op, gemm = OPS_OF_LAYERS[func], LAYER_OPS[func]
     x, weight, recipe = args[0], args[1], args[-1]
     if op.ends:

@@ -1,13 +1,7 @@
-"""Round quantized parameters once for each optimizer step.
+"""Round quantized parameters once for each optimizer step, although the optimizer writes to them with several ops.
 
-step begins      each parameter and all its views get one `Pending`, without values
-op in place      computes on the Pending's values, in the parameter's dtype; the first op dequantizes the codes
-step ends        values of all parameters --one amax message--> codes, scales
-
-An optimizer writes to a parameter with several ops (AdamW: weight decay, then the update), and no op knows whether
-another one follows. Hooks on all optimizers tell when a step begins and ends. Reading codes during a step rounds the
-values that were computed so far. A closure runs outside of the step. A compiled step is given the values beside the
-codes, so that its graph is the same as for plain parameters; PyTorch calls the hooks before and after the graph.
+Hooks on all optimizers begin and end a step. In between, a `Pending` holds each parameter's plain values. A compiled
+step takes these values as inputs beside the codes, so that its graph is that of plain parameters.
 """
 
 from __future__ import annotations
@@ -18,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8compile._compat import local_itself, untraced
 from fp8compile.tensor.update import assign
@@ -70,7 +60,7 @@ class Pending:
         self.values = values
 
     def is_of(self, tensor: QuantizedParameter) -> bool:
-        """Whether a view of the parameter shows the whole parameter: same shape, strides and offset.
+        """Whether a view of the parameter shows the whole parameter.
 
         Raises:
             TypeError: The view is a part of the parameter in a compiled graph, which can only write the whole.
@@ -109,10 +99,6 @@ def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> No
     """Write new values to parameters or views of them.
 
     A whole parameter of a running step keeps the values until the step ends. Any other tensor is quantized now.
-
-    Args:
-        tensors: The parameters or views.
-        values: One tensor for each, with its shape and dtype.
     """
     now = []
     for tensor, value in zip(tensors, values, strict=True):

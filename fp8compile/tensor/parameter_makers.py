@@ -58,8 +58,8 @@ def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> 
 def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
     """Make one set of zero codes of a given size, with new memory for its scales.
 
-    If ``own`` has the scales of the whole weight, the new set gets a copy of them, since a rank without elements needs
-    them too.
+    A rank without elements needs the scales of the whole weight too, so the new set gets a copy of them if ``own`` has
+    them.
     """
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(
@@ -78,9 +78,7 @@ def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[
         is_column = dim == x.ndim - 1
         found = replace(found, has_scales_of_whole=(not is_column, is_column))
     shape = (*batch, *own.quantizer.scale_shape(size[x.batch :]))
-    if found.has_all_scales:
-        return replace(found, scale=own.scale.to(codes.device).clone())
-    if x.block_along(own, dim) == -1 and own.scale.shape == shape:
+    if found.has_all_scales or (x.block_along(own, dim) == -1 and own.scale.shape == shape):
         return replace(found, scale=own.scale.to(codes.device).clone())
     return replace(found, scale=scale_without_values(own.quantizer, shape, 1.0, codes.device))
 
@@ -113,9 +111,7 @@ def _made(make: Callable[..., Tensor]) -> Callable[[Any, tuple[Any, ...], dict[s
 WRITES.update(
     {
         aten.empty_like.default: _made(_empty_like),
-        aten.zeros_like.default: _made(_plain_like),
-        aten.ones_like.default: _made(_plain_like),
-        aten.full_like.default: _made(_plain_like),
+        **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), _made(_plain_like)),
         aten.new_zeros.default: _made(_new_zeros),
         aten.new_empty.default: _made(_new_zeros),  # FSDP2 calls it for a rank without elements
     }

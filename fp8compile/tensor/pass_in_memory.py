@@ -21,19 +21,13 @@ TOO_EARLY = (
 
 
 class PassInMemory:
-    """Records the GEMM whose codes were gathered last.
-
-    The attribute ``gemm`` is the GEMM's name. It is None before the first gather, and in a graph that is being traced.
-    """
+    """Records the name of the GEMM whose codes were gathered last; None before the first gather and while tracing."""
 
     def __init__(self) -> None:
         self.gemm: str | None = None
 
     def check_forward(self) -> None:
-        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds the codes for grad_input.
-
-        `QuantizedTensor.codes_in_forward` calls this, for compiled graphs too.
-        """
+        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds the other set of codes."""
         if self.gemm == GRAD_INPUT.name:
             raise RuntimeError(REPEATED.format(what="a forward reads a weight in the backward"))
 

@@ -1,10 +1,7 @@
 """scaled_mm: the product of two QuantizedTensors.
 
-    a, b --fp8compile::scaled_mm--> product --fp8compile::with_product_gradient--> result
-    a, b <------------- d(result) @ b^T, a^T @ d(result) ----------------------------+
-
-Codes and scales have no gradient. A second op after the product therefore returns the product unchanged, and has the
-derivative of ``a @ b`` for the dequantized matrices.
+Codes and scales have no gradient. A second op, ``with_product_gradient``, therefore returns the product unchanged,
+with the derivative of ``a @ b`` for the dequantized matrices.
 """
 
 from __future__ import annotations
@@ -35,10 +32,6 @@ def _kernel(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> Tens
     return product.clone()
 
 
-def _fake(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> Tensor:
-    return torch.empty_like(product)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, a, b, _ = inputs
     ctx.save_for_backward(a, b)
@@ -54,10 +47,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | Non
     return None, grad_a, grad_b, None
 
 
-def _sharding(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> list[Split]:
-    return [Split((Cut(0), Cut(0), None, None), (0,)), Split((Cut(1), None, Cut(1), None), (1,))]
-
-
 def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for m, k, n in ((5, 24, 7), (1, 8, 3), (0, 8, 4)):
@@ -69,10 +58,13 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 with_product_gradient: OpOverload = register_op(
     "fp8compile::with_product_gradient",
     _kernel,
-    fake=_fake,
+    fake=lambda product, a, b, quantizer: torch.empty_like(product),
     backward=_backward,
     decompose=_kernel,
-    sharding=_sharding,
+    sharding=lambda product, a, b, quantizer: [
+        Split((Cut(0), Cut(0), None, None), (0,)),
+        Split((Cut(1), None, Cut(1), None), (1,)),
+    ],
     samples=_samples,
     setup_context=_setup_context,
 )

@@ -107,7 +107,7 @@ def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, sha
     """Whether blocks span the whole ``shard_dim``, so that each block has elements on several ranks.
 
     Raises:
-        ValueError: Blocks do not span the dim, and a shard boundary cuts one.
+        ValueError: A shard boundary cuts a block that does not span the dim.
     """
     last = shard_dim == x.ndim - 1
     block = quantizer.block[1 if last else 0]

@@ -68,10 +68,7 @@ def _of_shared(name: str, what: str) -> Any:
 
 
 def _up_to_date(name: str) -> property:
-    """A property that reads a part of the codes, such as ``scale``.
-
-    Reading it in an optimizer's step first quantizes the values that the step has computed so far.
-    """
+    """A property that reads a part of the codes, after quantizing what a running optimizer's step has computed."""
 
     def read(self: QuantizedParameter) -> Tensor | None:
         if self._shared.pending is not None:
@@ -87,19 +84,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     An in-place op dequantizes the parameter, computes in its dtype and quantizes the result, with the amax over all
     ranks that share the scale. For a list of parameters (``foreach``), ranks exchange all amaxes in one message. While
     an optimizer's step runs, ops compute on plain values, which are quantized once at the end of the step (`Pending`).
-    ``UPDATES`` and ``READS`` in write_ops.py list the ops that work: those that ``torch.optim`` needs, and those that
-    fill a tensor. Any other op raises, as it does on a QuantizedTensor.
-
-    It is a class of its own because a QuantizedTensor stands for fixed numbers, for example an activation or a
-    gathered weight. No op may write to such a tensor, and only ``dequantize`` reads its numbers, so that no mistake
-    goes unnoticed.
+    ``UPDATES`` and ``READS`` in write_ops.py list the ops that work. Any other op raises, as on a QuantizedTensor.
 
     Attributes:
         extent: The part of a weight that this tensor is. ``"whole"``: all of it. ``"slice"``: a view that shares a
-            scale with elements outside of it, so that it can't be written alone. ``"blank"``: zeros that
-            ``new_zeros`` made. ``"shard"``: a view of a blank, which is how FSDP2 makes its shards; the blank's other
-            elements are padding. If ranks share a scale, a shard has to know these ranks before it is written to. It
-            learns them in the first forward, or from ``fp8compile.parallel.share_scales``.
+            scale with elements outside of it, so that it can't be written alone. ``"blank"``: zeros that ``new_zeros``
+            made. ``"shard"``: a view of a blank, which is how FSDP2 makes its shards; the blank's other elements are
+            padding. If ranks share a scale, a shard has to know these ranks before it is written to. It learns them in
+            the first forward, or from ``fp8compile.parallel.share_scales``.
     """
 
     extent: str = WHOLE
@@ -125,23 +117,17 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @staticmethod
     def of(x: Tensor, *quantizers: Quantizer, batch: int = 0) -> QuantizedParameter:
-        """Quantize a tensor of any dtype that ``fp8compile.quantize`` takes.
+        """Quantize a matrix or a stack of matrices, with one quantizer for each set of codes.
 
-        Args:
-            x: A matrix, or a stack of matrices. On the meta device the result has shapes only.
-            quantizers: One quantizer for each set of codes.
-            batch: Number of leading dims over which matrices are stacked.
+        On the meta device the result has shapes only.
         """
         make = _codes_of_stack if batch else _codes_of_matrix
         return QuantizedParameter.of_sets([make(x, each) for each in quantizers], x.dtype, batch=batch)
 
     def data_ptr(self) -> int:
-        """Raise a RuntimeError, because the values lie nowhere in memory.
+        """Raise a RuntimeError, because no memory holds the values.
 
         PyTorch returns 0 for other wrapper subclasses, which would make different parameters look like one.
-
-        Raises:
-            RuntimeError: Always.
         """
         raise RuntimeError(
             "data_ptr of a QuantizedParameter: there are codes in memory, and no values. Take that of .codes. (Under "
@@ -166,9 +152,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def written(self) -> bool:
         """Whether anything but `MasterWeights` has written to this parameter, through any view of it.
 
-        The value is the same on all ranks that share the scale. FSDP2 pads the shards of some ranks only, by a copy
-        into zeros that ``new_zeros`` made. This copy is not a write by a user, so the padded shard takes over the
-        value of ``written``.
+        All ranks that share the scale agree. FSDP2 pads some ranks' shards by a copy into ``new_zeros``; the copy
+        takes over the value, because it is no write by a user.
         """
         return self._shared.written
 
@@ -180,9 +165,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def initial(self) -> Tensor | None:
         """The values that the codes were made from, float32 on the CPU; None if they are not kept.
 
-        They are kept if ``fp8compile.convert`` was asked to, until ``fp8compile.MasterWeights`` takes them. A write to
-        the parameter replaces them. After FSDP2 has cut the parameter, they are those of the shard. Assigning None
-        drops them for all views.
+        ``fp8compile.convert`` keeps them on request, until ``fp8compile.MasterWeights`` takes them. A write to the
+        parameter replaces them, and a shard has only its own part. Assigning None drops them for all views.
         """
         if self._shared.initial is None:
             return None
@@ -200,22 +184,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @torch.no_grad()
     def keep(self, values: Tensor) -> None:
-        """Store new values in ``initial``, if initial values are kept.
-
-        Args:
-            values: A plain tensor, or a QuantizedTensor, which is dequantized.
-        """
+        """Store new values in ``initial``, if initial values are kept. A QuantizedTensor is dequantized first."""
         if (initial := self.initial) is not None:
             initial.copy_(values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values)
 
     def row(self) -> tuple[Tensor, Tensor]:
         """This weight's row in the layer's state of delayed scaling.
 
-        Returns:
-            The amax history (L,) and the multiplier (), both float32.
-
-        Raises:
-            RuntimeError: This tensor is not the weight of a layer.
+        Returns the amax history (L,) and the multiplier (), both float32. Raises a RuntimeError if this tensor is not
+        the weight of a layer.
         """
         if (found := self.state()) is None:
             raise RuntimeError(
@@ -226,7 +203,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def stored(self) -> tuple[Quantized, ...]:
-        """All sets of codes as memory has them: an optimizer's step that runs has not changed them yet."""
+        """All sets of codes as memory has them, without the changes of an optimizer's step that is running."""
         return self._sets_named("_")
 
     @property
@@ -238,22 +215,18 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether this part of a weight has the scales of all the weight's blocks along the cut dim.
-
-        It has them if ranks cut the weight within blocks. Once the part knows its ranks, ``sizes`` tells which rows or
-        columns it has.
-        """
+        """Whether this shard holds the scales of all the weight's blocks along the cut dim, which may cut a block."""
         return any(own.has_all_scales for own in self.stored())
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
-        """Whether ``new_zeros`` made this tensor, from which FSDP2 cuts a shard; the rest is padding."""
+        """Whether only padding follows a slice: ``new_zeros`` made this tensor, and FSDP2 cuts a shard from it."""
         return self.extent == BLANK
 
     def cuts_by(self, own: Quantized, dim: int, first: int, last: int) -> bool:
         """Whether the slice ``[first:last]`` along ``dim`` begins or ends within a block of the set ``own``.
 
-        It is False for memory that ``new_zeros`` made, and for a shard of it: there only padding follows the slice.
+        It is False if only padding follows the slice.
         """
         block = self.block_along(own, dim)
         if block == -1 or self.extent in (BLANK, SHARD):
@@ -261,7 +234,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return bool(first % block or (last % block and last != self.shape[dim]))
 
     def share_scale(self, group: ProcessGroup, shard_dim: int, total: int) -> None:
-        """Tell this shard which ranks share its scale. From the next update on, they exchange amaxes.
+        """Tell this shard which ranks share its scale, so that each update exchanges amaxes with them.
 
         Args:
             group: The ranks whose shards make up the weight.
@@ -291,15 +264,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def codes_of(
         self, own: Quantized, values: Tensor, multiplier: Tensor, quantizer: Quantizer, placed: Sharding
     ) -> Tensor:
-        """Quantize new values of this shape to codes.
+        """Round new values to codes that can replace the codes of the set ``own``.
 
         Args:
             own: The set of codes that is replaced.
             values: The new values.
-            multiplier: The factor of each block's values, by which they are multiplied before they are rounded.
+            multiplier: The factor of each block's values.
             quantizer: The quantizer that rounds, with the format and block of the set's quantizer.
-            placed: How ranks cut the weight; stochastic rounding of a matrix depends on the place in the whole. For a
-                stack it depends on the place in this rank's stack, see `MasterWeights`.
+            placed: How ranks cut the weight. Stochastic rounding of a matrix depends on a value's place in the whole
+                weight.
         """
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
@@ -308,12 +281,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return two_a_byte(cast_part(part, multiplier, quantizer), quantizer)
 
     def check_writable(self, what: object) -> None:
-        """Raise a RuntimeError if new values can't be written to this tensor.
+        """Raise a RuntimeError if elements outside of this tensor share its scale, or may share it.
 
-        They can't if elements outside of it share its scale, or if it does not know yet which ranks share its scale.
-
-        Args:
-            what: The op that writes, for the error's text.
+        ``what`` names the op that writes, for the error's text.
         """
         sets = self.stored()
         spans = self.has_all_scales or any(
@@ -354,14 +324,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     def like(self, sets: Sequence[Quantized]) -> Self:
         """A view of this parameter with the same shape, made of the given sets of codes."""
-        found = super().like(sets)
-        found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
-        return found
+        return self._shown_by(super().like(sets))
+
+    def _shown_by(self, view: Self) -> Self:
+        view.extent, view._shared = SHARD if self.extent == BLANK else self.extent, self._shared
+        return view
 
     def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
         """A view of another shape, or of a part of this parameter."""
-        found, own = self.of_sets(sets, self.dtype, batch=self.batch), self.stored()
-        found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
+        found, own = self._shown_by(self.of_sets(sets, self.dtype, batch=self.batch)), self.stored()
         if along_batch or self.extent == BLANK or sets[0].codes.numel() == own[0].codes.numel():
             found.group, found.shard_dim, found.sizes = self.group, shard_dim, self.sizes
         elif any(map(_have_scales_in_common, own, sets)):
@@ -467,7 +438,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return moved(func, args[0], result.unshared() if func in COPIES else result)
 
     def unshared(self) -> Self:
-        """Give this copy its own shared state instead of the original's, with equal content; returns the copy."""
+        """Give this copy a shared state of its own, with equal content; returns the copy."""
         initial, written = self.initial, self.written
         found = self.alone()
         found.initial, found.written = initial, written
@@ -487,10 +458,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return bool(self.batch) or (self.extent in (SHARD, BLANK) and has_blocks)
 
     def flat(self, codes: Sequence[Tensor]) -> QuantizedParameter:
-        """The codes of each set as a 1-D view, without scales.
+        """The codes of each set as a 1-D view, without scales, because blocks have no place in it.
 
-        FSDP2 keeps such a view of each shard, but reads it only if the parameter is a plain tensor. Blocks have no
-        place in a 1-D view, so it has no scale, and an op on its values raises.
+        FSDP2 keeps such a view of each shard, but never reads its values, and an op on them raises.
         """
         sets = [
             own.showing(
@@ -532,13 +502,7 @@ def is_quantized_parameter(tensor: object) -> TypeGuard[QuantizedParameter]:
 
 
 def as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
-    """Make a copy a leaf of autograd again, with the ``requires_grad`` of its original.
-
-    Args:
-        found: The copy, which is changed in place and returned.
-        requires_grad: The original's.
-        is_parameter: Whether the original is a ``torch.nn.Parameter``.
-    """
+    """Make a copy a leaf of autograd again, in place, and a ``torch.nn.Parameter`` if ``is_parameter`` is True."""
     found.requires_grad_(requires_grad)
     if is_parameter:
         found._is_param = True

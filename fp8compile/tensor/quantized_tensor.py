@@ -1,23 +1,7 @@
-"""QuantizedTensor, the class.
+"""QuantizedTensor, a wrapper subclass that autograd sees as a tensor of the source's dtype.
 
-It is a wrapper subclass: for autograd and for shapes it is a tensor of the source's dtype. Views, copies and moves to
-another device work on it, because they keep its values without reading a number. Every other op raises a TypeError,
-so that no op dequantizes unnoticed.
-
-    batch    Number of leading dims over which matrices are stacked, each quantized by itself. If it is 0, all leading
-             dims together are the rows of one matrix, and blocks lie over that matrix.
-    sets     One set of codes, or two sets of the same values. The GEMM of the output reads the first set, and the
-             GEMM of grad_input reads the last one.
-
-             for the output        blocks along the rows of w_NK (rowwise: 1 x K, MX: 1 x 32)     y  = x @ w^T
-             for grad_input        blocks along its columns    (rowwise: N x 1, MX: 32 x 1)       dx = dy @ w
-
-`__tensor_flatten__` returns the process group as an inner value. PyTorch guards only on the group's type and bakes its
-size into graphs. The group's name, size and rank are therefore in the metadata too, so that a graph compiled for one
-group never runs on another.
-
-A shard can begin or end within a block whose other elements are on other ranks. Such a shard holds the scales of all
-blocks of the whole tensor along the dim that is cut. Its ``sizes`` tell where the shard lies among these blocks.
+Ops that keep its values without reading a number work: views, copies, moves between devices. Every other op raises a
+TypeError, so that nothing dequantizes unnoticed.
 """
 
 from __future__ import annotations
@@ -143,13 +127,9 @@ class QuantizedTensor(Tensor):
         scale: Tensor,
         quantizer: Quantizer,
         dtype: torch.dtype,
-        group: ProcessGroup | None = None,
-        shard_dim: int | None = None,
-        sizes: tuple[int, ...] | None = None,
-        outer_scale: Tensor | None = None,
+        *others: Any,
         batch: int = 0,
-        second: Quantized | None = None,
-        in_memory: PassInMemory | None = None,
+        **named: Any,
     ) -> QuantizedTensor:
         """Wrap codes and scales that a quantizer made from a tensor of this dtype; ``quantize`` is the usual way."""
         # in inference mode too, views of a tensor that was made outside of it keep that tensor's version counter
@@ -157,12 +137,7 @@ class QuantizedTensor(Tensor):
             shape = (*codes.shape[:batch], *quantizer.values_shape(codes.shape[batch:]))
             strides, offset = _place_of_values(codes, shape)
             return Tensor._make_wrapper_subclass(
-                cls,
-                shape,
-                strides=strides,
-                storage_offset=offset,
-                dtype=dtype,
-                device=codes.device,
+                cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
             )
 
     def __init__(
@@ -175,6 +150,7 @@ class QuantizedTensor(Tensor):
         shard_dim: int | None = None,
         sizes: tuple[int, ...] | None = None,
         outer_scale: Tensor | None = None,
+        *,
         batch: int = 0,
         second: Quantized | None = None,
         in_memory: PassInMemory | None = None,
@@ -226,7 +202,7 @@ class QuantizedTensor(Tensor):
     def stored(self) -> tuple[Quantized, ...]:
         """All sets of codes as memory has them now.
 
-        `QuantizedParameter` overrides this: in an optimizer's step its stored codes are those from before the step.
+        In an optimizer's step, a `QuantizedParameter` returns the codes from before the step.
         """
         return self.sets()
 
@@ -241,10 +217,7 @@ class QuantizedTensor(Tensor):
         return self.sets()[-1 if gemm is GEMMS[1] else 0]
 
     def cuts_blocks(self) -> bool:
-        """Whether ranks cut through blocks of this tensor along ``shard_dim``.
-
-        A block that spans the whole dim does not count as cut, because every rank has its scale.
-        """
+        """Whether ranks cut through blocks of this tensor along ``shard_dim``."""
         return cuts_blocks(self)
 
     def parts(self) -> tuple[Tensor, ...]:
@@ -255,7 +228,7 @@ class QuantizedTensor(Tensor):
 
     @property
     def codes_in_forward(self) -> Tensor:
-        """The codes for the output of a tensor whose two sets share their memory.
+        """The codes for the output, if both sets share their memory.
 
         Raises:
             RuntimeError: A forward is repeated in the backward, when the memory holds the codes for grad_input.
@@ -274,14 +247,14 @@ class QuantizedTensor(Tensor):
         how = quantizers, self.dtype, self.batch, self.in_memory is not None
         if self.group is None:
             return names, (*how, None)
+        # PyTorch guards only on the type of the group, and bakes its size into graphs
         identity = (self.group.group_name, self.group.size(), self.group.rank(), self.shard_dim, self.sizes)
         return [*names, "group"], (*how, identity)
 
     def _stable_hash_for_caching(self) -> str:
         """The text that represents this tensor in AOTAutograd's cache key.
 
-        PyTorch's default would hold only the quantizer's class, so that e4m3 and e5m2 would share compiled code. The
-        text here has the quantizer's fields and its salt.
+        PyTorch's default has only the quantizer's class, so that e4m3 and e5m2 would share compiled code.
         """
         names, (quantizers, _, *metadata) = self.__tensor_flatten__()
         inner = [(t.shape, t.stride(), t.dtype, t.device) for t in (getattr(self, n) for n in names if n != "group")]
@@ -391,13 +364,7 @@ class QuantizedTensor(Tensor):
         shards = _parts_to_gather(self, dim, sizes)
         is_column, cuts = shards.dim == self.ndim - 1, cuts_blocks(self)
         whole = (cuts and not is_column, cuts and is_column)
-        part = Quantized(
-            codes=self.codes,
-            scale=self.scale,
-            quantizer=self.quantizer,
-            layout=TensorLayout((shards,)),
-            has_scales_of_whole=whole,
-        )
+        part = replace(self.sets()[0], outer_scale=None, layout=TensorLayout((shards,)), has_scales_of_whole=whole)
         gathered = gather(part, 0)
         scale = gathered.scale.view(self.quantizer.scale_shape(gathered.codes.shape))
         return QuantizedTensor(gathered.codes, scale, self.quantizer, self.dtype, outer_scale=self.outer_scale)
@@ -444,28 +411,25 @@ class QuantizedTensor(Tensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """A tensor of the same shape with the sets of codes that are given, such as copies or views of its own."""
-        where: dict[str, Any] = {"group": self.group, "shard_dim": self.shard_dim, "sizes": self.sizes}
-        return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
+        """A tensor of the same shape, made of the given sets of codes."""
+        return self._wrapped(sets, self.shard_dim, self.sizes)
+
+    def _wrapped(self, sets: Sequence[Quantized], shard_dim: int | None, sizes: tuple[int, ...] | None) -> Self:
+        place: dict[str, Any] = {"group": self.group, "shard_dim": shard_dim, "sizes": sizes}
+        return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **place)
 
     def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
-        """A view of another shape.
+        """A view of another shape, made of the given sets of codes.
 
         Args:
-            sets: The sets of codes of the view.
-            shard_dim: The dim of the view along which ranks have parts, or None. The view keeps ``sizes`` if it has
-                all entries along that dim.
-            along_batch: Whether the view has some of the matrices of a stack, each of them whole.
+            sets: The view's sets of codes.
+            shard_dim: The view's dim along which ranks have parts, or None.
+            along_batch: Whether the view selects whole matrices of a stack.
         """
         codes, own = sets[0].codes, self.stored()[0].codes
         before: Any = self.shard_dim  # not None if the view has a shard_dim
         has_all = shard_dim is not None and codes.shape[shard_dim] == own.shape[before]
-        where: dict[str, Any] = {
-            "group": self.group,
-            "shard_dim": shard_dim,
-            "sizes": self.sizes if has_all else None,
-        }
-        return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
+        return self._wrapped(sets, shard_dim, self.sizes if has_all else None)
 
     if TYPE_CHECKING:  # views are of the same class
 
@@ -503,9 +467,9 @@ def has_codes(tensor: object) -> TypeGuard[QuantizedTensor]:
 
 
 def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int | torch.SymInt]:
-    """Strides and offset that the values would have if they lay in memory in the order of their codes.
+    """Strides and offset of the values, if they lay in memory in the order of their codes.
 
-    If several neighbours along one dim share a byte, this memory has one place for each of them.
+    If a byte holds several values, each value has a place of its own.
     """
     shared = [dim for dim in range(codes.ndim) if codes.shape[dim] != shape[dim]]
     if not shared:
@@ -527,7 +491,7 @@ def _cuts_blocks_of(x: QuantizedTensor, quantizer: Quantizer) -> bool:
 
 
 def cuts_blocks(x: QuantizedTensor) -> bool:
-    """Whether ranks cut through blocks of one of the sets of ``x``, along ``shard_dim``.
+    """Whether ranks cut through blocks of any set of ``x``.
 
     This is a function because Dynamo does not trace a tensor's method that returns a bool.
     """
@@ -536,7 +500,7 @@ def cuts_blocks(x: QuantizedTensor) -> bool:
 
 
 def no_meaning(op: object, x: QuantizedTensor | None) -> str:
-    """The error text for an op that a QuantizedTensor does not support; it depends on the kind of tensor."""
+    """The error text for an op that this kind of QuantizedTensor does not support."""
     if x is not None and x.batch:
         return (
             f"{op} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix. "

@@ -23,12 +23,7 @@ METHODS = ["share_memory_", "apply_", "map_", "map2_"]  # a wrapper has no memor
 
 
 def refuse_operators(cls: type[Tensor], no_meaning: Callable[[object, Any], str]) -> None:
-    """Make all operators of a class raise a TypeError.
-
-    Args:
-        cls: A wrapper subclass.
-        no_meaning: Returns the error's text, given the name of the operator and the tensor.
-    """
+    """Make all operators of a wrapper subclass raise a TypeError with the text that ``no_meaning`` returns."""
 
     def refused(name: str) -> Callable[..., Any]:
         def refuse(self: Tensor, *others: Any) -> Any:

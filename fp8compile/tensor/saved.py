@@ -1,10 +1,7 @@
-"""Load quantized tensors from files.
+"""Functions that load quantized tensors from files, which name them: these names and this module must not change.
 
-A file holds codes, scale, quantizer and dtype, and the name of one of the four functions here that takes them.
-``torch.load(weights_only=True)`` only calls functions that were registered. These four are registered, and check their
-arguments. The classes of constants are registered too, and check their fields (`fp8compile.quantizers.constant`). No
-tensor class is registered, because a file could then set its attributes. Files name these functions, so their names
-and their module must not change.
+``torch.load(weights_only=True)`` only calls registered functions. These four are registered, and check their
+arguments. No tensor class is registered, because a file could then set its attributes.
 """
 
 from __future__ import annotations
@@ -67,37 +64,31 @@ def load_tensor(
     return QuantizedTensor(codes, scale, quantizer, dtype, outer_scale=outer_scale)
 
 
-def load_parameter(
-    codes: Tensor,
-    scale: Tensor,
-    quantizer: Quantizer,
-    dtype: torch.dtype,
-    kept: tuple[Any, ...],
-    leaf: tuple[bool, bool],
-    outer_scale: Tensor | None = None,
-) -> QuantizedParameter:
+def load_parameter(*parts: Any) -> QuantizedParameter:
     """Make the QuantizedParameter of a pickle, for a matrix with one set of codes."""
-    _check(codes, scale, quantizer, dtype, outer_scale)
-    return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale), kept, leaf)
+    return _parameter(None, *parts)
 
 
-def load_stack(
-    codes: Tensor,
-    scale: Tensor,
-    quantizer: Quantizer,
-    dtype: torch.dtype,
-    kept: tuple[Any, ...],
-    leaf: tuple[bool, bool],
-    outer_scale: Tensor | None = None,
-) -> QuantizedParameter:
+def load_stack(codes: Tensor, *parts: Any) -> QuantizedParameter:
     """Make the QuantizedParameter of a pickle, for a stack of matrices with one set of codes."""
     if not isinstance(codes, Tensor) or codes.ndim != 3:
         raise ValueError("load: the weights of experts are codes of a stack of matrices, of three dims.")
-    _check(codes, scale, quantizer, dtype, outer_scale, matrices=codes.shape[0])
-    return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale, batch=1), kept, leaf)
+    return _parameter(codes.shape[0], codes, *parts)
 
 
-def _with_kept(found: QuantizedParameter, kept: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
+def _parameter(
+    matrices: int | None,
+    codes: Tensor,
+    scale: Tensor,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    kept: tuple[Any, ...],
+    leaf: tuple[bool, bool],
+    outer_scale: Tensor | None = None,
+) -> QuantizedParameter:
+    _check(codes, scale, quantizer, dtype, outer_scale, matrices=matrices)
+    batch = 0 if matrices is None else 1
+    found = QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale, batch=batch)
     extent, written, initial = kept
     if extent not in EXTENTS:
         raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it is one of {EXTENTS}.")

@@ -13,17 +13,10 @@ __all__ = ["scale_without_values"]
 
 
 def scale_without_values(quantizer: Quantizer, shape: Sequence[int], value: float, device: torch.device) -> Tensor:
-    """Make the scales of blocks for codes that have no values yet.
+    """Make the scales of blocks for codes that have no values yet, with dtype ``quantizer.scale_dtype()``.
 
-    Args:
-        quantizer: The quantizer of the codes.
-        shape: Shape of the scale.
-        value: The multiplier of all blocks; for two levels of scales, the amax of all blocks. 1.0, or NaN for codes
-            that stand for NaN.
-        device: The device of the scale.
-
-    Returns:
-        A tensor of ``shape``, with dtype ``quantizer.scale_dtype()``.
+    ``value`` is the multiplier of all blocks, or their amax if there are two levels: 1.0, or NaN for codes that stand
+    for NaN.
     """
     numbers = torch.full(tuple(shape), value, device=device)
     if quantizer.has_outer_scale():

@@ -14,7 +14,7 @@ __all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_d
 
 
 def sharded_dims(placements: Sequence[Any], ndim: int = 2) -> list[tuple[int, int]]:
-    """Pairs of a mesh dim and the tensor dim that is cut over it, for a tensor with ``ndim`` dims."""
+    """Pairs of a mesh dim and the tensor dim that is cut over it."""
     # not is_shard(), which is False for the _StridedShard that FSDP2 makes of rows that tensor parallelism has cut
     cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
     return [(index, placements[index].dim % ndim) for index in cut]
@@ -39,8 +39,7 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
 def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
     """How ranks cut a weight that is a DTensor; an empty tuple for a plain tensor.
 
-    The cut of tensor parallelism comes before FSDP2's, because FSDP2 cuts what tensor parallelism has cut. In the mesh
-    their dims are in the other order.
+    The cut of tensor parallelism comes first, because FSDP2 cuts what tensor parallelism has cut.
     """
     if not is_dtensor(weight):
         return ()

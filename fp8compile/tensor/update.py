@@ -33,12 +33,12 @@ def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | No
 
 
 def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
-    """The ranks that have elements of the same matrix; None if no other rank has any."""
+    """The ranks that have elements of the same matrix, or None."""
     return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
 def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that have elements of the same blocks; None if no other rank has any."""
+    """The ranks that have elements of the same blocks, or None."""
     if weight.group is None or weight.shard_dim is None:
         return None
     return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
@@ -47,11 +47,9 @@ def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | 
 def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Reduce the amaxes of all sets over the ranks that share their scales.
 
-    Tensor parallel ranks send only the matrices' amaxes for sets with two levels of scales, because tensor parallelism
-    never cuts a block of these.
-
-    Returns:
-        The amaxes of blocks for each set, and the amax of each matrix for sets with two levels, else None.
+    Returns the amaxes of blocks for each set, and the amax of each matrix for sets with two levels, else None. For
+    those sets, tensor parallel ranks send only the matrices' amaxes, because tensor parallelism never cuts their
+    blocks.
     """
     two_levels = [index for index, each in enumerate(sets) if each.codes.quantizer.has_outer_scale()]
     of_two = ((amaxes[index], sets[index].codes.quantizer, sets[index].weight.batch) for index in two_levels)
@@ -92,13 +90,9 @@ def _quantized_anew(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding] | None,
 ) -> Iterator[tuple[_Set, Tensor, Quantized, Tensor]]:
-    """Quantize new values for each set of codes of each weight, without writing them.
+    """Quantize new values for each set of codes of each weight, without writing them. For the arguments see `assign`.
 
-    The arguments are those of `assign`.
-
-    Yields:
-        The set, the values that it was given, the new codes and scales, and the amaxes that the scales were computed
-        from.
+    Yields the set, the values, the new codes and scales, and the amaxes from which the scales were computed.
     """
     dtypes = dtypes or [value.dtype for value in values]
     sets: list[_Set] = []
@@ -121,15 +115,10 @@ def _quantized_anew(
 def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
     """The multipliers from which this float32 scale can have been computed.
 
-    The scale is the rounded reciprocal of the multiplier. Two roundings move the reciprocal by one float32 number at
-    most, so that the multiplier is the nearest number or one of its two neighbours.
+    The scale is the rounded reciprocal of the multiplier, so that its own reciprocal is the multiplier or a neighbour.
     """
     near = (1.0 / scale.double()).float()
     return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
-
-
-def _as_it_is(quantizer: Quantizer) -> Quantizer:
-    return quantizer
 
 
 def stand_for(
@@ -154,11 +143,8 @@ def stand_for(
 def count_write(parameter: Tensor) -> None:
     """Increment the version counters of a parameter that was written to, so that a backward notices the write.
 
-    The parameter, its codes and its scale each have a version counter. An eager layer saves the parameter for its
-    backward, and a compiled layer saves codes and scale.
-
-    Args:
-        parameter: A QuantizedParameter, or a DTensor whose local tensor is one.
+    An eager layer saves the parameter for its backward, and a compiled layer saves codes and scale. Each has a
+    counter.
     """
     local: Any = local_itself(parameter)
     torch.autograd.graph.increment_version((parameter, local, *local.parts()))
@@ -168,7 +154,7 @@ def assign(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] | None = None,
-    rounding: Callable[[Quantizer], Quantizer] = _as_it_is,
+    rounding: Callable[[Quantizer], Quantizer] = lambda quantizer: quantizer,
     cuts: Sequence[Sharding] | None = None,
 ) -> None:
     """Quantize new values and write all codes and scales of the weights in place.
@@ -177,8 +163,7 @@ def assign(
         weights: The weights. If ranks share their scales, all ranks call this with their parts.
         values: One tensor for each weight, with its shape; bfloat16, float16 or float32.
         dtypes: Dtypes that the values are rounded to first, one for each weight; by default the values' own.
-        rounding: Returns the quantizer that rounds, given a quantizer of the weights. It has the same format and
-            block.
+        rounding: Given a quantizer of the weights, returns one that rounds differently but has its format and block.
         cuts: How ranks cut each weight, for rounding that depends on a value's place in the whole weight.
     """
     for each, _, new, amax in _quantized_anew(weights, values, dtypes, rounding, cuts):

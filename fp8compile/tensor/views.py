@@ -65,11 +65,7 @@ def _check_not_packed(func: Any, x: QuantizedTensor, own: Quantized) -> None:
 def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Quantized, *, keeps_bytes: bool = False) -> None:
     """Raise a TypeError if a partial view of ``x`` can't keep the blocks of the set ``own``.
 
-    Args:
-        func: The op, for the error's text.
-        x: The tensor that the op would view.
-        own: One of its sets of codes.
-        keeps_bytes: Whether the view keeps all codes of a byte together, so that packed codes are allowed.
+    ``keeps_bytes`` allows packed codes: the view keeps all codes of a byte together.
     """
     if not keeps_bytes or packed_dim(own.quantizer) is None:
         _check_not_packed(func, x, own)
@@ -126,13 +122,7 @@ def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
-    """The dim of a reshaped view along which ranks have their parts; None if there is no such dim.
-
-    Args:
-        dim: The dim before the reshape, or None.
-        before: The shape before the reshape.
-        after: The shape after the reshape, with the same last dim.
-    """
+    """The dim of a reshaped view along which ranks have their parts, or None. Both shapes have the same last dim."""
     if dim is None or dim == len(before) - 1:
         return None if dim is None else len(after) - 1
     outer = math.prod(before[:dim])
@@ -179,7 +169,7 @@ def _as_strided(
 ) -> QuantizedTensor:
     """Express a strided view by transposes, slices and reshapes.
 
-    AOTAutograd calls ``as_strided`` to rebuild views that leave a graph.
+    AOTAutograd rebuilds views that leave a graph like this.
     """
     size, stride = tuple(size), tuple(stride)
     is_whole = size == tuple(x.shape) and stride == x.stride() and storage_offset in (None, x.storage_offset())
@@ -238,12 +228,7 @@ def _block_along(x: QuantizedTensor, own: Quantized, dim: int) -> int:
 
 
 def _slice(
-    func: Any,
-    x: QuantizedTensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
+    func: Any, x: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedTensor:
     if not x.ndim:
         raise IndexError(f"{func} of a QuantizedTensor of 0 dims: there is nothing to cut.")
@@ -260,13 +245,7 @@ def _slice(
 def _slice_of(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place, may_cut: bool) -> Quantized:
     """The slice of one set of codes along a dim of the matrices.
 
-    Args:
-        func: ``aten.slice``, for the parts and for the error's text.
-        x: The tensor that is sliced.
-        own: One of its sets of codes.
-        dim: The dim that is sliced.
-        where: Start, end and step.
-        may_cut: Whether the slice may begin or end within a block.
+    ``where`` is start, end and step; ``may_cut`` allows that the slice begins or ends within a block.
     """
     size, is_column = x.shape[dim], dim == x.ndim - 1
     first, last, step = slice(*where).indices(size)
@@ -335,40 +314,29 @@ def _split(func: Any, x: QuantizedTensor, sizes: int | list[int], dim: int = 0) 
     return parts
 
 
-VIEWS.update(
-    {
-        aten.detach.default,
-        aten.alias.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.as_strided.default,
-        aten.view.default,
-        aten.unsqueeze.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-    }
-)
 HANDLERS.update(
     {
         aten.detach.default: _alias,
         aten.alias.default: _alias,
-        aten.clone.default: _same,
-        aten._pin_memory.default: _same,  # as CPUOffloadPolicy of FSDP2 does
-        aten.is_pinned.default: lambda func, x, *args: x.codes.is_pinned(),
         aten.t.default: _transpose,
         aten.transpose.int: _transpose,
         aten.permute.default: _permute,
         aten.as_strided.default: _as_strided,
         aten.view.default: _view,
-        aten._unsafe_view.default: _view,
         aten.unsqueeze.default: _view,
         aten.slice.Tensor: _slice,
         aten.select.int: _select,
         aten.split.Tensor: _split,
         aten.split_with_sizes.default: _split,
+    }
+)
+VIEWS.update(HANDLERS)
+HANDLERS.update(
+    {
+        aten.clone.default: _same,
+        aten._pin_memory.default: _same,  # as CPUOffloadPolicy of FSDP2 does
+        aten.is_pinned.default: lambda func, x, *args: x.codes.is_pinned(),
+        aten._unsafe_view.default: _view,
         aten._to_copy.default: _to_copy,
     }
 )

@@ -1,9 +1,4 @@
-"""fp8compile::counted: adds to a counter, except in a forward that activation checkpointing repeats.
-
-Activation checkpointing runs a forward a second time in the backward, in eager and in compiled code. When this op runs
-in a backward, it leaves the counter as it is. If the checkpoint is inside a graph, only the forward graph writes the
-counter.
-"""
+"""fp8compile::counted: adds to a counter, but not in a forward that activation checkpointing repeats."""
 
 from __future__ import annotations
 

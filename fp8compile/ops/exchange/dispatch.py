@@ -159,11 +159,7 @@ combine: OpOverload = register_op(
 def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tuple[torch.dtype, int]:
     """Dtype and number of elements of the messages that `dispatch` sends.
 
-    Args:
-        rows: The rows that are sent.
-        length: Number of rows that all messages have room for, if there is a capacity; otherwise None.
-        slot: The recipe's field for the rows, ``"input"`` or ``"grad_output"``.
-        recipe: Recipe of the layer.
+    ``length`` is the number of rows that all messages have room for, if there is a capacity; otherwise None.
     """
     quantizer, features = sent_as(recipe, slot), rows.shape[1]
     count = rows.shape[0] if length is None else length

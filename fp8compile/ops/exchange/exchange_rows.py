@@ -1,7 +1,7 @@
 """fp8compile::exchange_rows: each rank gets the rows that the other ranks have for it.
 
-The numbers of rows are data. The host needs them to send messages of the right sizes, so they are given as a CPU
-tensor. The number of rows that arrive is an unbacked symbol of the graph, and no guard depends on it.
+The host holds the numbers of rows, because it needs them to send messages. The number of rows that arrive is an
+unbacked symbol of the graph, and no guard depends on it.
 """
 
 from __future__ import annotations

@@ -5,12 +5,8 @@
     buffer     received, in the order of sending ranks         from rank 0: e0 e0 e1   from rank 1: e0 e1 e1
     grouped    received, sorted by expert of this rank         e0 e0 e0 e1 e1 e1
 
-Rows of an expert stay in the order of ranks, and rows from one rank stay in the order that they had there. A single
-process that has the tokens of all ranks, one rank after the other, gets the same order, and so the same blocks along
-tokens.
-
-With a capacity, each rank's part of a message has room for a fixed number of rows, and room that is left holds zeros.
-Without a capacity, parts follow one another without gaps, and slots are equal to rows.
+A single process with the tokens of all ranks gets the same order, and so the same blocks along tokens. With a
+capacity, each rank's part of a message has room for a fixed number of rows; else slots are equal to rows.
 
 Letters: R ranks of the group, E experts of each rank.
 """
@@ -28,13 +24,9 @@ __all__ = ["Moves", "fitting", "take"]
 
 
 def fitting(counts: Tensor, capacity: int) -> Tensor:
-    """Number of rows of each expert that fit into a capacity, (R, E) int64.
+    """Number of rows of each expert that fit into a capacity for each rank, (R, E) int64, from the counts of all rows.
 
     The room for a rank is filled in the order of its experts.
-
-    Args:
-        counts: Number of rows of each expert, (R, E) int64.
-        capacity: Number of rows that there is room for, for each of the R ranks.
     """
     ends = counts.cumsum(1).clamp(max=capacity)
     return torch.diff(ends, dim=1, prepend=ends.new_zeros((ends.shape[0], 1)))
@@ -49,11 +41,7 @@ def _starts(sizes: Tensor) -> Tensor:
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
     """For each row of the result, the index of its row in the source, (length,) int64; -1 for a row of zeros.
 
-    Args:
-        length: Number of rows of the result.
-        to: Offset of each part in the result, (parts,), not decreasing.
-        at: Offset of each part in the source, (parts,).
-        sizes: Number of rows in each part, (parts,).
+    ``to`` and ``at`` are the offsets of each part in the result, not decreasing, and in the source.
     """
     place = torch.arange(length, device=to.device)
     part = (torch.searchsorted(to.contiguous(), place, right=True) - 1).clamp(min=0)
@@ -86,10 +74,7 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns three tensors (R,), with a value for each receiving rank.
-
-        They are the offset of its rows, the offset of its slots, and the number of rows that go to it.
-        """
+        """Offsets of rows, offsets of slots and numbers of rows, (R,) each, for each receiving rank."""
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -97,10 +82,7 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns three tensors (R, E), with a value for each sending rank and each expert.
-
-        They are the offset in the buffer, the offset among grouped rows, and the number of rows.
-        """
+        """Offsets in the buffer and among grouped rows, and sizes, (R, E) each, for each sending rank and expert."""
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:

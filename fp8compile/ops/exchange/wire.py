@@ -1,14 +1,7 @@
 """The format in which rows are sent as codes: codes and scales of each row side by side, as bytes, in one message.
 
-    row of K values, bfloat16   -->   K codes | scales, 4 bytes each, or one byte each in an MX format
-
-The codes are those that the recipe makes for the product that reads the rows. Rows are sent uncoded in two cases. If
-another product reads them in high precision, such as grad_weight of ``rowwise_bf16_wgrad``, codes would only add
-bytes. With two levels of scales, codes need the amax of an expert's rows from all ranks first. A product along tokens
-(grad_weight of ``rowwise``, ``blockwise``, ``mxfp8``) makes its codes from the values of the rows that arrived.
-
-A tensorwise quantizer has one scale for all rows of an expert, on all ranks. The amax of these rows is therefore
-reduced over ranks, and the scale is sent with each row.
+Rows are sent uncoded if another product reads them in high precision, because codes would only add bytes. They are
+uncoded with two levels of scales too, whose codes need the amax of an expert's rows from all ranks first.
 """
 
 from __future__ import annotations
@@ -30,9 +23,7 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
     """The quantizer of rows that are sent as codes; None for rows that are sent in their own dtype.
 
-    Args:
-        recipe: Recipe of the products that read the rows.
-        slot: The recipe's field for the rows, ``"input"`` or ``"grad_output"``.
+    ``slot`` is the recipe's field for the rows, ``"input"`` or ``"grad_output"``.
     """
     (slots,) = (each for each in TENSORS.values() if slot in each)
     quantizers = [getattr(recipe, each) for each in slots]
@@ -51,12 +42,8 @@ def wire_width(features: int, quantizer: Quantizer) -> int:
 def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase: Phase) -> Tensor:
     """Quantize rows, and lay the codes and scales of each row side by side in bytes, (rows, `wire_width`) uint8.
 
-    Args:
-        rows: (rows, K), sorted by expert.
-        counts: (R, E), int64: number of rows for each expert of each rank.
-        quantizer: Quantizer with blocks within a row, or tensorwise.
-        group: Name of the group of ranks.
-        phase: The kind of code in which the steps run.
+    Rows are sorted by expert; ``counts``, (R, E), has their number for each expert of each rank. A tensorwise
+    quantizer has one scale for an expert's rows on all ranks, which is sent with each row.
     """
     steps = STEPS[phase]
     if quantizer.block[0] == 1:
@@ -86,9 +73,9 @@ def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dty
 def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy rows and reinterpret their bytes as another dtype.
 
-    The copy is needed because a slice of a row may begin at any byte. The copy is flattened before the view, because a
-    view as another dtype needs a last dim without gaps: `contiguous` keeps odd strides of a single row, and Inductor
-    (2.11) chooses its own strides for a single column.
+    A slice of a row may begin at any byte, so it is copied. The copy is flattened before the view, which needs a last
+    dim without gaps: `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses its own for a single
+    column.
     """
     shape = x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize
     if guard_or_false(x.shape[0] == 0):  # Inductor (2.11) can't view a tensor without rows as another dtype

@@ -1,7 +1,7 @@
 """fp8compile::checked_offsets: returns the ends of groups unchanged, or raises if they can't be ends of groups.
 
-Sizes of groups are data, so tracing can't check them. This op checks them when the graph runs, before any op that
-reads its result. A CPU raises. A GPU stops by an assertion on the device, and the host does not wait for it.
+The op checks when the graph runs, because sizes of groups are data. A CPU raises. A GPU stops by an assertion on the
+device, and the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ __all__ = ["checked_offsets"]
 RULE = "offsets are the ends of the groups: from 0, never falling, at most the number of rows of x"
 
 
+def _are_ends(offsets: Tensor, rows: int) -> Tensor:
+    return (sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all()
+
+
 def _kernel(offsets: Tensor, rows: int) -> Tensor:
-    is_right = (sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all()
+    is_right = _are_ends(offsets, rows)
     if offsets.device.type != "cpu":
         assert_on_device(is_right, f"grouped_linear: {RULE}.")
     elif not is_right:
@@ -34,8 +38,7 @@ def _kernel(offsets: Tensor, rows: int) -> Tensor:
 
 
 def _portable(offsets: Tensor, rows: int) -> Tensor:
-    is_right = (sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all()
-    assert_on_device(is_right, f"grouped_linear: {RULE}.")
+    assert_on_device(_are_ends(offsets, rows), f"grouped_linear: {RULE}.")
     return offsets.clone()
 
 

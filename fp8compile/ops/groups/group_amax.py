@@ -1,7 +1,6 @@
 """fp8compile::group_amax: the largest magnitude in each group, or in each column of each group.
 
-Rows after the last group are not read. On a GPU this op is one Triton kernel that reads the tokens once. On a CPU, and
-as the reference, it computes the quantizer's own amax of each group's rows.
+On a GPU it is one Triton kernel. On a CPU it computes the quantizer's own amax of each group's rows.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import spans
 from fp8compile.ops.groups.portable import masks_of_groups
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

@@ -1,7 +1,6 @@
 """fp8compile::group_cast: casts tokens by the multipliers of their groups, to transposed codes in padded columns.
 
-`fp8compile.ops.groups.layout` says at which columns a group lies; columns between groups are zeros. On a GPU this op
-is one Triton kernel. On a CPU, and as the reference, it runs the quantizer's own cast of each group's rows.
+On a GPU it is one Triton kernel. On a CPU it runs the quantizer's own cast of each group's rows.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length, spans
 from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

@@ -1,8 +1,7 @@
 """fp8compile::group_outer_amaxes: the amax of each group's tokens, before and after the Hadamard transform.
 
-Codes with two levels of scales need the amax of their whole group first, so tokens are read twice. This op is the
-first read, for codes along rows and for codes along tokens. On a GPU it is one Triton kernel. In a graph, Inductor can
-fuse the computation of the tokens into that kernel.
+Codes with two levels of scales need the amax of their whole group first; this op is the first of two reads. On a GPU
+it is one Triton kernel, into which Inductor can fuse the computation of the tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.layout import spans
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.outer_amaxes import outer_amax_of_values
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.target import target_of
 
-__all__ = ["check_directions", "group_outer_amaxes", "is_two_level_pair", "two_level_samples"]
+__all__ = ["check_directions", "group_outer_amaxes", "is_two_level_pair", "quantizers_of", "two_level_samples"]
 
 DIRECTIONS = ("both", "rows", "tokens")
 
@@ -46,14 +45,7 @@ def is_two_level_pair(rows: Any, columns: Any) -> bool:
 
 
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
-    """Raise a ValueError unless the GPU kernels take these quantizers in these directions.
-
-    Args:
-        op: Name of the op, for the error message.
-        rows: Quantizer along rows.
-        columns: Quantizer along columns: along tokens.
-        directions: ``"both"``, ``"rows"`` or ``"tokens"``.
-    """
+    """Raise a ValueError that names ``op``, unless the GPU kernels take these quantizers in these directions."""
     allowed = {
         "both": is_two_level_pair(rows, columns),
         "rows": rows_of_two_levels(rows),
@@ -78,22 +70,18 @@ def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
         return None
     from fp8compile.kernels.groups_two_levels import amaxes_of_groups
 
-    return amaxes_of_groups(x, offsets, *_wanted(rows, columns, directions))
+    return amaxes_of_groups(x, offsets, *quantizers_of(rows, columns, directions))
 
 
-def _wanted(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Any, Any]:
+def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Any, Any]:
+    """The quantizers along rows and along tokens; None for a direction that is left out."""
     return rows if directions != "tokens" else None, columns if directions != "rows" else None
 
 
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
     """Compute outer amaxes along rows, then along tokens, (2, E) float32; zeros for a direction that is left out.
 
-    Args:
-        x: (R, K), sorted by group; rows after the last group are in no amax.
-        offsets: Ends of the groups, (E,) int32.
-        rows: Quantizer along rows, block (1, 16), no transform.
-        columns: Quantizer along tokens, block (16, 1).
-        directions: ``"both"``, ``"rows"`` or ``"tokens"``.
+    ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``. Rows after the last group are in no amax.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
     if target_of(x.device).type != "cpu":
@@ -101,7 +89,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
         if launch is not None:
             launch(x, offsets.contiguous(), amaxes)
         return amaxes
-    for own, quantizer in zip(amaxes, _wanted(rows, columns, directions), strict=True):
+    for own, quantizer in zip(amaxes, quantizers_of(rows, columns, directions), strict=True):
         for group, (tokens_of_group, _) in enumerate(spans(offsets, 1) if quantizer else ()):
             own[group : group + 1] = outer_amax_of_values(x[tokens_of_group], quantizer.unpacked())
     return amaxes

@@ -4,8 +4,7 @@
     columns of codes        a a a a a a 0 0 b b b b b 0 0 0
     rows of scales          a       a       b       b            the second block of a has 2 tokens, of b 1 token
 
-`fp8compile.ops.groups.layout` says at which columns a group lies. On a GPU this op is one Triton kernel that reads the
-tokens once. On a CPU, and as the reference, it runs the steps of the quantizer on each group's rows.
+On a GPU it is one Triton kernel. On a CPU it runs the steps of the quantizer on each group's rows.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length, spans
 from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

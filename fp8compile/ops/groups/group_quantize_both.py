@@ -1,8 +1,6 @@
 """fp8compile::group_quantize_both: codes and scales of tokens along rows and along the tokens of each group.
 
-It is `fp8compile.ops.quantize_both` for groups: a gradient is multiplied along its rows for grad_input and along its
-tokens for grad_weight. On a GPU this op is one Triton kernel that reads the tokens once. On a CPU, and as the
-reference, it runs two casts. Rows after the last group get codes along rows, but none along tokens.
+It is `fp8compile.ops.quantize_both` for groups. Rows after the last group get codes along rows, but none along tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from fp8compile.ops.groups.kernel_limits import has_block_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_both import along_rows, is_pair
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

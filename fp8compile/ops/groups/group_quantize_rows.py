@@ -1,9 +1,7 @@
 """fp8compile::group_quantize_rows: codes and scales of rows, and the amax of each column of each group.
 
-Two products need the same tokens. One multiplies codes along rows. The other sums over tokens, with a scale for each
-column, so its cast has to wait for the amax of a whole group. On a GPU this op is one Triton kernel that reads the
-tokens once for both. On a CPU, and as the reference, it runs the quantizers' steps. Rows after the last group get
-codes, and are in no amax.
+The product that sums over tokens has a scale for each column, so its cast has to wait for the amax of a whole group.
+On a GPU this op is one Triton kernel that reads the tokens once. On a CPU it runs the quantizers' steps.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import has_group_kernel
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_weight import COLUMNS, ROWS, is_weight_pair
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
@@ -32,10 +30,7 @@ __all__ = ["group_quantize_rows", "is_row_pair"]
 def is_row_pair(rows: Quantizer | None, columns: Any, width: int) -> bool:
     """Whether the GPU kernel can quantize rows by ``rows`` and compute the amaxes of groups' columns for ``columns``.
 
-    Args:
-        rows: Quantizer along rows, over one group's matrix.
-        columns: Quantizer along columns, over one group's matrix; `group_cast` casts with it later.
-        width: Number of columns.
+    ``width`` is the number of columns.
     """
     return is_weight_pair(rows, columns, width) and columns.block == COLUMNS and has_group_kernel(columns)
 

@@ -3,10 +3,8 @@
     along rows      codes (R, K / 2), a byte holds two codes of a row      scales in tiles of each group's rows
     along tokens    codes (K, C / 2), a byte holds two codes of a column   scales in tiles of each group's tokens
 
-Both directions come from one read of the tokens. The outer amaxes, one for each group, come from an earlier read
-(`fp8compile.ops.groups.group_outer_amaxes`). K is rounded up to a multiple of 32; `fp8compile.ops.groups.tiles`
-defines C. Padding after a group is zeros. On a GPU this op is one Triton kernel. On a CPU, and as the reference, it
-runs the steps of `group_two_levels` and writes their results in this layout.
+K is rounded up to a multiple of 32; `fp8compile.ops.groups.tiles` defines C. On a GPU this op is one Triton kernel. On
+a CPU it runs the steps of `group_two_levels`. The outer amaxes come from `fp8compile.ops.groups.group_outer_amaxes`.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from fp8compile.formats import pack
 from fp8compile.ops.groups.group_outer_amaxes import (
     check_directions,
     group_outer_amaxes,
+    quantizers_of,
     two_level_samples,
 )
 from fp8compile.ops.groups.portable import ON_GPU
@@ -119,13 +118,8 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns codes, scales in tiles and outer scales along rows, then the same three along tokens.
 
-    Args:
-        x: (R, K), sorted by group; rows after the last group are not read.
-        offsets: Ends of the groups, (E,) int32.
-        amaxes: Outer amaxes of each group, (2, E) float32, as `group_outer_amaxes` returns them.
-        rows: Quantizer along rows, block (1, 16), no transform.
-        columns: Quantizer along tokens, block (16, 1).
-        directions: ``"both"``, ``"rows"`` or ``"tokens"``; results of a direction that is left out have no elements.
+    ``amaxes`` are those of `group_outer_amaxes`. Results of a direction that ``directions`` leaves out have no
+    elements, and rows after the last group are not read.
     """
     if target_of(x.device).type == "cpu":
         return _group_by_group(x, offsets, amaxes, rows, columns, directions)
@@ -138,9 +132,8 @@ def _kernel(
 
     codes, scale, outer, column_codes, *others = outputs
     contiguous = _words(codes), scale, outer, _words(column_codes), *others
-    wanted: tuple[Any, ...] = (rows if directions != "tokens" else None, columns if directions != "rows" else None)
-    of_rows, of_tokens = wanted
-    codes_of_groups(x, offsets.contiguous(), amaxes.contiguous(), of_rows, of_tokens, contiguous)
+    wanted = quantizers_of(rows, columns, directions)
+    codes_of_groups(x, offsets.contiguous(), amaxes.contiguous(), *wanted, contiguous)
     return outputs
 
 

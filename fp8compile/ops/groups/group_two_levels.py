@@ -3,9 +3,8 @@
     blocks along rows, or square    codes (R, K)     scales (R / block, ...)     a block begins with each group
     blocks along tokens             codes (K, C)     scales (C / block, K)       padded columns, see `group_quantize`
 
-Each group has its own outer scale, (E,). A byte holds one code. Transforms, and positions for stochastic rounding,
-begin anew with each group. A CPU runs the quantizer's steps group by group. A GPU runs `group_quantize_two_levels`
-instead, for `TwoLevelScaling` only.
+Each group has its own outer scale, (E,), and a byte holds one code. A CPU runs the quantizer's steps group by group; a
+GPU runs `group_quantize_two_levels` instead.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from fp8compile.ops.groups.group_quantize import empty_outputs
 from fp8compile.ops.groups.layout import alignment, group_to_read, spans, zero_behind
 from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.target import target_of
 
@@ -52,11 +51,7 @@ def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns codes, scales of blocks and outer scales.
 
-    Args:
-        x: (R, K), sorted by group.
-        offsets: Ends of the groups, (E,) int32. Unless ``along_tokens``, they are multiples of the block's rows.
-        quantizer: Quantizer with two levels of scales that stores one code a byte.
-        along_tokens: Whether codes are transposed and lie in padded columns.
+    Unless ``along_tokens``, which gives transposed codes in padded columns, ends are multiples of the block's rows.
     """
     if target_of(x.device).type != "cpu":
         raise RuntimeError(f"fp8compile::group_two_levels: {quantizer!r} {NO_GROUPS_OF_TWO_LEVELS}")

@@ -3,8 +3,7 @@
     b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group; 0 in rows after the last group
     b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group; 0 for a group without tokens
 
-PyTorch has no such product. On a GPU this op is a Triton kernel for Hopper. On a CPU, and as the reference, it
-multiplies the values of the codes in float64 and rounds once.
+PyTorch has no such product. On a GPU it is a Triton kernel for Hopper; a CPU multiplies the values in float64.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, GemmConfig
 from fp8compile.target import target_of
 

@@ -10,7 +10,7 @@ after the last group are never read and are zeros in the result, and a CPU takes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,10 +67,9 @@ def _fake(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[1], b.shape[1]))
 
 
-def _decompose(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
-    if target_of(a.device).type == "cpu":
-        return NotImplemented  # the op stays one call, because its kernel reads the sizes of the groups
-    return _kernel(a, b, offsets, config)
+def _apart_on_gpu(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The decomposition of an op whose kernel for a CPU reads the sizes of groups, so that it stays one call there."""
+    return lambda a, *others: NotImplemented if target_of(a.device).type == "cpu" else kernel(a, *others)
 
 
 def _portable(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
@@ -100,7 +99,7 @@ grouped_mm: OpOverload = register_op(
     _kernel,
     fake=_fake,
     backward=None,
-    decompose=_decompose,
+    decompose=_apart_on_gpu(_kernel),
     portable=_portable,
     sharding=None,
     samples=_samples,
@@ -117,14 +116,6 @@ def _sum_kernel(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
     return _by_torch(a, a.new_ones((a.shape[0], ALIGNMENT)), offsets)[:, :, 0].contiguous()
 
 
-def _sum_fake(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
-    return a.new_empty((offsets.shape[0], a.shape[1]))
-
-
-def _sum_decompose(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
-    return NotImplemented if target_of(a.device).type == "cpu" else _sum_kernel(a, offsets, config)
-
-
 def _sum_samples() -> Iterator[tuple[Any, ...]]:
     for a, b, offsets, config in _samples():
         if b.ndim == 3:
@@ -134,9 +125,9 @@ def _sum_samples() -> Iterator[tuple[Any, ...]]:
 group_sum: OpOverload = register_op(
     "fp8compile::group_sum",
     _sum_kernel,
-    fake=_sum_fake,
+    fake=lambda a, offsets, config: a.new_empty((offsets.shape[0], a.shape[1])),
     backward=None,
-    decompose=_sum_decompose,
+    decompose=_apart_on_gpu(_sum_kernel),
     portable=OF_BACKWARD,
     sharding=None,
     samples=_sum_samples,

@@ -3,9 +3,8 @@
     b (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group
     b (K, C / 2)       d_eNK = a_NC @ b_KC^T      sums over the columns of each group
 
-The op calls `torch._scaled_grouped_mm_v2` once. PyTorch 2.13 has no meta kernel for that function, and no version of
-PyTorch has an Inductor lowering, so the op stays one call in graphs. On a CPU it multiplies the same operands exactly,
-for tests.
+It calls `torch._scaled_grouped_mm_v2` once, and stays one call in graphs, because no PyTorch has an Inductor lowering
+for that function. On a CPU it multiplies the same operands exactly, for tests.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from fp8compile.ops.gemms.grouped.kernel import product_shape
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.tiles import tile_ends
-from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.nvfp4_mm import BLOCK_1X16, NO_SWIZZLE, NV_BLOCK, SWIZZLE_32_4_4, TENSOR_WISE, values_of_tiles
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.scale_layouts import TILE_ROWS, tiles_numel
 from fp8compile.target import target_of

@@ -28,12 +28,7 @@ def has_block_kernel(quantizer: Quantizer) -> bool:
 
 
 def check_has_kernel(op: str, quantizer: Quantizer) -> None:
-    """Raise a ValueError if an op's kernel does not take a quantizer.
-
-    Args:
-        op: Name of the op, without its namespace.
-        quantizer: The quantizer that the op was given.
-    """
+    """Raise a ValueError if the kernel of ``op``, named without its namespace, does not take a quantizer."""
     is_blocks = op == "group_quantize"
     if not (has_block_kernel if is_blocks else has_group_kernel)(quantizer):
         raise ValueError(

@@ -1,14 +1,10 @@
-"""The layout of transposed codes of groups: each group begins at a multiple of `align` columns.
+"""The layout of transposed codes of groups: each group begins at a multiple of `align` columns, with zeros before it.
 
-Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. A GEMM that sums over the tokens of
-a group reads codes along tokens, from addresses that are multiples of 16 bytes; and blocks of 32 or 128 tokens begin
-with each group. The cast that transposes the codes therefore writes each group from the next multiple of ``align`` on,
-with zeros between groups. No activation is padded or copied:
+Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. GEMMs read codes along tokens from
+multiples of 16 bytes, and blocks of tokens begin with each group.
 
     tokens (R)      a a a b b b b b . .          offsets (3, 8), rows after the last group belong to none
     columns (C)     a a a 0 b b b b b 0 0 0      align 4: starts 0, 4
-
-The number of columns, ``padded_length``, follows from shapes alone. Where each group lies depends on the data.
 """
 
 from __future__ import annotations
@@ -54,11 +50,7 @@ def padded_length(rows: int, groups: int, align: int) -> int:
 def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
     """For each group, the range of its rows, and the range of its transposed codes' columns without padding.
 
-    They are numbers on the host, with which CPU kernels loop over the groups.
-
-    Args:
-        offsets: Ends of the groups among the rows, (E,) int32; read on the host.
-        align: Number whose multiples groups begin at.
+    CPU kernels loop over them; ``offsets`` are read on the host.
     """
     row = column = 0
     for end in offsets.tolist():
@@ -83,24 +75,14 @@ def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def group_to_read(offsets: Tensor, rows: int) -> Tensor:
-    """The group of each row, as an index into tensors with a value for each group.
-
-    Rows after the last group get the last group, so that every index is valid.
-    """
+    """The group of each row, or the last group for rows after it, so that every index is valid."""
     return group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
 
 
 def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The row and the group of each column of transposed codes.
+    """The row of each column of transposed codes, -1 for padding, and the column's group, (columns,) int32 each.
 
-    Args:
-        offsets: Ends of the groups among the rows, (E,) int32.
-        align: Groups begin at multiples of this number of columns.
-        columns: Number of columns, ``padded_length``.
-
-    Returns:
-        The row of each column, (columns,) int32, -1 for padding; and the group of each column, (columns,) int32.
-        Padding belongs to the group before it.
+    Padding belongs to the group before it.
     """
     ends = padded_offsets(offsets, align)
     column = torch.arange(columns, dtype=torch.int32, device=offsets.device)
@@ -114,8 +96,7 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     """Zero the rows after the last group, which PyTorch's products leave unwritten.
 
-    The backward masks again instead of keeping the result of the forward, which would then write both the product and
-    the masked copy.
+    The backward masks again, because the forward would otherwise write both the product and the masked copy.
     """
     with inductor.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -123,14 +104,10 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def zero_where_empty(matrices: Tensor, ends: Tensor) -> Tensor:
-    """Zero the products of groups without rows.
+    """Zero the products (E, ...) of groups without rows.
 
     PyTorch's grouped products write these zeros on compute capability 9.0. From 10.0 on they skip a group without
     rows, and leave its memory as it was (pytorch#172439).
-
-    Args:
-        matrices: The products, one for each group, (E, ...).
-        ends: End of each group, (E,) int32.
     """
     if target_of(matrices.device).capability < (10, 0):
         return matrices

@@ -1,8 +1,6 @@
-"""Masks for grouped ops in exported programs, which run without this package and can't read sizes of groups.
+"""Masks for grouped ops in exported programs, which can't read sizes of groups.
 
-Each step therefore computes all rows for every group, and a mask selects the rows of the group:
-
-    rows    a a b b b .     mask of group 0: 1 1 0 0 0 0     mask of group 1: 0 0 1 1 1 0
+Each step computes all rows for every group, and a mask selects the rows of the group.
 """
 
 from __future__ import annotations
@@ -23,12 +21,7 @@ ON_GPU = "it is a kernel of this package for groups of rows on a GPU. Export the
 
 
 def masks_of_groups(offsets: Tensor, rows: int) -> Iterator[Tensor]:
-    """The mask of each group's rows, (rows, 1) bool.
-
-    Args:
-        offsets: Ends of the groups, (E,).
-        rows: Number of rows.
-    """
+    """The mask of each group's rows, (rows, 1) bool."""
     group = group_of_rows(offsets, rows).unsqueeze(1)
     for index in range(offsets.shape[0]):
         yield group == index

@@ -25,17 +25,8 @@ def register_group_op(
 ) -> torch._ops.OpOverload:
     """Register an operator over groups: a kernel on a GPU, and a loop over the groups on a CPU and as the reference.
 
-    The loop reads where groups end, so the op stays one call in compiled code. The op has no derivative. It has no
-    sharding rule either, because groups are whole on a rank.
-
-    Args:
-        name: ``namespace::name``.
-        impl: The implementation for all devices, as `register_op` takes it.
-        fake: Computes shapes and dtypes of the result.
-        portable: The computation that replaces the op in an exported program, or the reason why there is none.
-        samples: Argument tuples for tests.
-        launch: Takes the op's arguments and returns the launch of a kernel into which Inductor may fuse the
-            computation of the input, or None if no kernel takes these arguments.
+    The loop reads where groups end, so the op stays one call in compiled code. It has no derivative and no sharding
+    rule. ``launch`` returns the launch of a kernel into which Inductor may fuse the computation of the input, or None.
     """
     op = register_op(
         name, impl, fake=fake, backward=None, decompose=None, portable=portable, sharding=None, samples=samples

@@ -1,11 +1,7 @@
 """fp8compile::routed_rows: puts rows of tokens into the order of their experts; its gradient scatters nothing.
 
-    order (R,)    index of the (token, expert) pair of each of R rows
-    places (R,)   index of each pair's row, the inverse of `order`
-
-In PyTorch, the gradient of ``x[order // top_k]`` adds each row to the row of its token, in the dtype of x and, on a
-GPU, in an arbitrary order. Here the inverse is known, so each token's gradient gathers its rows and sums them once,
-which always gives the same bits.
+``order`` (R,) has the index of each row's (token, expert) pair, and ``places`` is its inverse. The gradient of
+``x[order // top_k]`` would add rows in any order; here each token's gradient gathers its rows and sums them once.
 """
 
 from __future__ import annotations

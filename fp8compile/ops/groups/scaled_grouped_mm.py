@@ -3,8 +3,7 @@
     b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
     b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group
 
-`fp8compile.ops.gemms.grouped.kernel` describes the layout of codes, scales and groups. Rows after the last group are
-never read, and are zeros in the result. The product of a group without tokens is zeros.
+Rows after the last group, and the product of a group without tokens, are zeros in the result.
 """
 
 from __future__ import annotations

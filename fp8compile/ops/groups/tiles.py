@@ -3,14 +3,10 @@
     tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
     columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
 
-Codes of a group's tokens begin at a multiple of 128 columns, because scales lie in tiles of 128 rows by 4 blocks of 16
-(`fp8compile.scale_layouts`). A group thus has whole tiles both along its rows and along its tokens, and begins at a
-multiple of 16 bytes, which loads by TMA need. A group without tokens gets one tile of zeros, whose product is its
-grad_weight of zeros: without that tile the GEMM would skip the group and leave its result unwritten. Scales along rows
-have no tile for a group without tokens.
+Scales lie in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). The tile of zeros for a group without
+tokens gives its grad_weight of zeros; without it the GEMM would leave the result unwritten.
 
-Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`, whose
-groups for NVFP4 are multiples of 128, too.
+Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`.
 """
 
 from __future__ import annotations
@@ -48,11 +44,8 @@ def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
 def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Tensor:
     """The scales of each row, (rows, blocks), from the tiles of all groups; the host reads no size of a group.
 
-    Args:
-        tiles: Bytes (C, at least blocks); the tiles of each group follow those of the group before it.
-        offsets: Ends of the groups, (E,) int32.
-        rows: Number of rows. A row after the last group gets an arbitrary scale.
-        blocks: Number of scales of a row.
+    ``tiles`` are bytes (C, at least blocks), those of each group after those of the group before it. A row after the
+    last group gets an arbitrary scale.
     """
     group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
     first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))

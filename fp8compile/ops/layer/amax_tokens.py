@@ -3,12 +3,9 @@
     forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> fsdp_delayed_linear --> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
-A token is a tensor of zeros that nothing reads; its gradient carries amaxes. Autograd therefore collects the amaxes of
-all layers before ranks send them, and updates the states last, in whatever order layers run. A layer has two tokens,
-because the amaxes of activations and the amax of the weight are reduced over different ranks. Their gradients are:
-
-    activations (3,)    1 if the layer's backward ran, amax of x, amax of grad_output
-    weight (1,)         amax of this rank's rows
+A token is a tensor of zeros that nothing reads; its gradient carries amaxes, so that autograd collects those of all
+layers before ranks send them. Activations have a token (3,), for 1 if the layer's backward ran, the amax of x and that
+of grad_output; the weight has a token (1,), because its amax is reduced over other ranks.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
     """Gather all rows in the shard's dtype.
 
-    Compiled code does not keep the gathered rows for the backward, but gathers them again there.
+    Compiled code gathers them again in the backward instead of keeping them.
     """
     if len(rows.sizes) == 1:
         return shard
@@ -37,10 +37,7 @@ def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
 
 
 def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
-    """Returns the divisors before and after a sum over ranks, each about sqrt(ranks), so that the sum can't overflow.
-
-    They are those of FSDP2.
-    """
+    """FSDP2's divisors before and after a sum over ranks, each about sqrt(ranks), so that the sum can't overflow."""
     before = 1
     while ranks % before == 0 and ranks / before > before:
         before *= 2
@@ -48,15 +45,7 @@ def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
 
 
 def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
-    """This rank's rows of the mean gradient over the ranks that share rows and over replicas.
-
-    The arithmetic is that of `fully_shard`.
-
-    Args:
-        grad: Gradient of the whole parameter, from this rank's data.
-        dtype: Dtype of the result.
-        rows: How the parameter is cut.
-    """
+    """This rank's rows of the mean gradient over the ranks that share rows and over replicas, computed as by FSDP2."""
     replicas: Any = rows.replicas  # the name of a group
     copies = _resolve_process_group(replicas).size() if replicas else 1
     ranks = len(rows.sizes) * copies

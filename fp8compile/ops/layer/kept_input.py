@@ -1,15 +1,9 @@
-"""The codes that eager mode keeps for the backward in place of a layer's input.
+"""The codes that eager mode keeps for the backward in place of a layer's input, if they have four bits.
 
     x_MK --cast along tokens, in the forward--> codes, scale, outer scale --kept--> grad_weight_of_codes
 
-A layer that saves its input for grad_weight keeps two bytes an element, and the backward reads it only to make codes.
-With codes of four bits, the forward makes the codes and keeps them in place of the input: 0.56 bytes an element,
-scales included. The backward would have made the same codes, so results are equal bit for bit. If three layers read
-one input, such as q, k and v, each keeps its own codes, and together they still take less memory than the input. With
-codes of eight bits they would take more, so recipes with eight bits keep the input.
-
-Compiled code does not need this: its partitioner sees the input and the codes, and keeps what is smaller. The weight
-is a parameter, which is in memory anyway, so eager mode keeps no codes of the weight.
+The backward would make the same codes from the input, so results are equal bit for bit, and codes take 0.56 bytes an
+element instead of two. Compiled code does not need this: its partitioner keeps the smaller of input and codes.
 """
 
 from __future__ import annotations
@@ -88,13 +82,7 @@ def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
 
 
 def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
-    """Quantize an input for grad_weight; returns the codes, the scales of their blocks and the outer scale.
-
-    Args:
-        part: The input as the layer holds it.
-        quantizer: Quantizer of grad_weight's operand.
-        steps: The functions that compute the steps.
-    """
+    """Quantize an input for grad_weight; returns the codes, the scales of their blocks and the outer scale."""
     along_rows = _is_along_rows(quantizer)
     if part.layout.ends is not None:
         rows, tokens = (quantizer, None) if along_rows else (None, quantizer)
@@ -113,11 +101,7 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
 def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, rows: int) -> Quantized:
     """Turn what `keep_input` returned into an operand of grad_weight.
 
-    Args:
-        kept: What `keep_input` returned.
-        quantizer: The quantizer that `keep_input` was given.
-        layout: Layout of the input.
-        rows: Number of this rank's tokens; needed only for a whole matrix without groups.
+    ``rows``, the number of this rank's tokens, is needed only for a whole matrix without groups.
     """
     codes, scale, outer_scale = kept
     if layout.ends is not None:

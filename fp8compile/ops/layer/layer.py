@@ -4,14 +4,9 @@
     grad_input   dx = dy @ w
     grad_weight  dw = dy^T @ x
 
-Each product consists of amax, scale, cast and scaled_mm. In eager mode its kernel runs these steps; under Inductor its
-decomposition puts them into the graph. The backward gets x and w as the forward got them, each only if a gradient
-needs it: which codes the backward wants depends on the recipe, and Inductor reads a tensor once for both of its casts.
-If codes have four bits, eager mode saves codes in place of x (`kept_input`). The bias is added in the dtype of the
-output; if the output stays in high precision, `torch.addmm` adds it, as in ``nn.Linear``.
-
-With groups (``ends``) each row is multiplied by the matrix of its group. Rows after the last group are never read,
-and are zeros in y and in dx.
+In eager mode a kernel runs the steps of a product; under Inductor its decomposition puts them into the graph. The
+backward gets x and w themselves, each only if a gradient needs it, or codes of x (`kept_input`). With groups
+(``ends``) each row is multiplied by the matrix of its group. Rows after the last group are zeros in y and in dx.
 """
 
 from __future__ import annotations
@@ -80,15 +75,8 @@ def output(
 ) -> Any:
     """Compute the output; with a state, also return the multipliers that were used and the amaxes of x and weight.
 
-    Args:
-        phase: The kind of code in which the steps run.
-        x: The input.
-        weight: The weight as the layer holds it.
-        ends: Ends of the groups of rows, or None.
-        bias: The bias, or None.
-        place: Placement of the tensors.
-        recipe: Recipe of the layer.
-        codes: Keyword arguments of `Operands` for a weight that is quantized already.
+    ``ends`` are the ends of the groups of rows. ``codes`` are keyword arguments of `Operands` for a weight that is
+    quantized already.
     """
     check(x, ends, place, recipe)
     layouts = place.layouts(x.ndim, ends)
@@ -181,9 +169,7 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
     """Return a layer op's arguments; if the weight is frozen, with a recipe that makes no codes for grad_weight.
 
-    Args:
-        needs_input_grad: Whether each argument needs a gradient; the weight is the second argument.
-        args: The op's arguments; the recipe is the last one.
+    The weight is the second argument, and the recipe the last one.
     """
     *others, recipe = args
     if needs_input_grad[1] or _compat.is_stand_in(recipe) or recipe.dequantized_gradients:

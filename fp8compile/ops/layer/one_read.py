@@ -7,8 +7,7 @@
     grad_output               codes along rows and along tokens                                `quantize_both`
     grad_output, x            four-bit codes along rows and tokens, after a read for amaxes    `quantize_two_levels`
 
-Forward and backward, or the two gradients, make the same call, and the graph keeps one of them. Rows that are sorted
-by group have their own kernels, see `fp8compile.ops.layer.quantize_groups`.
+The two products make the same call, and the graph keeps one of them.
 """
 
 from __future__ import annotations

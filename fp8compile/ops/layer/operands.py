@@ -1,21 +1,13 @@
 """The operands of a layer's products: codes and scales, for every layout and every source of scales.
 
-    a scale comes from      in the case of
-    the tensor's own amax   current scaling; ranks that share a block exchange its amax
-    a multiplier            delayed scaling, which knows the multiplier before it sees the tensor
-    an amax that is given   a weight over ranks, which exchange the amaxes of all layers at once
-    codes that are given    a weight that is quantized already, an input whose codes the forward kept
-
-The phase decides which steps run and how:
+A scale comes from the tensor's own amax, from a multiplier (delayed scaling), from an amax that ranks have exchanged
+already, or with codes that are given. The phase decides which steps run and how:
 
     phase       runs in                        on a GPU
     EAGER       a kernel, step by step
     INFERENCE   compiled code, no gradients    codes of an input are stored once for all layers that read it
     FORWARD     compiled code of the output    also: one read of a weight gives its codes and the backward's amaxes
     BACKWARD    compiled code of a gradient    makes codes by the forward's amaxes; reads grad_output once for both
-
-The same code serves all layouts: a matrix is a stack without a batch dim, tokens without ``ends`` are one group, and a
-whole tensor is a part without cuts.
 """
 
 from __future__ import annotations
@@ -93,10 +85,8 @@ STEPS = {
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
     """Make the codes of a weight's shard, or of a weight in a compiled region, in the backward and nowhere else.
 
-    Parameters cost nothing to keep, so the partitioner normally recomputes their codes in the backward. It would keep
-    the codes in two cases: for tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, and in a region,
-    where parameters count as activations. Only these two cases are marked, because a mark changes the partitioner's
-    other choices (blockwise: it keeps the activation in place of its codes).
+    The partitioner normally recomputes a parameter's codes in the backward. In these two cases it would keep them:
+    PyTorch 2.13 counts the cost of tensors inside a DTensor wrongly, and parameters of a region count as activations.
     """
     codes = cast_again(x, multiplier, quantizer, *where)
     inductor.make_in_backward(codes)
@@ -114,17 +104,15 @@ class Operands:
         recipe: Quantizers for the operands. For groups, those with one level of scales store one code a byte.
         phase: The kind of code in which the steps run.
         multiplier: (3,) float32: multipliers of input, weight and grad_output, for operands with delayed scaling.
-        waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend on these amaxes
-            artificially, which changes no value. The partitioner then computes each amax in the forward, fused with
-            the cast. Without the dependency the backward reads the tensor once more: 7.10 GB instead of 6.33 for the
-            block of ``benchmarks.kernels``.
+        waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend on them artificially,
+            so that the partitioner computes each amax in the forward, fused with the cast. Otherwise the backward
+            reads the tensor once more.
         input: The input's codes for grad_weight, if the forward kept them.
         weight: The weight's codes, if it is quantized already.
-        weight_in_turns: Whether the same memory holds the weight's codes for the output in the forward and its codes
-            for grad_input in the backward. Each pass then has to read the memory itself.
+        weight_in_turns: Whether forward and backward find different codes of the weight in the same memory, so that
+            each has to read the memory itself.
         weight_amax: Amaxes of the whole weight for this product, if they are known.
-        rows: How FSDP cuts the weight along its first dim; its codes are gathered before the product. None if FSDP
-            does not cut it.
+        rows: How FSDP cuts the weight along its first dim, so that codes are gathered before the product; else None.
     """
 
     recipe: Recipe
@@ -140,14 +128,9 @@ class Operands:
     # ------------------------------------------------------------------ operands
 
     def of(self, part: Plain, slot: str) -> Quantized:
-        """Quantize a part for one operand of the recipe, unless its codes are known already.
+        """Quantize a part for the operand ``slot`` of the recipe, unless its codes are known already.
 
-        Args:
-            part: A rank's part of the tensor as the layer holds it, or the whole tensor.
-            slot: The recipe's field for the operand, such as ``"weight_for_grad_input"``.
-
-        Returns:
-            Codes and scales of the part; for a weight under FSDP, codes and scales of all rows.
+        For a weight under FSDP, returns codes and scales of all rows.
         """
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
@@ -186,11 +169,6 @@ class Operands:
         """The right operand of a product in high precision; a weight that FSDP cuts is gathered.
 
         With ``dequantized_gradients`` the operand holds the values of the codes that the forward multiplied.
-
-        Args:
-            part: Part of the weight, or of the input for grad_weight.
-            slot: The recipe's field for this operand.
-            dtype: Dtype of the product.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)

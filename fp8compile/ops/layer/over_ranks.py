@@ -34,20 +34,14 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
     """The last group after ``index`` that cuts the same dim, or None.
 
-    The parts of that group are gathered before the dim is cut anew.
+    Its parts are gathered before the dim is cut anew.
     """
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
     return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)
 
 
 def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
-    """Raise a ValueError if codes are packed: if their shape differs from the shape of the values they stand for.
-
-    Args:
-        quantizer: Quantizer of the codes, which the message names.
-        codes: Shape of the codes.
-        values: Shape of the values.
-    """
+    """Raise a ValueError if codes are packed: if their shape differs from the shape of the values they stand for."""
     if tuple(codes) != tuple(values):
         raise ValueError(
             f"{quantizer!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, "
@@ -60,11 +54,9 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 
 
 def gather(part: Part, index: int) -> Part:
-    """Gather a part over the ranks of one group, after the later groups that cut the same dim.
+    """Gather a part over the ranks of group number ``index``, after the later groups that cut the same dim.
 
-    Args:
-        part: This rank's part. Scales are gathered with codes if ranks have different ones.
-        index: Index of the group among ``part.cuts``.
+    Scales are gathered with codes if ranks have different ones.
     """
     cut: Any = part.cuts[index]  # not None
     if isinstance(part, Quantized):
@@ -126,13 +118,7 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Take this rank's part of a tensor that all ranks of a group have.
-
-    Args:
-        part: A tensor that this group does not cut.
-        index: Index of the group among ``part.cuts``.
-        cut: Says which part each rank takes.
-    """
+    """Take this rank's part, which ``cut`` describes, of a tensor that all ranks of group number ``index`` have."""
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:
@@ -159,9 +145,6 @@ def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlock
     """Turn a part into an operand that a GEMM takes: a matrix or a stack without cuts.
 
     If ranks cut blocks, the part's codes are padded with zeros in front, to begin with a block.
-
-    Args:
-        part: This rank's part.
 
     Returns:
         The operand. Then, for its rows and for its columns, the `AxisBlocks` whose ``extract`` cuts this rank's

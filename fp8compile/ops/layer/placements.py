@@ -1,13 +1,8 @@
 """Placements: which part of each tensor of a layer lies on this rank.
 
-    Whole          every tensor is whole on this rank
-    CutOverGroup   ranks of a group share the weight's features, and maybe the tokens
-    RowsOverFsdp   ranks of FSDP share the weight's first dim, and gather it as codes
-
 A placement says how each tensor is laid out (`layouts`), what `Operands` need to know (`given`), what happens to a
-product (`finish`, `reduced`) and how large a result is. The fields of a placement are the arguments of the layer's op
-between the tensors and the recipe, in this order. Methods that take ``ends`` also serve layers with groups, whose
-weight is a stack of matrices.
+product (`finish`, `reduced`) and how large a result is. Its fields are the arguments of the layer's op between the
+tensors and the recipe, in this order. Methods that take ``ends`` also serve layers with groups.
 """
 
 from __future__ import annotations
@@ -86,12 +81,7 @@ class Placement:
         """Raise a ValueError if a layer with this placement can't run with a recipe."""
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
-        """The layout of each tensor.
-
-        Args:
-            ndim: Number of dims of the tokens, features included.
-            ends: Ends of the groups of tokens, or None.
-        """
+        """The layout of each tensor, for tokens with ``ndim`` dims, features included."""
         return ALL_WHOLE if ends is None else _with_ends(ends)
 
     def given(self) -> dict[str, Any]:
@@ -105,10 +95,7 @@ class Placement:
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
         """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if they have summands.
 
-        Args:
-            product: This rank's product.
-            tokens: Layout of the result.
-            shape: Shape of the left operand.
+        ``tokens`` is the layout of the result, and ``shape`` that of the left operand.
         """
         return product.local.view(*shape[:-1], product.local.shape[-1])
 
@@ -150,8 +137,7 @@ class Placement:
     def for_grad_input(self, used: Tensor | None) -> Placement:
         """The placement of the op for grad_input.
 
-        Args:
-            used: The multipliers that the forward used; None without delayed scaling.
+        ``used`` are the multipliers of the forward; None without delayed scaling.
         """
         return self
 
@@ -164,10 +150,7 @@ class Placement:
         return Placement()
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Returns this placement without tensors, and the tensors of it that grad_input needs.
-
-        Autograd saves those tensors, because only ``ctx.save_for_backward`` may keep tensors.
-        """
+        """This placement without tensors, and the tensors of it that grad_input needs, which autograd saves."""
         return self, ()
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
@@ -201,8 +184,8 @@ class WholeGroups(Placement):
 class _OverGroup(Placement):
     """Base of placements in which the ranks of a group share the weight.
 
-    The op itself sends messages. A graph with the op therefore holds the group's name, and never runs for another
-    group. In a group of one rank nothing is cut and nothing is sent.
+    The op itself sends messages, so a graph holds the group's name, and never runs for another group. In a group of
+    one rank nothing is cut and nothing is sent.
     """
 
     # ``self: Any``, because this class reads fields that subclasses define, in the order of the ops' arguments
@@ -342,8 +325,7 @@ _in_dtype = inductor.once_a_graph(Tensor.to)
 class _OverFsdp(Placement):
     """Base of placements whose weight FSDP cuts along the first dim: by rows of a matrix, or by matrices of a stack.
 
-    Codes and scales are the same as in a layer on the whole weight in the dtype of the tokens. The shard is saved for
-    the backward. A product that the recipe leaves in high precision gathers the weight in the dtype of the tokens.
+    Codes and scales are those of the whole weight in the dtype of the tokens. The shard is saved for the backward.
     """
 
     weight_name: ClassVar[str] = "shard"
@@ -359,8 +341,8 @@ class _OverFsdp(Placement):
     def out_features(self: Any, weight: Sequence[int], ends: Any) -> int:
         """Number of output features.
 
-        For a matrix: the rows of all ranks' shards together. For a stack: the size of dim -2, because ranks cut only
-        the stack's first dim.
+        A matrix has the rows of all ranks' shards. A stack has the size of dim -2, because ranks cut only its first
+        dim.
         """
         return sum(self.rows.sizes) if ends is None else weight[-2]
 
@@ -392,10 +374,7 @@ class RowsOverFsdpBase(_OverFsdp):
         return {"rows": self.rows, "weight_amax": self.amax}
 
     def saved(self: Any) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Split this placement for the backward: a copy without amaxes, and the tensors that autograd saves.
-
-        The only tensor that it saves is the amax for grad_input.
-        """
+        """This placement without amaxes, and the amax for grad_input, which autograd saves."""
         return replace(self, amax=None, amax_for_grad_input=None), (self.amax_for_grad_input,)
 
     def restored(self: Any, saved: Sequence[Tensor | None]) -> Placement:

@@ -11,9 +11,8 @@ cuts decide what the group does:
     k     -     a summand: B is cut as A is
     -     k     a summand: A is cut as B is
 
-A weight is never gathered: a layer sends its activations and gradients, one byte an element. The table decides by cuts
-alone, so whoever placed the tensors knows what will be sent. If B is a stack of matrices, the rows of A are in groups,
-and each group is multiplied by its own matrix.
+A weight is never gathered: a layer sends its activations and gradients, one byte an element. With groups, B is a stack
+of matrices, and each group of A's rows is multiplied by its own matrix.
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
 
 
 def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
-    """Gather and narrow both operands, one group of ranks after the other.
-
-    Returns both operands, and what each group did.
-    """
+    """Gather and narrow both operands, one group of ranks after the other. The steps say what each group did."""
     operands = {"a": a, "b": b}
     steps: list[Step] = []
     for index in range(len(a.cuts)):
@@ -138,13 +134,7 @@ def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
 
 
 def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """Find what each group of ranks would do for a GEMM of two operands; nothing is sent.
-
-    Args:
-        gemm: Which of the three GEMMs.
-        a: The left operand; only its shape and layout are read.
-        b: The right operand; only its shape and layout are read.
-    """
+    """Find what each group of ranks would do for a GEMM of two operands. Only shapes and layouts are read."""
     without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
 
@@ -168,7 +158,7 @@ def _multiply_codes(
 def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
     """Multiply without quantizing, in the operands' own dtype.
 
-    A bias is added by `torch.addmm`, the op of ``nn.Linear``, which rounds once.
+    `torch.addmm` adds a bias and rounds once, as in ``nn.Linear``.
     """
     weight = b.cuts
     a, b, steps = _prepared(gemm, a, b)
@@ -185,14 +175,8 @@ def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
 def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
     """Compute one GEMM of the layer from operands as the layer holds them; the result has the dtype of ``a``.
 
-    Args:
-        gemm: Which of the three GEMMs.
-        a: The left operand.
-        b: The right operand.
-        operands: Quantizes and multiplies the two operands. A GEMM without quantizers gathers and multiplies them in
-            their own dtype.
-        bias: Added to the rounded product; cut like the weight's rows or not at all. Only the output without groups
-            has a bias.
+    A GEMM without quantizers gathers and multiplies them in their own dtype. The bias, which only the output without
+    groups has, is added to the rounded product; it is cut like the weight's rows or not at all.
     """
     if a.local.is_meta:
         return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps
@@ -229,15 +213,10 @@ def as_read(tensor: Tensor, phase: Phase) -> Tensor:
 
 
 def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
-    """The bias for this rank's columns of the output; None if another rank adds it.
+    """The bias for this rank's columns of the output, or None if another rank adds it.
 
-    If each rank has a summand of the output, only the first rank adds the bias.
-
-    Args:
-        bias: The bias, cut like the weight's rows or not at all.
-        steps: The step that each group takes for the output.
-        a: Cuts of the left operand when it was multiplied.
-        weight: Cuts of the weight.
+    If each rank has a summand of the output, only the first rank adds the bias. ``a`` and ``weight`` are the cuts of
+    the two operands when they were multiplied.
     """
     for index, step in enumerate(steps):
         if step.out == "n" and bias.cuts[index] is None:

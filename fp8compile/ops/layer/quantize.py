@@ -1,12 +1,8 @@
 """Quantize a rank's part of a tensor to the codes and scales that the whole tensor would have.
 
-    a matrix, rows of tokens    amax -> scale -> cast over its blocks
-    a stack of matrices         each matrix as if it were alone: the stack is padded, so that no block has rows of two
-                                matrices, and then flattened to one matrix
-    a part of either            ranks that have elements of the same block exchange its amax first; with an outer scale
-                                also the amax of the whole
-
-Amaxes, multipliers and scales are grids with a value for each block; a stack's grid is (E, block rows, block columns).
+Ranks that have elements of the same block exchange its amax first. In a stack each matrix is quantized as if it were
+alone. Amaxes, multipliers and scales are grids with a value for each block; a stack's grid is (E, block rows, block
+columns).
 """
 
 from __future__ import annotations
@@ -64,8 +60,7 @@ def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
 def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
     """Pad each matrix of a stack to whole blocks.
 
-    Returns:
-        The padded stack, and the quantizer for the single matrix that the stack is flattened to.
+    Returns the padded stack, and the quantizer for the stack if it is flattened to one matrix.
     """
     rows, columns = quantizer.block
     if rows != -1:
@@ -86,11 +81,8 @@ def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Ca
 def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Callable[..., Tensor]) -> Tensor:
     """Compute something from each element of a stack (E, N, K) and from its block's entry in a grid.
 
-    Args:
-        window: The stack; its columns begin with a block.
-        grid: (E, block rows, block columns).
-        quantizer: Quantizer of each matrix.
-        compute: The computation for one matrix, ``(matrix, grid, quantizer) -> matrix``.
+    ``compute(matrix, grid, quantizer)`` does that for one matrix. The stack's columns begin with a block, and the grid
+    is (E, block rows, block columns).
     """
     stack, own = _in_own_blocks(window, quantizer)
     matrix = stack.flatten(0, 1)
@@ -142,10 +134,7 @@ def _check_part(part: Plain, quantizer: Quantizer) -> None:
 
 
 def _check_transform(part: Plain, quantizer: Quantizer) -> None:
-    """Raise a ValueError if values that are transformed together lie on several ranks, or if some are missing.
-
-    The number of values along the transformed dim must be a multiple of the transform's size.
-    """
+    """Raise a ValueError if values that are transformed together lie on several ranks, or are incomplete."""
     if not (group := len(quantizer.transform())):
         return
     tokens = quantizer.block[0] == group
@@ -188,16 +177,10 @@ def _window_and_amax_over_ranks(
 
 
 def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
-    """This rank's contribution to the amaxes of the whole tensor: their maximum over ranks is the amax of every block.
+    """This rank's contribution to the amax grid of the whole tensor, float32; 0 for blocks without elements here.
 
-    Ranks can reduce the contributions for many tensors in one message. Each rank then knows the scales of all blocks.
-
-    Args:
-        part: Part of a matrix or of a stack.
-        quantizer: Quantizer of the matrix, or of each matrix of the stack.
-
-    Returns:
-        The amax grid of the whole tensor, float32; 0 for each block without elements on this rank.
+    The maximum over ranks is the amax of every block. Ranks can reduce the contributions for many tensors in one
+    message.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)
@@ -281,16 +264,9 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 
 
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
-    """Cut the scales of a part out of the scales of the whole tensor.
+    """Cut the scales of a rank's part, which has this shape, out of the grid of the whole tensor's scales.
 
     If ranks cut blocks along a side of the matrix, all scales along this side are kept.
-
-    Args:
-        scales: The grid of the whole tensor's scales.
-        shape: Shape of the rank's part.
-        cuts: Cuts of the tensor.
-        quantizer: Quantizer of the tensor.
-        batch: Number of leading dims over which matrices are stacked.
     """
     for dim, side in zip(SIDES, axis_blocks(shape, cuts, quantizer.block, batch), strict=True):
         scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
@@ -353,17 +329,11 @@ def quantize_part(
     local_amax: Tensor | None = None,
     whole_amax: Tensor | None = None,
 ) -> Quantized:
-    """Quantize a part to the codes and scales that the whole tensor would have.
+    """Quantize a part of a matrix, of rows or of a stack to the codes and scales that the whole tensor would have.
 
-    Args:
-        part: Part of a matrix, of rows, or of a stack. All ranks of its groups call this function with their parts.
-        quantizer: Quantizer of the matrix, or of each matrix of the stack.
-        steps: The functions that compute the steps.
-        local_amax: The amax grid of the part's own elements, if it is known and no block is cut.
-        whole_amax: The amax grid of the whole tensor, if it is known; ranks then exchange no amax of blocks.
-
-    Returns:
-        Codes of the part's elements, and their scales.
+    All ranks of the part's groups call this function. ``local_amax`` is the amax grid of the part's own elements, if
+    it is known and no block is cut. ``whole_amax`` is that of the whole tensor, if it is known; ranks then exchange no
+    amax of blocks.
     """
     batch, is_cut = part.layout.batch, is_cut_within(part)
     if is_cut or (part.cuts and not batch):  # codes are not packed if ranks may still cut or send them
@@ -399,10 +369,7 @@ def _quantize_matrix(part: Plain, quantizer: Quantizer, steps: Steps, known: Ten
 
 
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
-    """The quantizer for a stack.
-
-    `TwoLevelScaling` packs codes if the sizes of each matrix allow it; other quantizers store one code a byte.
-    """
+    """The quantizer for a stack. Only `TwoLevelScaling` packs codes, if each matrix's sizes allow that."""
     if _takes_all_matrices(quantizer):
         return quantizer.for_shape(part.local.shape[1:])
     quantizer = quantizer.unpacked() or quantizer
@@ -431,16 +398,9 @@ def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: 
 
 
 def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Cast a part by the multipliers of the whole tensor.
+    """Cast a part by the grid of the whole tensor's multipliers; returns one code a byte, in the shape of the part.
 
-    Args:
-        part: Part of a matrix or of a stack. In a stack, stochastic rounding uses positions in this part.
-        multiplier: The grid of the whole tensor's multipliers, float32.
-        quantizer: Quantizer of each matrix.
-        steps: The functions that compute the steps.
-
-    Returns:
-        Codes, uint8, in the shape of the part: one code a byte.
+    In a stack, stochastic rounding uses positions in this part.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)

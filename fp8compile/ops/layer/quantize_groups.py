@@ -1,9 +1,7 @@
 """Quantize rows that are sorted by group; each group gets the codes that it would get alone.
 
-    along rows      codes (R, K), blocks within a row; tensorwise: one scale for all rows of a group
-    along tokens    codes (K, C), blocks of tokens, in the layout of `fp8compile.ops.groups.layout`
-
-If ranks share the features, the amax of a block that spans ranks is reduced over them.
+Codes along rows are (R, K); a tensorwise scale is one for all rows of a group. Codes along tokens are (K, C), in the
+layout of `fp8compile.ops.groups.layout`.
 """
 
 from __future__ import annotations
@@ -54,10 +52,7 @@ def quantize_groups(
     along_tokens: bool,
     reads_once: bool,
 ) -> Quantized:
-    """Quantize rows that are sorted by group; each group gets the codes that it would get alone.
-
-    Blocks lie along rows (within one row), or along tokens (over tokens of one group). A tensorwise scale is one for
-    each group.
+    """Quantize rows that are sorted by group, along rows or along tokens.
 
     Args:
         part: Rows (R, K); the layout has the ends of the groups.
@@ -65,10 +60,8 @@ def quantize_groups(
         tokens: Quantizer along tokens, over one group's matrix; may be None if not ``along_tokens``.
         steps: The functions that compute the steps.
         along_tokens: Whether to quantize along tokens instead of along rows.
-        reads_once: Whether one kernel may read the rows and make what both directions need. True for compiled code on
-            a GPU: the GEMM that reads along rows and the one that reads along tokens issue the same call, and the
-            graph keeps a single one. The forward then also makes the codes along tokens, and saves them, one byte an
-            element, in place of the rows.
+        reads_once: Whether one kernel may read the rows and make codes in both directions, in compiled code on a GPU.
+            Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the rows.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
@@ -95,12 +88,7 @@ def cast_rows(
 ) -> tuple[Tensor, Tensor]:
     """Cast rows with one scale for each group; returns codes (R, K) and the scale of each row's group, (R, 1).
 
-    Args:
-        x: (R, K), sorted by group.
-        ends: Ends of the groups, (E,) int32.
-        quantizer: Quantizer with one block for all rows of a group.
-        steps: The functions that compute the steps.
-        over_ranks: Reduces this rank's amaxes over all ranks that have rows of the groups.
+    ``over_ranks`` reduces this rank's amaxes over all ranks that have rows of the groups.
     """
     multiplier, scale = steps.scale(over_ranks(group_amax(x, ends, quantizer)), quantizer)
     group = group_to_read(ends, x.shape[0])
@@ -155,10 +143,7 @@ def _in_two_levels(part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, r
 def as_values_of_rows(found: Quantized, features: int) -> Quantized:
     """Convert codes along rows to what `quantize.dequantized` reads: one code a byte, and scales as a grid.
 
-    Args:
-        found: What `quantize_groups` returned. For four-bit codes on a GPU, two codes share a byte and scales lie in
-            tiles.
-        features: Number of values in a row.
+    For four-bit codes on a GPU, two codes share a byte and scales lie in tiles.
     """
     quantizer = by_row(found.quantizer)
     if packed_dim(quantizer) is None:

@@ -1,15 +1,12 @@
 """Register a linear layer for one placement of its tensors: one op for each of its products.
 
-Each op has a kernel, which computes in Phase.EAGER, step by step, and a decomposition, which computes in a phase of
-compiled code: FORWARD, INFERENCE or BACKWARD. The arguments of the ops are:
+Each op has a kernel, which computes in Phase.EAGER, and a decomposition for compiled code. The arguments are:
 
     output                  (x, weight, [offsets], bias, ...placement, recipe)
     grad_input              (grad_output, weight, [offsets], ...placement, recipe)
     grad_weight             (grad_output, x, [offsets], ...placement, recipe)
     kept_input              (x, [offsets], ...placement, quantizer)
     grad_weight_of_codes    (grad_output, codes, scale, outer_scale, [offsets], ...placement, recipe)
-
-`LAYER_OPS` holds all of these ops but kept_input; flop formulas, reports and checkpoint policies read it.
 """
 
 from __future__ import annotations
@@ -91,10 +88,7 @@ class LayerOp:
     def run(self, phase: Phase, args: tuple[Any, ...], codes: dict[str, Any] | None = None) -> Any:
         """Run the op's computation.
 
-        Args:
-            phase: The kind of code in which the steps run.
-            args: The op's arguments.
-            codes: Keyword arguments of `Operands` for a weight that is quantized already.
+        ``codes`` are keyword arguments of `Operands` for a weight that is quantized already.
         """
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
@@ -271,20 +265,17 @@ def register_layer(
     gradients: Layer | None = None,
     keep: torch._ops.OpOverload | None = None,
 ) -> Layer:
-    """Register the ops of a linear layer for one placement.
+    """Register the ops of a linear layer for one placement, whose fields are arguments of the output op.
 
     Args:
         prefix: Prefix of the ops' names, such as ``"sharded_"``.
-        placement: Class of the placement; its fields are arguments of the output op.
+        placement: Class of the placement.
         samples: Yields sample arguments of the output op. Samples of the other ops are made from them.
         for_grad_input: Class that `Placement.for_grad_input` returns, if it is not ``placement``.
         for_grad_weight: Class that `Placement.for_grad_weight` returns, if it is not ``placement``.
         ends: Whether rows are in groups.
         gradients: A layer whose gradient ops are used in place of new ones.
         keep: The op that keeps codes of the input, if another layer has registered it.
-
-    Returns:
-        The registered ops.
     """
     op = LayerOp(kind="output", placement=placement, ends=ends)
     if gradients is None:

@@ -1,8 +1,7 @@
 """Rows: which rows of a parameter each rank of FSDP has; a constant of the graph.
 
-With tensor parallel ranks, each dim of their mesh cuts the weight before FSDP does. Those cuts are stored as a flat
-list of numbers. A mesh dim that cuts nothing is stored as -1. Any other mesh dim is stored as the weight's dim, this
-rank's number, the number of ranks, and the size of each rank's part.
+Tensor parallel ranks cut the weight before FSDP does. Their cuts are a flat list of numbers: for each mesh dim -1 if
+it cuts nothing, else the weight's dim, this rank's number, the number of ranks, and the size of each rank's part.
 """
 
 from __future__ import annotations

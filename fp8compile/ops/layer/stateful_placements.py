@@ -42,9 +42,8 @@ class _WithMultiplier:
     def begin(self: Any, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
         """Fix the multipliers that the output uses, and compute amaxes.
 
-        Returns:
-            The operands with these multipliers, and a tuple of further outputs of the op: the multipliers, the amax of
-            x and the amax of the weight.
+        Returns the operands with these multipliers, then further outputs of the op: the multipliers, and the amaxes of
+        x and of the weight.
         """
         used = snapshot(self.multiplier)
         of_input, of_weight, _ = operands.recipe.delayed()

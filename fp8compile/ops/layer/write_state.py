@@ -4,10 +4,8 @@
     forward        returns y, the multipliers that y used, and the amaxes of x and w
     backward       computes gradients by the same multipliers;  state <- next state(state, amaxes of x, w and dy)
 
-Each backward updates the state once. If no backward runs (evaluation, no_grad), the state stays. Activation
-checkpointing runs the forward twice and still updates the state once. A forward returns the multipliers that it used,
-because a backward of another call may update the state before the forward's own backward runs. The row of a tensor
-without delayed scaling stays as it is.
+Each backward updates the state once; without a backward (evaluation, no_grad) it stays. A forward returns its
+multipliers, because another call's backward may update the state before its own backward runs.
 """
 
 from __future__ import annotations
@@ -45,10 +43,7 @@ def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
 
 
 def kept_amax(history: Tensor) -> Tensor:
-    """Amax of the values last written to a quantized weight.
-
-    `QuantizedParameter` stores it in the first column of the history.
-    """
+    """Amax of the values last written to a quantized weight, from the history's first column."""
     return snapshot(history[ROW_OF_WEIGHT, 0])
 
 
@@ -65,10 +60,7 @@ def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe
 
 
 def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> None:
-    """Raise a ValueError if the state does not fit the recipe or the device of x.
-
-    The message names `fp8compile.linear`, the function to which users pass a state.
-    """
+    """Raise a ValueError that names `fp8compile.linear`, if the state does not fit the recipe or the device of x."""
     if _compat.is_stand_in(recipe):
         return
     rows, length = len(TENSORS), recipe.history()
@@ -84,16 +76,7 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
 
 
 def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Save the multipliers that a forward used, and its amaxes, for the backward.
-
-    Args:
-        ctx: Autograd's context of the layer; gets ``multiplier``, ``used`` and ``amaxes``.
-        multiplier: Multipliers of the state.
-        output: Outputs of the layer.
-
-    Returns:
-        The multipliers that the forward used.
-    """
+    """Save the multipliers that a forward used, and its amaxes, in autograd's context; returns the multipliers."""
     _, ctx.used, *ctx.amaxes = output
     ctx.multiplier = multiplier
     ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
@@ -119,13 +102,10 @@ def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
 
 @torch.no_grad()
 def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran: Tensor | None = None) -> None:
-    """Update a layer's state in place: its history and its multipliers.
+    """Update a layer's state, history and multipliers, in place.
 
-    Args:
-        state: History and multipliers.
-        amaxes: Amaxes of input, weight and grad_output, (3,) float32, over all ranks that share the state.
-        recipe: Recipe of the layer.
-        ran: 0 if the layer's backward has not run; the state then stays. None counts as 1.
+    ``amaxes`` of input, weight and grad_output, (3,), are over all ranks that share the state. If ``ran`` is 0, the
+    layer's backward has not run, and the state stays.
 
     Raises:
         RuntimeError: A transform of torch.func runs this backward, and its function does not take the state as an
