@@ -69,8 +69,8 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
     """Reduce many amaxes over ranks; amaxes with the same groups are sent in one message.
 
-    ``groups`` has the groups for each amax, over which it is reduced one after the other. An amax without groups stays
-    as it is. Amaxes are as `all_reduce_amax` takes them, and keep order and shapes.
+    Each amax, as `all_reduce_amax` takes it, has an entry in ``groups``: the groups over which it is reduced, one
+    after the other. An empty entry leaves the amax as it is.
     """
     found = list(amaxes)
     messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}

@@ -121,8 +121,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
         On the meta device the result has shapes only.
         """
-        make = _codes_of_stack if batch else _codes_of_matrix
-        return QuantizedParameter.of_sets([make(x, each) for each in quantizers], x.dtype, batch=batch)
+        sets = [
+            _codes_of_stack(x, each) if batch else quantize(x, each.for_shape(x.shape)).sets()[0]
+            for each in quantizers
+        ]
+        return QuantizedParameter.of_sets(sets, x.dtype, batch=batch)
 
     def data_ptr(self) -> int:
         """Raise a RuntimeError, because no memory holds the values.
@@ -152,8 +155,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def written(self) -> bool:
         """Whether anything but `MasterWeights` has written to this parameter, through any view of it.
 
-        All ranks that share the scale agree. FSDP2 pads some ranks' shards by a copy into ``new_zeros``; the copy
-        takes over the value, because it is no write by a user.
+        The value is the same on all ranks that share the scale. FSDP2 pads some ranks' shards by a copy into
+        ``new_zeros``, which does not count, because it is no write by a user.
         """
         return self._shared.written
 
@@ -478,10 +481,6 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
 for _name in INNER:
     setattr(QuantizedParameter, _name, _up_to_date(_name))
-
-
-def _codes_of_matrix(x: Tensor, quantizer: Quantizer) -> Quantized:
-    return quantize(x, quantizer.for_shape(x.shape)).sets()[0]
 
 
 def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Quantized:

@@ -23,12 +23,8 @@ __all__ = ["checked_offsets"]
 RULE = "offsets are the ends of the groups: from 0, never falling, at most the number of rows of x"
 
 
-def _are_ends(offsets: Tensor, rows: int) -> Tensor:
-    return (sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all()
-
-
 def _kernel(offsets: Tensor, rows: int) -> Tensor:
-    is_right = _are_ends(offsets, rows)
+    is_right = (sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all()
     if offsets.device.type != "cpu":
         assert_on_device(is_right, f"grouped_linear: {RULE}.")
     elif not is_right:
@@ -38,7 +34,7 @@ def _kernel(offsets: Tensor, rows: int) -> Tensor:
 
 
 def _portable(offsets: Tensor, rows: int) -> Tensor:
-    assert_on_device(_are_ends(offsets, rows), f"grouped_linear: {RULE}.")
+    assert_on_device((sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all(), f"grouped_linear: {RULE}.")
     return offsets.clone()
 
 

@@ -167,7 +167,7 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
 
 
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Return a layer op's arguments; if the weight is frozen, with a recipe that makes no codes for grad_weight.
+    """Return a layer op's arguments. If the weight is frozen, their recipe makes no codes for grad_weight.
 
     The weight is the second argument, and the recipe the last one.
     """
