@@ -58,11 +58,10 @@ class _Weight:
 
     def is_alone(self, users: list[nn.Module]) -> bool:
         """Whether all modules that have the parameter multiply the same codes of it."""
-        if self.parameter.ndim == 2:
-            kind = Linear if isinstance(self.module, Linear) else type(self.module)
-            same = all(isinstance(user, kind) and user.recipe == self.module.recipe for user in users)
-            return same and (len(users) == 1 or not isinstance(self.module.recipe.weight, DelayedScaling))
-        return len(users) == 1
+        if len(users) == 1 or self.parameter.ndim == 3 or isinstance(self.module.recipe.weight, DelayedScaling):
+            return len(users) == 1
+        kind = Linear if isinstance(self.module, Linear) else type(self.module)
+        return all(isinstance(user, kind) and user.recipe == self.module.recipe for user in users)
 
 
 def _check_model(model: nn.Module, ignored: set[nn.Parameter]) -> list[_Weight]:

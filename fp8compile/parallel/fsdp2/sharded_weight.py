@@ -62,8 +62,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     compiler sees a plain tensor: a ``__tensor_flatten__`` would show it a second tensor in the same memory.
     """
 
-    # name of the parameter in its module
-    name: str = "weight"  # a tensor has a property of this name
+    name: str = "weight"  # name of the parameter in its module; a tensor has a property of this name
     gathers: GatherPolicy | None  # what each gather brings; None if forward and backward multiply the same codes
     cuts: Sharding  # how tensor parallelism cut the weight, before FSDP2 shards it
     edits: Edits  # Counter of writes. FSDP2 reads a parameter through views that have their own version counters.
