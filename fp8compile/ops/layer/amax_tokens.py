@@ -4,8 +4,8 @@
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
 A token is a tensor of zeros that nothing reads; its gradient carries amaxes, so that autograd collects those of all
-layers before ranks send them. Activations have a token (3,), for 1 if the layer's backward ran, the amax of x and that
-of grad_output; the weight has a token (1,), because its amax is reduced over other ranks.
+layers before ranks send them. The token of activations, (3,), carries 1 if the layer's backward ran, the amax of x and
+the amax of grad_output. The weight's token, (1,), is separate because its amax is reduced over other ranks.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _formula(op: LayerOp) -> Callable[..., int]:
 
 
 def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
-    """FLOPs of `scaled_mm`, by the shapes of values, because two codes may share a byte."""
+    """FLOPs of `scaled_mm`, from the shapes of the values, because codes have smaller shapes if two share a byte."""
     _, _, a_quantizer, b_quantizer, *_ = rest
     return 2 * prod(a_quantizer.values_shape(a)) * b_quantizer.values_shape(b)[1]
 

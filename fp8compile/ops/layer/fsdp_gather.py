@@ -45,7 +45,7 @@ def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
 
 
 def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
-    """This rank's rows of the mean gradient over the ranks that share rows and over replicas, computed as by FSDP2."""
+    """Average the gradient over ranks and replicas, as FSDP2 does; returns this rank's rows of the mean."""
     replicas: Any = rows.replicas  # the name of a group
     copies = _resolve_process_group(replicas).size() if replicas else 1
     ranks = len(rows.sizes) * copies

@@ -46,7 +46,10 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
-    """Whether kept codes have blocks along rows, because grad_weight reads the values that the forward multiplied."""
+    """Whether blocks of kept codes lie along rows.
+
+    They do if grad_weight reads the values that the forward multiplied.
+    """
     return quantizer.block[1] != 1
 
 

@@ -1,7 +1,7 @@
 """The operands of a layer's products: codes and scales, for every layout and every source of scales.
 
-A scale comes from the tensor's own amax, from a multiplier (delayed scaling), from an amax that ranks have exchanged
-already, or with codes that are given. The phase decides which steps run and how:
+A scale is computed from the tensor's own amax, from a multiplier (delayed scaling) or from an amax that ranks have
+exchanged already; or it is given together with the codes. The phase decides which steps run and how:
 
     phase       runs in                        on a GPU
     EAGER       a kernel, step by step
@@ -259,7 +259,10 @@ class Operands:
         return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
     def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
-        """Codes of a weight for one product. The forward makes a transposed copy of them, which grad_input reads."""
+        """Quantize a weight as in the forward, and return its codes for one product.
+
+        The forward also stores a transposed copy of the codes, which grad_input reads.
+        """
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
         copy = _transposed_contiguous(other.codes)  # it is stored, so no partitioner computes it again

@@ -54,7 +54,7 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 
 
 def gather(part: Part, index: int) -> Part:
-    """Gather a part over the ranks of group number ``index``, after the later groups that cut the same dim.
+    """Gather a part over the ranks of group number ``index``. Later groups that cut the same dim are gathered first.
 
     Scales are gathered with codes if ranks have different ones.
     """
@@ -118,7 +118,7 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Take this rank's part, which ``cut`` describes, of a tensor that all ranks of group number ``index`` have."""
+    """Narrow a tensor that all ranks of group number ``index`` have to this rank's part, which ``cut`` describes."""
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:

@@ -150,7 +150,7 @@ class Placement:
         return Placement()
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """This placement without tensors, and the tensors of it that grad_input needs, which autograd saves."""
+        """Return this placement without its tensors, and those tensors that autograd saves for grad_input."""
         return self, ()
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:

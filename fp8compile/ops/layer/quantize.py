@@ -79,9 +79,9 @@ def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Ca
 
 
 def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Callable[..., Tensor]) -> Tensor:
-    """Compute something from each element of a stack (E, N, K) and from its block's entry in a grid.
+    """Apply a function of elements and of their blocks' entries in a grid to a stack (E, N, K).
 
-    ``compute(matrix, grid, quantizer)`` does that for one matrix. The stack's columns begin with a block, and the grid
+    ``compute(matrix, grid, quantizer)`` is the function for one matrix. The stack's columns begin with a block, and the grid
     is (E, block rows, block columns).
     """
     stack, own = _in_own_blocks(window, quantizer)
@@ -264,7 +264,7 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 
 
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
-    """Cut the scales of a rank's part, which has this shape, out of the grid of the whole tensor's scales.
+    """Cut the scales of a rank's part, of shape ``shape``, out of the grid of the whole tensor's scales.
 
     If ranks cut blocks along a side of the matrix, all scales along this side are kept.
     """

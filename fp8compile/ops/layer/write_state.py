@@ -48,7 +48,7 @@ def kept_amax(history: Tensor) -> Tensor:
 
 
 def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """The layer's history and multiplier after one more backward, from those before it and three amaxes."""
+    """Compute the layer's next history and multiplier from the present ones and a backward's three amaxes."""
     quantizers = recipe.delayed()
     rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
     room = torch.stack([torch.full((), each, dtype=torch.float64, device=amaxes.device) for each in rooms])
