@@ -113,7 +113,7 @@ class AxisBlocks:
 
     @property
     def first(self) -> int | None:
-        """Index of this rank's first element, if its elements are one run of the whole; None for several runs."""
+        """Index of this rank's first element if its elements are contiguous in the whole; else None."""
         run, first, inner = True, 0, 1
         for start, length, total in reversed(self.sizes):
             if not run and length != 1:
@@ -133,7 +133,7 @@ class AxisBlocks:
     def embed(self, matrix: Tensor, dim: int) -> Tensor:
         """Pad this rank's elements with zeros to a window, which begins with a block.
 
-        If the elements are several runs of the whole, the window is the whole.
+        If the elements are not contiguous in the whole, the window is the whole.
         """
         if self.kind == "aligned":
             return matrix
@@ -170,7 +170,7 @@ class AxisBlocks:
         return torch.arange(self.first - self.first % self.block, self.first + self.length, device=device)
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
-        """Pad a grid with this rank's blocks with zeros, to a grid with all blocks of the whole."""
+        """Pad a grid of this rank's blocks with zeros to a grid of all blocks of the whole."""
         first, count, every = self._blocks()
         if self.kind == "aligned" and self.first is None:
             shape = list(grid.shape)
@@ -219,7 +219,7 @@ def _side(dims: range, shape: Sequence[int], cuts: Sharding, block: int) -> Axis
 def axis_blocks(
     shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0
 ) -> tuple[AxisBlocks, AxisBlocks]:
-    """The places of a rank's rows and of its columns among the blocks of the whole matrix, or of each of a stack.
+    """Find where a rank's rows and columns lie among the blocks of the whole matrix, or of each matrix of a stack.
 
     Args:
         shape: Shape of this rank's part, with one dim or more.

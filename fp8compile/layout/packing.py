@@ -1,4 +1,4 @@
-"""Convert codes of four bits between two forms: two to a byte for messages, and one to a byte, which ranks can cut."""
+"""Convert four-bit codes between two a byte, for messages, and one a byte, so that ranks can cut them anywhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DIMS = {"rows": -1, "columns": -2}  # the dim whose neighbours share a byte, in 
 
 
 def packed_dim(quantizer: Quantizer) -> int | None:
-    """The dim, -1 or -2, whose neighbouring codes share a byte; None unless it is a TwoLevelScaling that packs."""
+    """The dim, -1 or -2, along which two codes share a byte; None unless a `TwoLevelScaling` packs them."""
     return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
 
 
 def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
-    """The quantizer of the same codes, but packed along rows if ``shape``, of a matrix or of a stack, allows it.
+    """Return a quantizer that makes the same codes, packed along rows if ``shape`` allows it.
 
     With square blocks, packing along rows or along columns gives the same codes.
     """
@@ -36,7 +36,7 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Unpack codes of a matrix or of a stack to one to a byte; returns them and the quantizer of unpacked codes."""
+    """Unpack codes of a matrix or of a stack to one code a byte; returns them and the quantizer of unpacked codes."""
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
     return unpack(codes, dim), quantizer.unpacked() or quantizer
