@@ -51,9 +51,9 @@ def _compare_once(
 
 
 def check_agreement(function: str, x: Tensor, group: ProcessGroup, **sizes: tuple[int, ...]) -> None:
-    """Raise a ValueError on all ranks of a group unless all of them give the same sizes, keyword arguments of tuples.
+    """Raise a ValueError on all ranks of a group if ranks give different ``sizes``.
 
-    The first call with the same function, argument names and group compares. A compiled function compares while Dynamo
+    Only the first call with a function, argument names and a group compares. A compiled function compares while Dynamo
     traces it, so that its steps send nothing more. Symbolic sizes and sizes of fake tensors are not compared.
     """
     numbers = tuple([size for each in sizes.values() for size in each])

@@ -62,8 +62,8 @@ class GatherLayout:
         size: Size of the whole weight.
         quantizers: For each set, the quantizer of the codes in the form in which they are sent.
         scale_shapes: For each set, the shapes of the whole weight's scales, by level.
-        scales: For each GEMM whose codes are sent, a scale for each level and whether it is this rank's alone, so that
-            it travels beside the codes. None if plain values are gathered.
+        scales: For each GEMM whose codes are sent, a pair for each level: the scale, and whether it is sent beside the
+            codes because it belongs to this rank alone. None if plain values are gathered.
     """
 
     shards: DimSharding
@@ -114,8 +114,8 @@ def codes_to_send(
         gemms: The GEMMs whose codes are sent.
         shards: How ranks cut the weight.
         size: Size of the whole weight.
-        together: Whether each gather sends all sets. If not, each gather has room for the scales of the largest set,
-            because FSDP2's buffers keep their size.
+        together: Whether each gather sends all sets. If not, scales are padded to the bytes that the set with the most
+            scales needs, because FSDP2's buffers keep their size.
     """
     beside = shards.is_even() and len(shards.sizes) > 1 and shards.dim == 0
     quantizers = as_they_travel([each.quantizer for each in sets], shards, size)

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers for a weight with different codes for forward and backward, and how the report says that."""
+"""What FSDP2 gathers for a weight with different codes for forward and backward, and its text for the report."""
 
 from __future__ import annotations
 

@@ -218,12 +218,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether this shard holds the scales of all the weight's blocks along the cut dim, which may cut a block."""
+        """Whether this shard holds scales of the whole weight along the cut dim, because cuts may split blocks."""
         return any(own.has_all_scales for own in self.stored())
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
-        """Whether only padding follows a slice: ``new_zeros`` made this tensor, and FSDP2 cuts a shard from it."""
+        """Whether only padding follows a slice of this tensor, because ``new_zeros`` made it for FSDP2 to cut."""
         return self.extent == BLANK
 
     def cuts_by(self, own: Quantized, dim: int, first: int, last: int) -> bool:

@@ -467,7 +467,7 @@ def has_codes(tensor: object) -> TypeGuard[QuantizedTensor]:
 
 
 def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int | torch.SymInt]:
-    """Strides and offset of the values, if they lay in memory in the order of their codes.
+    """Strides and offset that the values would have if they lay in memory in the order of their codes.
 
     If a byte holds several values, each value has a place of its own.
     """

@@ -28,7 +28,7 @@ def cut_dim(shard: Tensor, outer_size: Sequence[int]) -> int:
 def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], module: Any) -> None:
     """Tell a shard which ranks share its scale.
 
-    The module's parameters of the shard's shape are told too: if FSDP2 offloads to the CPU, the shard is a copy.
+    Parameters of the module with the same shape are told too, because with CPU offload the shard is a copy.
     """
     dim = cut_dim(shard, outer_size)
     for each in (shard, *map(local_itself, module.parameters(recurse=False))):
