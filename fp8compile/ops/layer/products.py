@@ -175,8 +175,8 @@ def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
 def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
     """Compute one GEMM of the layer from operands as the layer holds them; the result has the dtype of ``a``.
 
-    If the GEMM has no quantizers, operands are gathered and multiplied in their own dtype. The bias, which only the output without
-    groups has, is added to the rounded product; it is cut like the weight's rows or not at all.
+    If the GEMM has no quantizers, operands are gathered and multiplied in their own dtype. The bias, which only
+    the output without groups has, is added to the rounded product; it is cut like the weight's rows or not at all.
     """
     if a.local.is_meta:
         return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps

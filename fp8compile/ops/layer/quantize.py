@@ -81,8 +81,8 @@ def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Ca
 def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Callable[..., Tensor]) -> Tensor:
     """Apply a function of elements and of their blocks' entries in a grid to a stack (E, N, K).
 
-    ``compute(matrix, grid, quantizer)`` is the function for one matrix. The stack's columns begin with a block, and the grid
-    is (E, block rows, block columns).
+    ``compute(matrix, grid, quantizer)`` is the function for one matrix. The stack's columns begin with a block. The
+    grid is (E, block rows, block columns).
     """
     stack, own = _in_own_blocks(window, quantizer)
     matrix = stack.flatten(0, 1)
