@@ -46,7 +46,7 @@ def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], 
 def _part(weight: Any, part: str, index: int) -> Tensor | None:
     """A part of a quantized parameter's first or second set of codes; None if the parameter has no such part.
 
-    For a DTensor it is one too, but scales that all ranks have are plain tensors.
+    For a DTensor the part is a DTensor too, except scales that all ranks have, which are plain tensors.
     """
     sets = local_itself(weight).sets()
     local = getattr(sets[index], part) if index < len(sets) else None

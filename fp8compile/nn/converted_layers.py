@@ -1,4 +1,4 @@
-"""Tables of facts about modules, which are no attributes of modules, because Dynamo may guard on attributes."""
+"""Facts about modules, kept in tables instead of in attributes, because Dynamo may guard on attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What functions take that change a model in place and return it: the type of the model, and its check."""
+"""The type of a model that a function changes in place and returns, and the check of that argument."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["DBRX", "JETMOE", "LLAMA4"]
 def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
     """Map (experts * tokens, hidden) to the same shape.
 
-    Each expert gets all tokens, as zeros if they chose another.
+    Each expert gets all tokens; tokens that chose another expert are zeros.
     """
     experts, hidden, _ = self.gate_up_proj.shape
     tokens = hidden_states.view(experts, -1, hidden).shape[1]

@@ -39,7 +39,7 @@ def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
 
 
 def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
-    """Search siblings of the experts and their ancestors, on the first `LEVELS` levels with matrices in siblings."""
+    """Search siblings of experts and of their ancestors, on the first `LEVELS` levels whose siblings have matrices."""
     below, level = {experts}, 0
     while below and level < LEVELS:
         above = [(module, parent) for module in below for parent in parents.get(module, ())]
