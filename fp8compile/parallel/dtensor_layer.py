@@ -192,7 +192,7 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
 
 
 def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
-    """The results of a layer with delayed scaling beside its output: its multipliers, and the amaxes of x and weight.
+    """Further results of a layer with delayed scaling: its multipliers, and the amaxes of x and weight.
 
     Amaxes are those of the whole tensors; but under graph_fsdp the weight's is that of this rank's rows, which the
     backward reduces.

@@ -58,7 +58,7 @@ def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction 
 
 
 def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
-    """A tensor that makes the layer's amax carrier require grad, because it does; None if there is no backward."""
+    """A tensor that requires grad, so that the layer's amax carrier does too; None if there is no backward."""
     weight = layer._parameters["weight"]
     if weight.requires_grad:
         return weight
@@ -74,7 +74,7 @@ def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tenso
 
 
 def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
-    """Make an amax carrier for each layer that a module's forward runs; its backward collects their amaxes by them.
+    """Make an amax carrier for each layer that a module's forward runs; the backward collects amaxes in the carriers.
 
     A carrier is (None, None) if the layer has no delayed scaling or there is no backward.
     """
