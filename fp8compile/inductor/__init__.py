@@ -1,4 +1,4 @@
-"""Extensions of Inductor: lowerings, marks for the partitioner, and kernels into which their input's code is fused."""
+"""Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
 
 from fp8compile.inductor.fusion import is_fusible
 from fp8compile.inductor.partitioner_marks import (
