@@ -179,7 +179,10 @@ def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable[..., Any] | None = None) -> None:
-    """Gradients equal autograd's gradients of the reference, of impl or of decompose, else finite differences."""
+    """The op's gradients equal those that autograd computes of the reference, of impl or of decompose.
+
+    If autograd gets through none of these functions, the gradients are compared with finite differences.
+    """
     if op.backward is None:
         return
     unseen = []

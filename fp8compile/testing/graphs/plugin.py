@@ -182,7 +182,7 @@ def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report
 
 
 def recorded_graph_report(item: pytest.Item) -> Callable[..., GraphReport]:
-    """A ``graph_report`` for one test, which also keeps its reports for the test's counts."""
+    """A ``graph_report`` for one test that also records each report, so that the test's counts include it."""
     reports = item.stash[REPORTS] = []
 
     def run(*args: Any, **options: Any) -> GraphReport:

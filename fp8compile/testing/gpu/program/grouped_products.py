@@ -185,7 +185,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _own_tiles(codes: Tensor, scale: Tensor, first: int, name: str) -> tuple[Tensor, int]:
-    """Decode one group's codes by the tiles of scales from offset ``first`` on.
+    """Decode the codes of one group, whose tiles of scales begin at offset ``first``.
 
     Returns:
         The values, and the offset of the next group's tiles.
