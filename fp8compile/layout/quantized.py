@@ -152,7 +152,7 @@ class Quantized:
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
-        """This operand with other codes; scales that are not given are views of its own."""
+        """This operand with other codes. Scales that are not given are views of this operand's scales."""
         alias = torch.ops.aten.alias.default
         scale = alias(self.scale) if scale is None else scale
         outer = None if self.outer_scale is None else alias(self.outer_scale)
