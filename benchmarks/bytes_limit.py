@@ -11,8 +11,8 @@ element of bf16, 1 a code. What it rests on:
   of x or of a weight is never taken in the backward.
 - The backward makes the activation again from gate and up, and keeps no codes: a weight is read again and cast. Only
   delayed scaling keeps those of weights, made in both layouts from one read.
-- Attention is a library call too, forward and backward. Heads of k and v are copied for it where several of q share
-  them, and their gradients are summed by the kernel after it.
+- Attention is a library call too, forward and backward. Heads of k and v are copied for each where several of q share
+  them, since what is kept are heads once; their gradients are summed by the kernel after it.
 - Scales, amaxes and statistics are left out.
 - Four bits: half a byte a code. The outer scale depends on all of a tensor, so each is read twice, once for the amaxes
   of both directions and once for the codes of both. What makes a tensor is computed in both reads, and the tensor not
@@ -73,6 +73,7 @@ def _attention_in_four_bits(m: int, shape: Shape) -> dict[str, float]:
         "norm": (TWICE + BOTH) * tokens,
         "weights": (TWICE + BOTH) * weights,
         "heads": (4 * kv + 4 * inner) * shared,
+        "heads again": (4 * kv + 4 * inner) * shared,
         "attention": 6 * inner + 2 * inner,
         "attended": (TWICE + BOTH) * inner,
         "output products": 1.5 * tokens + 0.5 * weights + 2 * (inner + 2 * kv) + 0.5 * inner + 2 * tokens,
@@ -132,6 +133,7 @@ def least_attention(recipe: str, m: int, shape: Shape) -> dict[str, int] | dict[
         "norm": (2 + 2 * twice) * tokens + (layers + (2 if bf16_wgrad else 0)) * tokens,
         "weights": (2 + 2 * twice + 1) * weights + (1 if keeps else 2 + 1) * weights,
         "heads": (4 * kv + 4 * inner) * shared,
+        "heads again": (4 * kv + 4 * inner) * shared,
         "attention": 6 * inner + 2 * inner,
         "attended": (2 + 2 * twice) * inner + inner,
         "output products": 3 * tokens + of_q + 2 * of_k + 2 * (inner + 2 * kv) + inner + of_q + 2 * tokens,

@@ -36,6 +36,9 @@ MOST = [
     ("tensorwise_parameters", "torchao tensorwise", 0.87),
     ("blockwise_parameters", "torchao tensorwise", 0.85),
 ]
+# The backward repeats heads of k and v again, in GB: 101 MB less are kept (tests of `test_kept_mb.py`). torchao's keep
+# the repeated ones.
+HEADS_AGAIN = 2 * 2 * TOKENS * (LLAMA.kv_heads + LLAMA.heads) * LLAMA.head_dim / 1e9
 # attention itself and the copies before it, a quarter of the bytes, are the same for all
 MOST_OF_ATTENTION = [
     ("tensorwise", "torchao tensorwise", 0.97),
@@ -48,6 +51,7 @@ MOST_OF_ATTENTION = [
 
 def assert_ratio(kind, ours, theirs, most):
     own, other = (row_of(contender, kind)["sum GB"] for contender in (ours, theirs))
+    own -= HEADS_AGAIN if kind == "attention" else 0
     assert own <= most * other, f"{ours}: {own:.6f} GB, {theirs}: {other:.6f} GB, ratio {own / other:.4f}"
 
 

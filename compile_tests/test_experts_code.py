@@ -21,12 +21,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 # to the least of benchmarks.experts_bytes; docs/results/bytes.md says what holds the gaps
+# (the first two make the activation again instead of keeping it; tensorwise and mxfp8 read weights again)
 MOST = {
-    "rowwise_bf16_wgrad": 1.005,
-    "rowwise": 1.1,
-    "tensorwise": 1.24,
+    "rowwise_bf16_wgrad": 1.035,
+    "rowwise": 1.13,
+    "tensorwise": 1.265,
     "blockwise": 1.07,
-    "mxfp8": 1.11,
+    "mxfp8": 1.18,
     "nvfp4": 1.125,
 }
 

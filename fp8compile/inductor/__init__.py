@@ -8,6 +8,7 @@ from fp8compile.inductor.partitioner_marks import (
     make_in_backward,
     never_recompute,
     recomputed,
+    repeat_in_backward,
 )
 from fp8compile.inductor.prologues import register_tile_kernel
 from fp8compile.inductor.registration import register_decomposition, register_fallback, register_lowering
@@ -32,4 +33,5 @@ __all__ = [
     "register_fallback",
     "register_lowering",
     "register_tile_kernel",
+    "repeat_in_backward",
 ]

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fp8compile._compat import nodes_of
+from fp8compile._compat import nodes_of, statically_true
+from fp8compile.inductor.fusion import VIEWS
 
 __all__ = [
     "is_repeated_in_backward",
@@ -17,6 +18,7 @@ __all__ = [
     "make_in_backward",
     "current_marks",
     "never_recompute",
+    "repeat_in_backward",
     "recomputed",
 ]
 
@@ -30,6 +32,31 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
     for node in nodes_of(tensor):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def repeat_in_backward(tensor: torch.Tensor) -> None:
+    """In the graph that computes a tensor, mark copies that repeat a smaller tensor, such as heads of k and v.
+
+    The backward repeats them again. The partitioner would keep them, because an attention's backward is a call.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in nodes_of(tensor):
+        if vars(node.graph).setdefault("_fp8compile_repeats_marked", False):
+            continue
+        vars(node.graph)["_fp8compile_repeats_marked"] = True
+        for each in node.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+            if "recompute" not in each.meta and _repeats(each):
+                each.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
+
+
+def _repeats(copy: torch.fx.Node) -> bool:
+    """Whether a copy is larger than the tensor that it copies through views."""
+    source: Any = copy.args[0]
+    while source.op == "call_function" and source.target in VIEWS:
+        source = source.args[0]
+    sizes = [each.meta["val"].numel() for each in (copy, source)]
+    return statically_true(sizes[0] > sizes[1])
 
 
 def make_in_backward(tensor: torch.Tensor) -> None:
@@ -72,7 +99,7 @@ def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
-    marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
+    marks: dict[str, Any] = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
     # use the number of the enclosing checkpointed region: PyTorch saves values that go from one region to a later one
     marks["ac_graph_id"] = traceback.current_meta.get("ac_graph_id", 0)
     return _marked({**marks, **(IN_BACKWARD if in_backward else {})})

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile.inductor import once_a_graph
+from fp8compile.inductor import is_fusible, once_a_graph
 
-__all__ = ["rounded"]
+__all__ = ["made_of_kept", "rounded"]
 
 
 def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
@@ -29,3 +29,15 @@ def _rounded(x: Tensor, apart: bool) -> Tensor:
         return (x.view(torch.int32) ^ 0).view(x.dtype) if apart else x
     bits = x.view(torch.int16)
     return (bits ^ 0 if apart else bits | 0).view(x.dtype).float()
+
+
+def made_of_kept(x: Tensor) -> Tensor:
+    """Return ``x`` behind the second barrier, for a call in the backward that reads it; the bits are the same.
+
+    PyTorch's partitioner always keeps what a call of the backward reads, such as an activation, even if it only has to
+    be multiplied again from two tensors that are kept anyway. Behind a barrier the partitioner decides by bytes. A
+    tensor that no pointwise code makes is returned as it is: a barrier would be a copy of it.
+    """
+    if not is_fusible(x):
+        return x
+    return (x.view(torch.int32 if x.dtype == torch.float32 else torch.int16) ^ 0).view(x.dtype)

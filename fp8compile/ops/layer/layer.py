@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.layout.packing import with_a_code_a_byte
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.groups.layout import group_to_read, zero_behind
@@ -103,6 +103,8 @@ def grad_input(
     codes: dict[str, Any] | None = None,
 ) -> Tensor:
     """Compute the gradient of the input; arguments are like those of `output`."""
+    if phase is Phase.BACKWARD:
+        inductor.repeat_in_backward(grad_output)
     layouts = place.layouts(grad_output.ndim, ends)
     operands = _operands(recipe, phase, ends, {**place.given(), **(codes or {})})
     parts = _part(grad_output, layouts.output), Plain(place.cast(weight, grad_output.dtype), layouts.weight)

@@ -3,7 +3,7 @@
     tensor                    what one read gives                                              kernel
     weight                    codes for the output, and the amaxes for grad_input's cast       `quantize_weight`
     stack of weights          codes and amaxes as above, a scale for each row and column       `group_quantize_rows`
-                              codes for both products, in blocks along rows and columns        `quantize_both`
+                              in the backward, codes for grad_input in blocks along columns    `quantize_both`
     grad_output               codes along rows and along tokens                                `quantize_both`
     grad_output, x            four-bit codes along rows and tokens, after a read for amaxes    `quantize_two_levels`
 
@@ -78,9 +78,9 @@ def _matrices(
 ) -> Quantized:
     """Quantize each matrix of a stack by itself; the caller makes sure that no block spans ranks."""
     stack = part.local
-    if is_pair(first, again) and not any(part.cuts):
-        found = quantize_both(stack, first, again)
-        codes, scale = found[:2] if is_first else found[2:]
+    if is_pair(first, again) and not any(part.cuts) and not is_first:
+        with inductor.left_in_backward():  # in the forward it would be kept: a byte for each element of all experts
+            codes, scale = quantize_both(stack, first, again)[2:]
         return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
     matrix = stack.flatten(0, 1)
     if is_row_pair(first, again, matrix.shape[1]):

@@ -42,6 +42,7 @@ from fp8compile.ops.layer.quantize import (
 )
 from fp8compile.ops.layer.quantize_groups import as_values_of_rows, is_four_bits_on_gpu, quantize_groups
 from fp8compile.ops.layer.rows import Rows, rows_cut
+from fp8compile.ops.rounding_barrier import made_of_kept
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.target import target_of
@@ -83,10 +84,12 @@ STEPS = {
 
 
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
-    """Make the codes of a weight's shard, or of a weight in a compiled region, in the backward and nowhere else.
+    """Make codes of a weight in the backward and nowhere else: those of a shard, of experts, or in a compiled region.
 
-    The partitioner normally recomputes a parameter's codes in the backward. In these two cases it would keep them:
-    PyTorch 2.13 counts the cost of tensors inside a DTensor wrongly, and parameters of a region count as activations.
+    Parameters cost nothing to keep, so the partitioner normally recomputes their codes in the backward. It would keep
+    the codes in three cases: for tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, for a stack of
+    matrices, and in a region, where parameters count as activations. Only these cases are marked, because a mark
+    changes the partitioner's other choices (blockwise: it keeps the activation in place of its codes).
     """
     codes = cast_again(x, multiplier, quantizer, *where)
     inductor.make_in_backward(codes)
@@ -172,6 +175,8 @@ class Operands:
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
+        if slot == GRAD_WEIGHT.b and self.phase is Phase.BACKWARD:
+            return replace(part, local=made_of_kept(part.local))
         if self.rows is None or slot not in WEIGHT_SLOTS:
             return part
         return replace(part, local=gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b))
@@ -208,7 +213,7 @@ class Operands:
     def _steps(self, part: Plain, slot: str) -> Steps:
         if self.phase is not Phase.BACKWARD:
             return STEPS[self.phase]
-        if slot == GRAD_INPUT.b and (part.cuts or _compat.is_traced_as_subgraph()):
+        if slot == GRAD_INPUT.b and (part.cuts or part.layout.batch or _compat.is_traced_as_subgraph()):
             return WEIGHT_IN_BACKWARD
         # the backward reuses codes that the forward gathered from other ranks, so they are not sent again
         gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.ndim - 1 for cut in part.cuts)
@@ -246,6 +251,7 @@ class Operands:
             self._steps(part, slot),
             along_tokens=slot in ALONG_ROWS and not is_forwards,
             reads_once=self._reads_once(part),
+            is_input=slot == GRAD_WEIGHT.b,
         )
         return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 

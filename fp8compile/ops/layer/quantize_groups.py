@@ -29,6 +29,7 @@ from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.groups.tiles import scales_of_rows
 from fp8compile.ops.layer.quantize import Steps, quantize_part
+from fp8compile.ops.rounding_barrier import made_of_kept
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.target import target_of
 
@@ -51,6 +52,7 @@ def quantize_groups(
     *,
     along_tokens: bool,
     reads_once: bool,
+    is_input: bool = False,
 ) -> Quantized:
     """Quantize rows that are sorted by group, along rows or along tokens.
 
@@ -62,6 +64,7 @@ def quantize_groups(
         along_tokens: Whether to quantize along tokens instead of along rows.
         reads_once: Whether one kernel may read the rows and make codes in both directions, in compiled code on a GPU.
             Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the rows.
+        is_input: Whether the rows are a layer's input, which the backward may make again from what is kept anyway.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
@@ -73,7 +76,7 @@ def quantize_groups(
         found = _both_directions(x, ends, rows, tokens)
         codes, scale = found[2:] if along_tokens else found[:2]
     elif along_tokens:
-        codes, scale = _tokens(part, rows, tokens, steps, reads_once=reads_once)
+        codes, scale = _tokens(part, rows, tokens, steps, reads_once=reads_once, is_input=is_input)
     elif reads_once and is_row_pair(rows, tokens, x.shape[1]):
         codes, scale, _ = _rows_and_amaxes(x, ends, rows, tokens)
     elif rows.block[0] == 1:
@@ -96,13 +99,14 @@ def cast_rows(
 
 
 def _tokens(
-    part: Plain, rows: Quantizer | None, tokens: Quantizer, steps: Steps, *, reads_once: bool
+    part: Plain, rows: Quantizer | None, tokens: Quantizer, steps: Steps, *, reads_once: bool, is_input: bool
 ) -> tuple[Tensor, Tensor]:
     x, ends = part.local, part.layout.ends
     if tokens.block[0] != -1:
         return group_quantize(x, ends, tokens)
     if reads_once and is_row_pair(rows, tokens, x.shape[1]):
         _, _, amaxes = _rows_and_amaxes(x, ends, rows, tokens)
+        x = made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
     else:
         amaxes = _over_ranks(group_amax(x, ends, tokens), part, tokens)
     multiplier, scale = steps.scale(amaxes, tokens)
