@@ -4,8 +4,9 @@
     weight_scale_inv  (N / 128, K / 128) float32 or E8M0, or () for one scale; codes are multiplied by it
     activation_scale  () float32, with static scales of inputs
 
-Readers divide N and K by the shape of the scales to find the block, so that N and K have to be multiples of 128:
-with 192 rows they would take blocks of 96 without a word.
+transformers divides N and K by the shape of the scales to find the block: with 192 rows it would take blocks of 96
+without a word. So K is a multiple of 128, and N is one or no multiple of its number of blocks, as DeepSeek's 576; vLLM
+and SGLang read these, and transformers refuses to dequantize them.
 
 Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; vLLM, ``quantization/fp8.py``.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.export.scheme import CODES, Format, Scheme, spread_scales
+from fp8compile.export.scheme import CODES, Format, Scheme
 from fp8compile.formats import E8M0
 from fp8compile.layout.quantized import Quantized
 
@@ -42,7 +43,13 @@ def _one_scale(matrix: Quantized) -> dict[str, Tensor]:
 
 def _read(stored: Mapping[str, Tensor]) -> Tensor:
     codes, scale = stored[".weight"].float(), stored[".weight_scale_inv"].float()
-    return codes * (scale if scale.ndim == 0 else spread_scales(scale, codes.shape))
+    if scale.ndim == 0:
+        return codes * scale
+    rows, columns = (-(-size // BLOCK) for size in codes.shape)
+    if scale.shape != (rows, columns):
+        raise ValueError(f"scales have shape {tuple(scale.shape)}; a matrix {tuple(codes.shape)} has {rows} x {columns}")
+    spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return codes * spread[: codes.shape[0], : codes.shape[1]]
 
 
 def _config(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> dict[str, Any]:
@@ -62,17 +69,17 @@ def _scheme(kind: str, name: str, **others: Any) -> Scheme:
 
 
 BLOCKS: dict[str, Any] = {"weight_block_size": [BLOCK, BLOCK]}
-WHOLE_BLOCKS = (BLOCK, BLOCK)
+OF_BLOCKS: dict[str, Any] = {"multiples": (BLOCK, BLOCK), "has_ragged_rows": True}
 FINE_GRAINED_FP8 = Format(
     name="fine_grained_fp8",
     schemes=(
-        _scheme("block", "blocks of 128 x 128", write=_blocks, config=BLOCKS, multiples=WHOLE_BLOCKS),
+        _scheme("block", "blocks of 128 x 128", write=_blocks, config=BLOCKS, **OF_BLOCKS),
         _scheme(
             "block_ue8m0",
             "blocks of 128 x 128, ue8m0",
             write=_blocks_ue8m0,
             config={**BLOCKS, "scale_fmt": "ue8m0"},
-            multiples=WHOLE_BLOCKS,
+            **OF_BLOCKS,
         ),
         _scheme("tensor", "per tensor", write=_one_scale),
         _scheme(

@@ -125,9 +125,16 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
     return f"has no delayed scaling of its input in e4m3, whose static scale {scheme.name} takes"
 
 
+def _is_ragged(place: Place, scheme: Scheme) -> bool:
+    """Whether the last block of rows is not full, and no reader takes the grid of scales for one of smaller blocks."""
+    rows, block = place.stop - place.start, scheme.multiples[0]
+    return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
+
+
 def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
     rows, (of_rows, of_columns) = place.stop - place.start, scheme.multiples
-    if rows % of_rows or columns % of_columns or place.start % of_rows:
+    fits = rows % of_rows == 0 or _is_ragged(place, scheme)
+    if not fits or columns % of_columns or place.start % of_rows:
         return (
             f"is {rows} x {columns} as {place.name}, and {scheme.name} takes multiples of {of_rows} x {of_columns}: "
             "readers find the block by dividing, and would take another one"
@@ -213,6 +220,11 @@ class _Planner:
         scheme, where = found
         self.plan.groups.setdefault(scheme, []).extend(place.name for place in where)
         self._note_scheme(scheme, layer)
+        if any(_is_ragged(place, scheme) for place in where):
+            self.note(
+                f"Weights such as {name} have {tensor.shape[-2]} rows, no multiple of {scheme.multiples[0]}. vLLM and "
+                "SGLang read them; transformers refuses to dequantize them."
+            )
         own = Weight(name=name, tensor=tensor, layer=layer, scheme=scheme, places=tuple(where), dtype=dtype)
         self.plan.weights.append(own)
         return True

@@ -47,6 +47,7 @@ class Scheme:
         read: Returns the values of a matrix, (N, K) float32, from these tensors.
         config: What the format's configuration says of such weights.
         multiples: (rows, columns) whose multiples N and K have to be.
+        has_ragged_rows: Whether N may be no multiple if readers can't take the grid of scales for one of other blocks.
         input_scale: Suffix of the static scale of the input, float32; None if the input is quantized by its values.
         served: How a server multiplies, if not as in training; empty if it does.
     """
@@ -58,6 +59,7 @@ class Scheme:
     read: Callable[[Mapping[str, Tensor]], Tensor]
     config: Mapping[str, Any] = field(default_factory=dict)
     multiples: tuple[int, int] = (1, 1)
+    has_ragged_rows: bool = False
     input_scale: str | None = None
     served: str = ""
 
