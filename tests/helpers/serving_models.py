@@ -7,7 +7,7 @@ import torch
 import fp8compile as f8
 from fp8compile.nn.candidates import is_converted, layers, weight_names
 
-__all__ = ["IDS", "MODELS", "converted", "logits", "make", "wanted"]
+__all__ = ["IDS", "MODELS", "SMALL", "converted", "logits", "make", "wanted"]
 
 IDS = torch.arange(12).view(1, 12)
 SMALL = {
