@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8compile._compat import is_dtensor
 from fp8compile.export.checkpoint_names import is_of_transformers
 from fp8compile.export.folder import Shards, bytes_of, check_target, new_folder, write_json
 from fp8compile.export.plan import Plan, plan_of
@@ -80,29 +81,35 @@ def _write(folder: Path, plan: Plan, stream: Iterator[Piece], limit: int) -> int
     return shards.total
 
 
-def _on_first_rank(folder: Path, plan: Plan, limit: int, *, overwrite: bool) -> int:
+def _groups(plan: Plan) -> dict[str, Any]:
+    """The groups of ranks over which the model is spread, by name: those of each dim of its meshes, the last first."""
+    meshes = [(each.tensor.device_mesh, each.tensor) for each in plan.weights if is_dtensor(each.tensor)]
+    found = [mesh.get_group(index) for mesh, _ in meshes for index in reversed(range(mesh.ndim))]
+    return {group.group_name: group for group in found}
+
+
+def _on_first_rank(folder: Path, plan: Plan, limit: int, groups: Sequence[Any], *, overwrite: bool) -> int:
     """Write on the first rank; the others take part in gathers, and raise if the first one fails."""
-    first, stream = torch.distributed.get_rank() == 0, pieces(plan)
-    answer: list[Any] = [None]
-    if first:
+    stream = pieces(plan)
+    answer: int | str | None = None
+    failed: Exception | None = None
+    if all(group.rank() == 0 for group in groups):
         try:
             check_target(folder, overwrite=overwrite)
-            answer = [_write(folder, plan, stream, limit)]
+            answer = _write(folder, plan, stream, limit)
         except Exception as error:
-            answer = [error]
-    for _ in stream:  # on the first rank what is left, because the others wait in gathers
+            answer, failed = repr(error), error
+    for _ in stream:  # on the first rank what is left after an error, because the others wait in gathers
         pass
-    sent = [answer[0] if isinstance(answer[0], int) else repr(answer[0])]
-    torch.distributed.broadcast_object_list(sent, src=0)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    if not isinstance(sent[0], int):
-        raise RuntimeError(f"save_pretrained: the first rank could not write {folder}: {sent[0]}")
-    return sent[0]
-
-
-def _is_spread(plan: Plan) -> bool:
-    return any(type(each.tensor).__name__ == "DTensor" for each in plan.weights)
+    for group in groups:
+        told = [answer]
+        torch.distributed.broadcast_object_list(told, group=group, group_src=0)
+        answer = answer if told[0] is None else told[0]
+    if failed is not None:
+        raise failed
+    if not isinstance(answer, int):
+        raise RuntimeError(f"save_pretrained: the first rank could not write {folder}: {answer}")
+    return answer
 
 
 def save_pretrained(
@@ -145,8 +152,8 @@ def save_pretrained(
     """
     path, limit = Path(folder), bytes_of(max_shard_size)
     plan = plan_of(model, format_named("save_pretrained", format), unfit=unfit, forward_dtype=forward_dtype)
-    if _is_spread(plan):
-        size = _on_first_rank(path, plan, limit, overwrite=overwrite)
+    if groups := list(_groups(plan).values()):
+        size = _on_first_rank(path, plan, limit, groups, overwrite=overwrite)
     else:
         check_target(path, overwrite=overwrite)
         size = _write(path, plan, pieces(plan), limit)
