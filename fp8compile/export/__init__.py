@@ -9,6 +9,8 @@
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
     whole_weights.py     a parameter over ranks as one whole tensor
     folder.py            files that are written beside their place and renamed
+
+What a format is goes into one file; what a model has, into `plan.py`.
 """
 
 from fp8compile.export.check import CheckReport, check

@@ -82,7 +82,9 @@ class _Files:
             self._places.update(dict.fromkeys(self._files[name].keys(), name))
         if mapped is not None and not self.problems:
             wrong = sorted(key for key in {*mapped, *self._places} if mapped.get(key) != self._places.get(key))
-            self.problems += [f"{INDEX} places {key} in {mapped.get(key)}; it is in {self._places.get(key)}" for key in wrong]
+            self.problems += [
+                f"{INDEX} places {key} in {mapped.get(key)}; it is in {self._places.get(key)}" for key in wrong
+            ]
 
     def get(self, name: str) -> Tensor | None:
         """A tensor, or None."""
@@ -139,8 +141,8 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
     ratio = max(own.values()) / min(own.values())
     return [
         f"{len(differ)} groups of layers that vLLM and SGLang multiply as one have different outer scales, by up to "
-        f"{ratio:.4g} ({above}: {', '.join(own)}). They take the largest for all: they quantize e4m3 weights anew, and "
-        "read four-bit codes with another scale than training has."
+        f"{ratio:.4g} ({above}: {', '.join(own)}). They take the largest for all: they quantize e4m3 weights anew, "
+        "and read four-bit codes with another scale than training has."
     ]
 
 
@@ -149,7 +151,7 @@ def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any])
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]
-    ignored = own.get("modules_to_not_convert", own.get("ignore", []))
+    ignored: list[str] = own.get("modules_to_not_convert", own.get("ignore")) or []
     boundary = r"(?:(?<=\.)|(?=\.|$))"  # transformers, should_convert_module
     wrong = [
         (name, key)

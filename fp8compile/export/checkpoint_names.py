@@ -1,8 +1,8 @@
 """Names in a checkpoint: where each matrix of a model's parameter goes.
 
 A model of transformers is not named as its checkpoints are. Its experts are one stack for gate and up, and the
-checkpoint has a matrix for each expert and projection. transformers knows the way back for each model; it is asked with
-the numbers of rows in place of values:
+checkpoint has a matrix for each expert and projection. transformers knows the way back for each model; it is asked
+with the numbers of rows in place of values:
 
     gate_up_proj (E, 2 I, H) --rows (E, 2 I, 1)--> experts.0.gate_proj.weight: rows 0 to I of expert 0, ...
 """

@@ -16,14 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.export.scheme import CODES, Format, Scheme, four_bit_values, packed_codes, scales_of_rows, spread_scales
+from fp8compile.export.scheme import (
+    CODES,
+    Format,
+    Scheme,
+    four_bit_values,
+    packed_codes,
+    scales_of_rows,
+    spread_scales,
+)
 from fp8compile.layout.quantized import Quantized
 
 __all__ = ["COMPRESSED_TENSORS"]
 
 WEIGHT_ONLY = (
-    "Weights are served in four bits and inputs in high precision: the format has a static outer scale for inputs, and "
-    "training takes that of each input."
+    "Weights are served in four bits and inputs in high precision: the format has a static outer scale for inputs, "
+    "and training takes that of each input."
 )
 
 
@@ -60,7 +68,7 @@ def _read_nvfp4(stored: Mapping[str, Tensor]) -> Tensor:
     return codes * (spread_scales(stored[".weight_scale"].float(), codes.shape) * outer)
 
 
-def _numbers(bits: int, strategy: str, *, dynamic: bool | str, group: int | None = None, **others: Any) -> dict[str, Any]:
+def _numbers(bits: int, strategy: str, *, dynamic: bool, group: int | None = None, **others: Any) -> dict[str, Any]:
     """A ``QuantizationArgs`` of the package, as JSON."""
     own = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
     return {**own, **({} if group is None else {"group_size": group}), **others}

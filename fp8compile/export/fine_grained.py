@@ -47,7 +47,7 @@ def _read(stored: Mapping[str, Tensor]) -> Tensor:
         return codes * scale
     rows, columns = (-(-size // BLOCK) for size in codes.shape)
     if scale.shape != (rows, columns):
-        raise ValueError(f"scales have shape {tuple(scale.shape)}; a matrix {tuple(codes.shape)} has {rows} x {columns}")
+        raise ValueError(f"scales are {tuple(scale.shape)}; a matrix {tuple(codes.shape)} has {rows} x {columns}")
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return codes * spread[: codes.shape[0], : codes.shape[1]]
 

@@ -35,7 +35,8 @@ def bytes_of(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    text = size if isinstance(size, str) else ""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", text, re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"save_pretrained: max_shard_size is {size!r}; it is a number of bytes, or such as '5GB'.")
     return max(1, int(float(found[1]) * UNITS[found[2].upper()]))
@@ -58,7 +59,9 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
     above = next(each for each in folder.absolute().parents if each.exists())
     for place in (above, folder) if folder.exists() else (above,):
         if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(f"save_pretrained: {place} can't be written to; the checkpoint is written beside it.")
+            raise PermissionError(
+                f"save_pretrained: {place} can't be written to, and the folder is made beside its place."
+            )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

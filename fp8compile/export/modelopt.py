@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.export.scheme import CODES, Format, Scheme, four_bit_values, packed_codes, scales_of_rows, spread_scales
+from fp8compile.export.scheme import (
+    CODES,
+    Format,
+    Scheme,
+    four_bit_values,
+    packed_codes,
+    scales_of_rows,
+    spread_scales,
+)
 from fp8compile.layout.quantized import Quantized
 
 __all__ = ["MODELOPT"]
@@ -112,7 +120,7 @@ MODELOPT = Format(
     config=_config,
     files=_files,
     instead={
-        "tensor": "Its FP8 needs a static scale of inputs, as the recipe delayed() has; 'compressed-tensors' does not.",
+        "tensor": "Its FP8 needs a static scale of inputs, as delayed() has; 'compressed-tensors' does not.",
         "block": "Take 'fine_grained_fp8'.",
         "block_ue8m0": "Take 'fine_grained_fp8'.",
     },

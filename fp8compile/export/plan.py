@@ -3,6 +3,8 @@
     parameter of a converted layer --kind of its codes, shape, name--> Weight, with a scheme and its places
                                   +--the format can't hold it--> raises, or stays as values
     any other parameter or buffer ----------------------------> Weight without a scheme
+
+Names and shapes decide, so that what does not fit raises before anything is gathered or written.
 """
 
 from __future__ import annotations
@@ -92,9 +94,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tens
 
 def _layers_of_weights(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Module]:
     """The converted layer that multiplies by each parameter, by the module and the name that hold it."""
-    return {
-        slot: layer for layer, _ in layers(model) if is_converted(layer) for slot in weight_slots(layer)
-    }
+    return {slot: layer for layer, _ in layers(model) if is_converted(layer) for slot in weight_slots(layer)}
 
 
 def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
@@ -118,9 +118,10 @@ def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
-    if scheme.input_scale is None or (
-        isinstance(layer, Linear) and isinstance(layer.recipe.input, DelayedScaling) and layer.recipe.input.format == "e4m3"
-    ):
+    if scheme.input_scale is None:
+        return None
+    own = layer.recipe.input
+    if isinstance(layer, Linear) and isinstance(own, DelayedScaling) and own.format == "e4m3":
         return None
     return f"has no delayed scaling of its input in e4m3, whose static scale {scheme.name} takes"
 
@@ -163,7 +164,8 @@ def _scheme_or_reason(
 
 def _check_mixed(plan: Plan) -> None:
     if len(plan.groups) > 1 and not plan.format.mixes:
-        each = "; ".join(f"{scheme.name}: {len(names)} layers, such as {names[0]}" for scheme, names in plan.groups.items())
+        found = plan.groups.items()
+        each = "; ".join(f"{scheme.name}: {len(names)} layers, such as {names[0]}" for scheme, names in found)
         raise ValueError(
             f"export: layers have codes of several kinds ({each}), and {plan.format.name!r} has one for a model. Take "
             "'compressed-tensors', or one recipe for all layers."

@@ -124,8 +124,8 @@ def save_pretrained(
 ) -> ExportReport:
     """Write a model's checkpoint in a format that servers load, with the codes and scales that training has.
 
-    The folder has safetensors files, their index and config.json; save a tokenizer there yourself. It is written beside
-    its place and renamed, so that it is whole or not there. A file says what `check` compares.
+    The folder has safetensors files, their index and config.json; save a tokenizer there yourself. It is written
+    beside its place and renamed, so that it is whole or not there. A file says what `check` compares.
 
     If the model is spread over ranks, all ranks call this; the first one writes, and the folder is on its disk.
 

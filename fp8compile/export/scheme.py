@@ -84,7 +84,7 @@ class Format:
     config: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]]
     files: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]] = lambda groups, ignored: {}
     mixes: bool = False
-    metadata: Callable[[str, Quantized], dict[str, str]] | None = None
+    metadata: Callable[[str, Quantized | None], dict[str, str]] | None = None
     instead: Mapping[str, str] = field(default_factory=dict)
 
     def scheme(self, kind: str | None) -> Scheme | None:
@@ -94,7 +94,7 @@ class Format:
     def refusal(self, kind: str | None) -> str:
         """The reason why weights of this kind can't be stored."""
         held = "; ".join(f"{each.name} ({KINDS[each.kind]})" for each in self.schemes)
-        advice = f" {self.instead[kind]}" if kind in self.instead else ""
+        advice = f" {self.instead[kind]}" if kind is not None and kind in self.instead else ""
         return f"the format {self.name!r} has no such codes; it has {held}.{advice}"
 
 

@@ -87,18 +87,17 @@ def _quantized(plan: Plan, weight: Weight) -> Iterator[Piece]:
         )
 
 
+def _values(plan: Plan, weight: Weight) -> Iterator[Piece]:
+    header, values = plan.format.metadata, whole_values(weight.tensor, weight.dtype)
+    for name, tensor in in_checkpoint(plan.model, weight.name, values).items():
+        yield Piece(tensors={name: tensor.contiguous()}, metadata={} if header is None else header(name, None))
+
+
 def pieces(plan: Plan) -> Iterator[Piece]:
     """The tensors of a plan, in its order; all ranks of the model take all of them."""
     with torch.no_grad():
         for weight in plan.weights:
-            if weight.scheme is not None:
-                yield from _quantized(plan, weight)
-                continue
-            values = whole_values(weight.tensor, weight.dtype)
-            for name, tensor in in_checkpoint(plan.model, weight.name, values).items():
-                header = plan.format.metadata
-                yield Piece(tensors={name: tensor.contiguous()}, metadata={} if header is None else header(name, None))
-            del values
+            yield from _values(plan, weight) if weight.scheme is None else _quantized(plan, weight)
 
 
 def tensors(
@@ -106,9 +105,9 @@ def tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model's checkpoint in a serving format, one after another, with the codes that training has.
 
-    The order is that of the model's modules, so that all tensors of a layer come before those of the next. Each tensor
-    comes once, whole, and under the name that it has in a file. A server that takes a stream of weights, such as vLLM's
-    weight transfer, can load them as they come.
+    The order is that of the model's modules, so that all tensors of a layer come before those of the next. Each
+    tensor comes once, whole, and under the name that it has in a file. A server that takes a stream of weights, such
+    as vLLM by its weight transfer, can load them as they come.
 
     If the model is spread over ranks (FSDP2, tensor parallel, expert parallel), all ranks call this and take all
     tensors. Each quantizes its shard, and codes are sent; a rank holds its shards and one parameter's codes at a time.

@@ -51,9 +51,10 @@ def _metadata(name: str, matrix: Quantized | None) -> dict[str, str]:
 def _config(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> dict[str, Any]:
     (scheme,) = groups
     granularity = scheme.config["granularity"]
+    product = {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False}
     data = {
         "granularity": [{"_type": granularity, "_data": {}}] * 2,
-        "mm_config": {"_type": "Float8MMConfig", "_data": {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False}},
+        "mm_config": {"_type": "Float8MMConfig", "_data": product},
     }
     own = {"_type": "Float8DynamicActivationFloat8WeightConfig", "_data": data, "_version": 2}
     return {

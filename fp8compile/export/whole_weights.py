@@ -63,9 +63,7 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _matrix(stack: Quantized, index: int) -> Quantized:
     outer = None if stack.outer_scale is None else stack.outer_scale[index : index + 1]
-    return replace(
-        stack, codes=stack.codes[index], scale=stack.scale[index], outer_scale=outer, layout=TensorLayout()
-    )
+    return replace(stack, codes=stack.codes[index], scale=stack.scale[index], outer_scale=outer, layout=TensorLayout())
 
 
 def _values_of(matrix: Quantized, dtype: torch.dtype) -> Tensor:
@@ -82,7 +80,8 @@ def _codes_of_parameter(parameter: Tensor) -> Quantized:
     return _gathered(replace(own, codes=codes, quantizer=quantizer, layout=layout))
 
 
-def _delayed_codes(layer: Linear, parameter: Tensor, quantizer: DelayedScaling, dtype: torch.dtype | None) -> Quantized:
+def _delayed_codes(layer: Linear, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
+    quantizer: Any = layer.recipe.weight
     multiplier = replicated(layer.multiplier)[ROW_OF_WEIGHT].view(1, 1)
     codes = ops.cast(_local_values(parameter, dtype), multiplier, quantizer)
     layout, scale = TensorLayout(sharding_of(parameter)), quantizer.scale_of(multiplier)
@@ -102,7 +101,7 @@ def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) 
     recipe: Any = layer.recipe
     quantizer = as_it_lies(layer, recipe.weight)
     if isinstance(layer, Linear) and isinstance(quantizer, DelayedScaling):
-        return _delayed_codes(layer, parameter, quantizer, dtype)
+        return _delayed_codes(layer, parameter, dtype)
     batch = 1 if parameter.ndim == 3 else 0
     part = Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter), batch))
     return _gathered(quantize_part(part, quantizer))

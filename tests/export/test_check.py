@@ -279,8 +279,9 @@ def test_a_read_only_folder_is_told_before_anything_is_made(tmp_path, monkeypatc
 
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path):
     (tmp_path / "x").write_text("")
+    model = one_layer(f8.recipes.blockwise())
     with pytest.raises(FileExistsError, match="is a file"):
-        f8.export.save_pretrained(one_layer(f8.recipes.blockwise()), tmp_path / "x", "fine_grained_fp8", overwrite=True)
+        f8.export.save_pretrained(model, tmp_path / "x", "fine_grained_fp8", overwrite=True)
 
 
 @pytest.mark.parametrize("size", ["5 apples", 0, "-1GB", None, True])

@@ -1,4 +1,4 @@
-"""What f8.export writes, read by the packages that read it: the values are those of the codes of training, to the bit."""
+"""What f8.export writes, read by the packages that read it: the values of the codes of training, to the bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def stored_in(folder):
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            found.update((name, file.get_tensor(name)) for name in file.keys())
+            names = file.keys()  # a file is no dict, and can't be iterated
+            found.update((name, file.get_tensor(name)) for name in names)
     return found
 
 
@@ -200,7 +201,8 @@ def test_torchao_reads_its_tensors(recipe, tmp_path, assert_bits_equal):
     from torchao.core.config import config_from_dict
 
     config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
-    assert type(config_from_dict(config["quant_type"]["default"])).__name__ == "Float8DynamicActivationFloat8WeightConfig"
+    own = config_from_dict(config["quant_type"]["default"])
+    assert type(own).__name__ == "Float8DynamicActivationFloat8WeightConfig"
 
 
 # ---------------------------------------------------------------------------------- vLLM's arithmetic, in NumPy
@@ -226,7 +228,7 @@ def four_bits(packed):
 def test_nvfp4_read_as_vllm_reads_it(form):
     """vLLM, modelopt.py and compressed_tensors_w4a16_nvfp4.py: process_weights_after_loading, dequantize_to_dtype."""
     model = one_layer(RECIPES["nvfp4"])
-    found = {name: each for name, each in f8.export.tensors(model, form)}
+    found = dict(f8.export.tensors(model, form))
     scale = e4m3(found["0.weight_scale"].view(torch.uint8).numpy()).repeat(16, 1)
     if form == "modelopt":
         codes, outer = found["0.weight"].numpy(), found["0.weight_scale_2"].numpy()

@@ -1,4 +1,4 @@
-"""The stream from a model over ranks has the bytes of one process, each tensor once, and holds one tensor at a time."""
+"""The stream from a model over ranks has the bytes of one process, each tensor once, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ SIZES = {"blockwise": 640, "tensorwise": 648, "mxfp8": 352, "nvfp4": 336}
 
 def dense(recipe, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, SIZES[recipe], bias=False), nn.ReLU(), nn.Linear(SIZES[recipe], 256), nn.LayerNorm(256)).bfloat16()
+    inner = SIZES[recipe]
+    parts = nn.Linear(256, inner, bias=False), nn.ReLU(), nn.Linear(inner, 256), nn.LayerNorm(256)
+    model = nn.Sequential(*parts).bfloat16()
     return f8.convert(model, DENSE[recipe][1](), filter="*", **options)
 
 

@@ -30,7 +30,8 @@ def _classes(kind):
     if kind == "tied":
         return t.LlamaForCausalLM, t.LlamaConfig(**SMALL, tie_word_embeddings=True)
     if kind.startswith("qwen3_moe"):
-        return t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=64, num_experts=4 if kind.endswith("_4") else 3)
+        count = 4 if kind.endswith("_4") else 3
+        return t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=64, num_experts=count)
     parts = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 128, "qk_nope_head_dim": 64}
     groups = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
     config = t.DeepseekV3Config(**SMALL, **EXPERTS, **parts, **groups, v_head_dim=64)
