@@ -21,10 +21,10 @@ FILE = "model.safetensors"
 
 def one_layer(recipe, sizes=(256, 256), names=("q_proj",), dtype=torch.bfloat16):
     torch.manual_seed(1)
-    model = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name in names}).to(dtype)
+    model = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name in names})
     for each in model.parameters():
         nn.init.normal_(each)  # the largest values of two uniform blocks may be the same
-    return f8.convert(model, recipe)
+    return f8.convert(model.to(dtype), recipe)
 
 
 def written(folder, recipe, form, **options):

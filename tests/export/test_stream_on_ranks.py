@@ -115,9 +115,9 @@ def test_experts_over_ranks_are_written_once(tmp_path):
     assert shared_ranks().run(streams_of_experts, str(tmp_path / "x"), within="pair", seconds=60) == [{}] * 2
 
 
-def most_held():
-    """The most bytes that this rank allocates while it takes the stream."""
-    model = nn.Sequential(*(nn.Linear(512, 1024, bias=False) for _ in range(12))).bfloat16()
+def most_held(layers):
+    """The most bytes that this rank allocates while it takes the stream of so many layers."""
+    model = nn.Sequential(*(nn.Linear(512, 1024, bias=False) for _ in range(layers))).bfloat16()
     model = spread(f8.convert(model, f8.recipes.blockwise()), "fsdp")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         for _ in f8.export.tensors(model, "fine_grained_fp8"):
@@ -131,9 +131,11 @@ def most_held():
 
 
 def test_a_rank_holds_one_tensor_at_a_time_beside_its_shards():
-    """The codes of a matrix are 0.5 MiB, those of all twelve 6 MiB.
+    """What a rank allocates does not grow with the number of matrices; the codes of one are 0.5 MiB.
 
-    The caller still has the matrix before. A cast in eager mode has temporaries of the shard in float32, 1 MiB each.
+    It is 3.5 MiB on PyTorch 2.13 and 4.0 on 2.15: the matrix before, which the caller has, and temporaries of the
+    shard's cast in float32, 1 MiB each. A message that gloo has not freed yet is one matrix more.
     """
-    for most in shared_ranks().run(most_held, within="pair"):
-        assert 2**19 < most < 4 * 2**20
+    few, many = (shared_ranks().run(most_held, layers, within="pair") for layers in (3, 24))
+    for before, after in zip(few, many, strict=True):
+        assert 2**19 < after < before + 2**20  # all 24 are 12 MiB
