@@ -1,6 +1,7 @@
 """Submodules that are imported when they are first used.
 
 parallel    imports DTensor, which takes half a second
+export      writes files, which a training step does not
 testing     imports the compilers
 """
 
@@ -15,7 +16,7 @@ from fp8compile import _compat
 __all__ = ["LAZY"]
 
 PACKAGE = __name__.partition(".")[0]
-LAZY = ("parallel", "testing")
+LAZY = ("parallel", "export", "testing")
 
 
 def __getattr__(name: str) -> Any:

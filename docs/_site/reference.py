@@ -26,6 +26,7 @@ MODULES = {
     "reference/explain.md": "fp8compile.testing.explain",
     "reference/ptx_report.md": "fp8compile.testing.ptx_report",
     "reference/library.md": "fp8compile.library",
+    "reference/export.md": "fp8compile.export",
     "reference/ops.md": "fp8compile.ops",
 }
 LAYER = re.compile(r"(\w*?)(linear|grad_input|grad_weight|grad_weight_of_codes|kept_input)$")

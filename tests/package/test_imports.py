@@ -30,6 +30,7 @@ LAYERS = {
     "recipes": 9,
     "nn": 10,
     "parallel": 11,
+    "export": 12,
     "library": 12,
     "lazy": 13,
     "fp8compile": 14,

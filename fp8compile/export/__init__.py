@@ -1,0 +1,20 @@
+"""From training to serving: checkpoints that servers load, with the codes and scales that training has.
+
+    model --plan.py: what is written, and how--> stream.py: tensors, layer by layer --> save.py: a folder --> check.py
+
+    kinds.py             the kinds of quantized weights that serving formats know
+    scheme.py            Format and Scheme: how a format stores a kind of weight
+    fine_grained.py, compressed_tensors.py, modelopt.py, torchao.py    the formats
+    table.py             the formats by name
+    checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
+    whole_weights.py     a parameter over ranks as one whole tensor
+    folder.py            files that are written beside their place and renamed
+
+What a format is goes into one file; what a model has, into `plan.py`.
+"""
+
+from fp8compile.export.check import CheckReport, check
+from fp8compile.export.save import ExportReport, save_pretrained
+from fp8compile.export.stream import tensors
+
+__all__ = ["CheckReport", "ExportReport", "check", "save_pretrained", "tensors"]

@@ -1,0 +1,201 @@
+"""check: read a folder as a server would, and compare the values with those of the codes that were exported."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.export.folder import INDEX
+from fp8compile.export.save import RECORD
+from fp8compile.export.scheme import Scheme
+from fp8compile.export.stream import positions
+from fp8compile.export.table import FORMATS
+
+__all__ = ["CheckReport", "check"]
+
+# A reader may divide by a reciprocal, and may multiply two scales first: three roundings of float32 of 2**-24 each.
+TOLERANCE = 2.0**-22
+# layers that vLLM and SGLang multiply as one; they take the largest of the outer scales, and keep the codes
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
+OUTER = {"nvfp4": 2, "tensor": 1, "static_tensor": 1}  # index of the outer scale among a scheme's suffixes
+PROBLEMS = 8  # the most problems in an error; it tells how many there are
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What `check` found in a folder without a problem.
+
+    Attributes:
+        folder: The folder.
+        format: Name of the format.
+        layers: Number of layers with codes that were compared.
+        notes: What a server reads differently from training.
+    """
+
+    folder: Path
+    format: str
+    layers: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: {self.format}, {self.layers} layers read as a server reads them: equal"]
+        return "\n".join([*lines, *(f"    {note}" for note in self.notes)])
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"check: {path} is not there; check takes a folder that save_pretrained wrote.")
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"check: {path} is no JSON: {error}") from None
+    return found
+
+
+class _Files:
+    """The tensors of a folder's safetensors files by name; opened files stay open."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._files: dict[str, Any] = {}
+        self._places: dict[str, str] = {}
+        self.problems: list[str] = []
+        index = folder / INDEX
+        mapped = _json(index)["weight_map"] if index.exists() else None
+        names = sorted(set(mapped.values())) if mapped else ["model.safetensors"]
+        for name in names:
+            try:
+                self._files[name] = safe_open(folder / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                self.problems.append(f"{name} can't be read: {error}")
+                continue
+            self._places.update(dict.fromkeys(self._files[name].keys(), name))
+        if mapped is not None and not self.problems:
+            wrong = sorted(key for key in {*mapped, *self._places} if mapped.get(key) != self._places.get(key))
+            self.problems += [
+                f"{INDEX} places {key} in {mapped.get(key)}; it is in {self._places.get(key)}" for key in wrong
+            ]
+
+    def get(self, name: str) -> Tensor | None:
+        """A tensor, or None."""
+        if (file := self._places.get(name)) is None:
+            return None
+        found: Tensor = self._files[file].get_tensor(name)
+        return found
+
+
+def _difference(values: Tensor, wanted: Tensor) -> str | None:
+    """The first value that differs by more than what the format's readers round."""
+    equal = (values == wanted) | (values.isnan() & wanted.isnan())
+    equal |= (values - wanted).abs() <= TOLERANCE * wanted.abs()
+    if bool(equal.all()):
+        return None
+    index = int((~equal).nonzero()[0])
+    return f"a server reads {values[index].item():.6g} where training has {wanted[index].item():.6g}"
+
+
+def _stored(files: _Files, name: str, scheme: Scheme) -> dict[str, Tensor] | str:
+    wanted = [*scheme.suffixes, *([scheme.input_scale] if scheme.input_scale else [])]
+    found = {suffix: files.get(name + suffix) for suffix in wanted}
+    missing = [name + suffix for suffix, tensor in found.items() if tensor is None]
+    if missing:
+        return f"{', '.join(missing)} is missing"
+    return {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
+
+
+def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) -> str | None:
+    """What is wrong with one layer's tensors, or None."""
+    scales = [each.float() for suffix, each in stored.items() if suffix != scheme.suffixes[0]]
+    if not all(bool((each >= 0).all()) for each in scales):
+        return "has a scale that is negative or NaN"
+    try:
+        values = scheme.read(stored)
+    except (ValueError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    rows, columns = positions(values.shape)
+    return _difference(values[rows, columns], torch.tensor(wanted, dtype=torch.float32))
+
+
+def _fused_notes(outer: Mapping[str, float]) -> list[str]:
+    """The layers that a server multiplies as one although they have different outer scales."""
+    found: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
+    for name, scale in outer.items():
+        above, _, last = name.rpartition(".")
+        for group in FUSED:
+            if last in group:
+                found.setdefault((above, group), {})[last] = scale
+    differ = [(above, own) for (above, _), own in found.items() if len(set(own.values())) > 1]
+    if not differ:
+        return []
+    above, own = max(differ, key=lambda each: max(each[1].values()) / max(min(each[1].values()), math.ulp(0.0)))
+    ratio = max(own.values()) / min(own.values())
+    return [
+        f"{len(differ)} groups of layers that vLLM and SGLang multiply as one have different outer scales, by up to "
+        f"{ratio:.4g} ({above}: {', '.join(own)}). They take the largest for all: they quantize e4m3 weights anew, "
+        "and read four-bit codes with another scale than training has."
+    ]
+
+
+def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the configuration that readers go by."""
+    own = config.get("quantization_config")
+    if not isinstance(own, dict) or "quant_method" not in own:
+        return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]
+    ignored: list[str] = own.get("modules_to_not_convert", own.get("ignore")) or []
+    boundary = r"(?:(?<=\.)|(?=\.|$))"  # transformers, should_convert_module
+    wrong = [
+        (name, key)
+        for key in ignored
+        for name in names
+        if name == key or re.match(rf"(?:{re.escape(key)}){boundary}", name)
+    ]
+    return [f"config.json says that {name} is not quantized ({key}), and it has codes" for name, key in wrong]
+
+
+def check(folder: str | os.PathLike[str]) -> CheckReport:
+    """Read a folder that `save_pretrained` wrote as a server would, and compare it with what training has.
+
+    For each layer some values are computed from the file by the arithmetic of the format's readers, which shares no
+    code with what wrote them, and compared with the values of the codes. So an inverted scale, a transposed matrix,
+    four-bit codes in the wrong order, missing scales, a truncated file and a wrong configuration are found.
+
+    Args:
+        folder: Path of the folder.
+
+    Returns:
+        A report with what a server reads differently although all is in order; print it.
+
+    Raises:
+        ValueError: Something is wrong; the text lists it.
+        FileNotFoundError: The folder has no config.json, or none of the files that `save_pretrained` writes.
+    """
+    path = Path(folder)
+    config, record = _json(path / "config.json"), _json(path / RECORD)
+    kinds = {name: kind for kind, names in record["kinds"].items() for name in names}
+    files, form = _Files(path), FORMATS[record["format"]]
+    problems, outer = [*files.problems, *_declared(config, path, kinds)], {}
+    for name, kind in kinds.items() if not files.problems else ():
+        scheme = form.scheme(kind)
+        assert scheme is not None
+        if isinstance(stored := _stored(files, name, scheme), str):
+            problems.append(stored)
+            continue
+        if kind in OUTER:
+            outer[name] = float(stored[scheme.suffixes[OUTER[kind]]].max())
+        if (reason := _problem(stored, scheme, record["values"][name])) is not None:
+            problems.append(f"{name}: {reason}")
+    if problems:
+        shown = "".join(f"\n    {each}" for each in problems[:PROBLEMS])
+        more = f"\n    and {len(problems) - PROBLEMS} more" if len(problems) > PROBLEMS else ""
+        raise ValueError(f"check: {path} has {len(problems)} problems:{shown}{more}")
+    return CheckReport(folder=path, format=form.name, layers=len(kinds), notes=tuple(_fused_notes(outer)))

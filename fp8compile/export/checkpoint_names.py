@@ -1,0 +1,81 @@
+"""Names in a checkpoint: where each matrix of a model's parameter goes.
+
+A model of transformers is not named as its checkpoints are. Its experts are one stack for gate and up, and the
+checkpoint has a matrix for each expert and projection. transformers knows the way back for each model; it is asked
+with the numbers of rows in place of values:
+
+    gate_up_proj (E, 2 I, H) --rows (E, 2 I, 1)--> experts.0.gate_proj.weight: rows 0 to I of expert 0, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Place", "in_checkpoint", "is_of_transformers", "places", "tied_names"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A matrix of a checkpoint, as rows of a matrix of a model's parameter.
+
+    Attributes:
+        name: Name in the checkpoint, without ``.weight``.
+        expert: Index of the matrix in the parameter; None if the parameter is one matrix.
+        start: Its first row there.
+        stop: The row after its last.
+    """
+
+    name: str
+    expert: int | None
+    start: int
+    stop: int
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers, whose checkpoints may have other names."""
+    return any(each.__module__ == "transformers.modeling_utils" for each in type(model).__mro__)
+
+
+def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A parameter or buffer of a model as its checkpoint has it: one tensor or several, by name."""
+    if not is_of_transformers(model):
+        return {name: tensor}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that a reader ties again, each with the parameter that it is tied to."""
+    tied: Any = getattr(model, "all_tied_weights_keys", None) if is_of_transformers(model) else None
+    return dict(tied or {})
+
+
+def places(model: nn.Module, name: str, weight: Tensor) -> list[Place] | str:
+    """Where the matrices of a weight go, or the reason why they can't be told.
+
+    Args:
+        model: The model.
+        name: Name of the parameter in the model.
+        weight: The weight, (N, K) or (E, N, K); only its shape is read.
+    """
+    shape = (*weight.shape[:-1], 1)
+    found = in_checkpoint(model, name, torch.arange(weight.shape[:-1].numel()).view(shape))
+    if not is_of_transformers(model) and weight.ndim == 3:
+        rows = found.pop(name)
+        found = {f"{name}.{index}.weight": rows[index] for index in range(rows.shape[0])}
+    own: list[Place] = []
+    for key, rows in found.items():
+        first, count = int(rows.flatten()[0]), rows.numel()
+        if not key.endswith(".weight") or rows.shape != (count, 1):
+            return f"its checkpoint has it as {key}, which is no matrix of its own"
+        if not torch.equal(rows.flatten(), torch.arange(first, first + count)):
+            return f"its checkpoint has its rows in another order, as {key}"
+        expert, start = divmod(first, weight.shape[-2])
+        own.append(Place(key.removesuffix(".weight"), expert if weight.ndim == 3 else None, start, start + count))
+    return own

@@ -1,0 +1,95 @@
+"""fine_grained_fp8: the layout of DeepSeek's checkpoints, which transformers, vLLM and SGLang read.
+
+    weight            (N, K) e4m3
+    weight_scale_inv  (N / 128, K / 128) float32 or E8M0, or () for one scale; codes are multiplied by it
+    activation_scale  () float32, with static scales of inputs
+
+transformers divides N and K by the shape of the scales to find the block: with 192 rows it would take blocks of 96
+without a word. So K is a multiple of 128, and N is one or no multiple of its number of blocks, as DeepSeek's 576; vLLM
+and SGLang read these, and transformers refuses to dequantize them.
+
+Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; vLLM, ``quantization/fp8.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.export.scheme import CODES, Format, Scheme
+from fp8compile.formats import E8M0
+from fp8compile.layout.quantized import Quantized
+
+__all__ = ["FINE_GRAINED_FP8"]
+
+BLOCK = 128
+
+
+def _blocks(matrix: Quantized) -> dict[str, Tensor]:
+    return {".weight": matrix.codes.view(CODES), ".weight_scale_inv": matrix.scale}
+
+
+def _blocks_ue8m0(matrix: Quantized) -> dict[str, Tensor]:
+    scale = E8M0.encode(matrix.scale).view(torch.float8_e8m0fnu)
+    return {".weight": matrix.codes.view(CODES), ".weight_scale_inv": scale}
+
+
+def _one_scale(matrix: Quantized) -> dict[str, Tensor]:
+    return {".weight": matrix.codes.view(CODES), ".weight_scale_inv": matrix.scale.reshape(())}
+
+
+def _read(stored: Mapping[str, Tensor]) -> Tensor:
+    codes, scale = stored[".weight"].float(), stored[".weight_scale_inv"].float()
+    if scale.ndim == 0:
+        return codes * scale
+    rows, columns = (-(-size // BLOCK) for size in codes.shape)
+    if scale.shape != (rows, columns):
+        raise ValueError(f"scales are {tuple(scale.shape)}; a matrix {tuple(codes.shape)} has {rows} x {columns}")
+    spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return codes * spread[: codes.shape[0], : codes.shape[1]]
+
+
+def _config(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> dict[str, Any]:
+    (scheme,) = groups
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": None,
+        **scheme.config,
+        "modules_to_not_convert": list(ignored),
+    }
+
+
+def _scheme(kind: str, name: str, **others: Any) -> Scheme:
+    return Scheme(kind=kind, name=name, suffixes=(".weight", ".weight_scale_inv"), read=_read, **others)
+
+
+BLOCKS: dict[str, Any] = {"weight_block_size": [BLOCK, BLOCK]}
+OF_BLOCKS: dict[str, Any] = {"multiples": (BLOCK, BLOCK), "has_ragged_rows": True}
+FINE_GRAINED_FP8 = Format(
+    name="fine_grained_fp8",
+    schemes=(
+        _scheme("block", "blocks of 128 x 128", write=_blocks, config=BLOCKS, **OF_BLOCKS),
+        _scheme(
+            "block_ue8m0",
+            "blocks of 128 x 128, ue8m0",
+            write=_blocks_ue8m0,
+            config={**BLOCKS, "scale_fmt": "ue8m0"},
+            **OF_BLOCKS,
+        ),
+        _scheme("tensor", "per tensor", write=_one_scale),
+        _scheme(
+            "static_tensor",
+            "per tensor, static inputs",
+            write=_one_scale,
+            config={"activation_scheme": "static"},
+            input_scale=".activation_scale",
+        ),
+    ),
+    config=_config,
+    instead={"channel": "Rowwise scales go into 'compressed-tensors'."},
+)

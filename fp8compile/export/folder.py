@@ -1,0 +1,155 @@
+"""Write a checkpoint's folder: safetensors files, their index and JSON files, beside the folder and then renamed.
+
+    folder.writing-PID/   model-00001.safetensors, ...    until all is written
+    folder/               model-00001-of-00003.safetensors, ..., model.safetensors.index.json, config.json
+
+If writing fails at any point, what was at the folder's place is still there, and the half is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["INDEX", "Shards", "bytes_of", "check_target", "new_folder", "write_json"]
+
+INDEX = "model.safetensors.index.json"
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# files of an earlier checkpoint that a new one replaces, whatever their number
+OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|hf_quant_config\.json")
+
+
+def bytes_of(size: int | str) -> int:
+    """A number of bytes from a number or from a text such as ``"5GB"`` or ``"500MiB"``.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    text = size if isinstance(size, str) else ""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", text, re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"save_pretrained: max_shard_size is {size!r}; it is a number of bytes, or such as '5GB'.")
+    return max(1, int(float(found[1]) * UNITS[found[2].upper()]))
+
+
+def check_target(folder: Path, *, overwrite: bool) -> None:
+    """Raise unless a folder can be written at this place.
+
+    Raises:
+        FileExistsError: Something is there, and ``overwrite`` is False; or it is no folder.
+        PermissionError: The folder's parent can't be written to.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"save_pretrained: {folder} is a file; name a folder.")
+    if folder.exists() and any(folder.iterdir()) and not overwrite:
+        raise FileExistsError(
+            f"save_pretrained: {folder} is not empty. overwrite=True replaces a checkpoint in it, once the new one is "
+            "written; other files, such as a tokenizer's, stay."
+        )
+    above = next(each for each in folder.absolute().parents if each.exists())
+    for place in (above, folder) if folder.exists() else (above,):
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(
+                f"save_pretrained: {place} can't be written to, and the folder is made beside its place."
+            )
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+class Shards:
+    """Collects tensors, and writes a safetensors file whenever the next tensor would make it too large.
+
+    Args:
+        folder: Where the files go.
+        limit: The most bytes of a file; a larger tensor has a file of its own.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._held: dict[str, Tensor] = {}
+        self._metadata: dict[str, str] = {}
+        self._size = 0
+        self._names: list[list[str]] = []  # of each file
+        self.total = 0
+
+    def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Add tensors that belong together; they go into one file."""
+        size = sum(each.numel() * each.element_size() for each in tensors.values())
+        if self._held and self._size + size > self.limit:
+            self._write()
+        # a copy, because what comes from a model in high precision may be a view of its parameters
+        self._held.update((name, each.detach().cpu().contiguous().clone()) for name, each in tensors.items())
+        self._metadata.update(metadata)
+        self._size += size
+        self.total += size
+
+    def _path(self, index: int, count: int | None = None) -> Path:
+        number = f"{index + 1:05d}"
+        if count == 1:
+            return self.folder / "model.safetensors"
+        return self.folder / f"model-{number}{'' if count is None else f'-of-{count:05d}'}.safetensors"
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        header = {"format": "pt", **self._metadata}
+        if self._metadata:
+            header["tensor_names"] = json.dumps(list(self._metadata))
+        save_file(self._held, self._path(len(self._names)), metadata=header)
+        self._names.append(list(self._held))
+        self._held, self._metadata, self._size = {}, {}, 0
+
+    def finish(self) -> None:
+        """Write what is left, name the files by their number, and write the index."""
+        if self._held or not self._names:
+            self._write()
+        count, places = len(self._names), {}
+        for index, names in enumerate(self._names):
+            path = self._path(index).rename(self._path(index, count))
+            places.update(dict.fromkeys(names, path.name))
+        if count > 1:
+            write_json(self.folder / INDEX, {"metadata": {"total_size": self.total}, "weight_map": places})
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Copy the files of the folder before that are no part of its checkpoint."""
+    for path in old.iterdir():
+        if not OURS.fullmatch(path.name) and not (new / path.name).exists():
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, new / path.name)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of ``folder`` when the block ends without an error."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside, before = (folder.with_name(f"{folder.name}.{what}-{os.getpid()}") for what in ("writing", "before"))
+    beside.mkdir()
+    try:
+        yield beside
+        if folder.exists():
+            _keep_others(folder, beside)
+            folder.rename(before)
+            try:
+                beside.rename(folder)
+            except OSError:
+                before.rename(folder)
+                raise
+            shutil.rmtree(before)
+        else:
+            beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

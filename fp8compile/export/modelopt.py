@@ -1,0 +1,127 @@
+"""modelopt: the layout of NVIDIA's ModelOpt, which TensorRT-LLM, vLLM and SGLang read.
+
+    FP8                        weight (N, K) e4m3; weight_scale, input_scale () float32
+    FP8_PER_CHANNEL_PER_TOKEN  weight (N, K) e4m3; weight_scale (N,) float32
+    MXFP8                      weight (N, K) e4m3; weight_scale (N, K / 32) uint8, E8M0
+    W4A16_NVFP4                weight (N, K / 2) uint8; weight_scale (N, K / 16) e4m3; weight_scale_2 () float32
+
+All scales are factors of codes. ``hf_quant_config.json`` stands beside config.json and says the same.
+
+Source: nvidia-modelopt 0.47, ``torch/export/quant_utils.py``; vLLM, ``quantization/modelopt.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.export.scheme import (
+    CODES,
+    Format,
+    Scheme,
+    four_bit_values,
+    packed_codes,
+    scales_of_rows,
+    spread_scales,
+)
+from fp8compile.layout.quantized import Quantized
+
+__all__ = ["MODELOPT"]
+
+
+def _one_scale(matrix: Quantized) -> dict[str, Tensor]:
+    return {".weight": matrix.codes.view(CODES), ".weight_scale": matrix.scale.reshape(())}
+
+
+def _rows(matrix: Quantized) -> dict[str, Tensor]:
+    return {".weight": matrix.codes.view(CODES), ".weight_scale": matrix.scale.reshape(-1)}
+
+
+def _mx(matrix: Quantized) -> dict[str, Tensor]:
+    return {".weight": matrix.codes.view(CODES), ".weight_scale": scales_of_rows(matrix)}
+
+
+def _nvfp4(matrix: Quantized) -> dict[str, Tensor]:
+    assert matrix.outer_scale is not None
+    return {
+        ".weight": packed_codes(matrix),
+        ".weight_scale": scales_of_rows(matrix).view(CODES),
+        ".weight_scale_2": matrix.outer_scale.reshape(()),
+    }
+
+
+def _read(stored: Mapping[str, Tensor]) -> Tensor:
+    codes, scale = stored[".weight"].float(), stored[".weight_scale"]
+    if scale.dtype == torch.uint8:
+        return codes * spread_scales(torch.exp2(scale.float() - 127), codes.shape)
+    return codes * (scale.view(-1, 1) if scale.ndim == 1 else scale)
+
+
+def _read_nvfp4(stored: Mapping[str, Tensor]) -> Tensor:
+    codes = four_bit_values(stored[".weight"])
+    return codes * (spread_scales(stored[".weight_scale"].float(), codes.shape) * stored[".weight_scale_2"])
+
+
+def _config(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> dict[str, Any]:
+    (scheme,) = groups
+    return {"quant_method": "modelopt", "kv_cache_quant_algo": None, **scheme.config, "ignore": list(ignored)}
+
+
+def _files(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> dict[str, Any]:
+    (scheme,) = groups
+    quantization = {"kv_cache_quant_algo": None, **scheme.config, "exclude_modules": list(ignored)}
+    return {"hf_quant_config.json": {"producer": {"name": "fp8compile"}, "quantization": quantization}}
+
+
+EIGHT: dict[str, Any] = {"suffixes": (".weight", ".weight_scale"), "read": _read}
+MODELOPT = Format(
+    name="modelopt",
+    schemes=(
+        Scheme(
+            kind="static_tensor",
+            name="FP8",
+            write=_one_scale,
+            input_scale=".input_scale",
+            config={"quant_algo": "FP8"},
+            **EIGHT,
+        ),
+        Scheme(
+            kind="channel",
+            name="FP8_PER_CHANNEL_PER_TOKEN",
+            write=_rows,
+            config={"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+            **EIGHT,
+        ),
+        Scheme(
+            kind="mx",
+            name="MXFP8",
+            write=_mx,
+            multiples=(1, 32),
+            config={"quant_algo": "MXFP8", "group_size": 32},
+            **EIGHT,
+        ),
+        Scheme(
+            kind="nvfp4",
+            name="W4A16_NVFP4",
+            suffixes=(".weight", ".weight_scale", ".weight_scale_2"),
+            write=_nvfp4,
+            read=_read_nvfp4,
+            multiples=(1, 16),
+            served=(
+                "Weights are served in four bits and inputs in high precision (W4A16_NVFP4): NVFP4 has a static outer "
+                "scale for inputs, and training takes that of each input."
+            ),
+            config={"quant_algo": "W4A16_NVFP4", "group_size": 16},
+        ),
+    ),
+    config=_config,
+    files=_files,
+    instead={
+        "tensor": "Its FP8 needs a static scale of inputs, as delayed() has; 'compressed-tensors' does not.",
+        "block": "Take 'fine_grained_fp8'.",
+        "block_ue8m0": "Take 'fine_grained_fp8'.",
+    },
+)

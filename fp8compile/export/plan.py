@@ -1,0 +1,298 @@
+"""Plan: what a model's checkpoint in a serving format will have, decided before a number is read.
+
+    parameter of a converted layer --kind of its codes, shape, name--> Weight, with a scheme and its places
+                                  +--the format can't hold it--> raises, or stays as values
+    any other parameter or buffer ----------------------------> Weight without a scheme
+
+Names and shapes decide, so that what does not fit raises before anything is gathered or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile._compat import fsdp_parameters, is_fsdp_managed
+from fp8compile.export.checkpoint_names import Place, places, tied_names
+from fp8compile.export.kinds import kind_of
+from fp8compile.export.scheme import Format, Scheme
+from fp8compile.nn.candidates import is_converted, is_layer, layers, weight_slots
+from fp8compile.nn.experts import is_transposed, routers
+from fp8compile.nn.linear import STATE, Linear
+from fp8compile.quantizers import DelayedScaling
+
+__all__ = ["Plan", "Weight", "plan_of"]
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # parts of names that wrappers add
+UNFIT = ("raise", "values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter or buffer, and how it is written.
+
+    Attributes:
+        name: Its name in the model.
+        tensor: The parameter or buffer.
+        layer: The converted layer whose codes are written; None if values are.
+        scheme: How the format stores the codes; None for values.
+        places: Where the matrices of the codes go.
+        dtype: Dtype to which the forward casts the values; None if it does not.
+    """
+
+    name: str
+    tensor: Tensor
+    layer: nn.Module | None = None
+    scheme: Scheme | None = None
+    places: tuple[Place, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is written, in the order of the model's modules, layer by layer.
+
+    Attributes:
+        model: The model.
+        format: The format.
+        weights: All parameters and buffers.
+        groups: Names of the quantized layers in the checkpoint, by scheme.
+        ignored: Names of the layers in the checkpoint that are not quantized, routers too.
+        notes: What is served differently from how it is trained, and why.
+    """
+
+    model: nn.Module
+    format: Format
+    weights: list[Weight] = field(default_factory=list)
+    groups: dict[Scheme, list[str]] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _clean(name: str) -> str:
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """All parameters and persistent buffers, module by module: full name, module, name in the module, tensor."""
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        buffers: dict[str, Any] = dict(module._buffers)
+        own: dict[str, Any] = {**module._parameters, **buffers}
+        for name, tensor in own.items():
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            if isinstance(module, Linear) and name in STATE:  # delayed scaling's; a server has no use for it
+                continue
+            yield _clean(f"{fqn}.{name}" if fqn else name), module, name, tensor
+
+
+def _layers_of_weights(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Module]:
+    """The converted layer that multiplies by each parameter, by the module and the name that hold it."""
+    return {slot: layer for layer, _ in layers(model) if is_converted(layer) for slot in weight_slots(layer)}
+
+
+def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
+    """The modules and names that hold each parameter."""
+    found: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((module, name))
+    return found
+
+
+def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The dtype to which FSDP2 casts each of its parameters, by the parameter, if it casts it."""
+    if not any(is_fsdp_managed(module) for module in model.modules()):
+        return {}
+    own = {module: module._parameters for module in model.modules()}
+    found = [(each.mp_policy.param_dtype, module, each.name) for each in fsdp_parameters() for module in each.modules]
+    cast = [(dtype, own[module].get(name)) for dtype, module, name in found if dtype is not None and module in own]
+    return {parameter: dtype for dtype, parameter in cast if parameter is not None}
+
+
+def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
+    if scheme.input_scale is None:
+        return None
+    own = layer.recipe.input
+    if isinstance(layer, Linear) and isinstance(own, DelayedScaling) and own.format == "e4m3":
+        return None
+    return f"has no delayed scaling of its input in e4m3, whose static scale {scheme.name} takes"
+
+
+def _is_ragged(place: Place, scheme: Scheme) -> bool:
+    """Whether the last block of rows is not full, and no reader takes the grid of scales for one of smaller blocks."""
+    rows, block = place.stop - place.start, scheme.multiples[0]
+    return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
+
+
+def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
+    rows, (of_rows, of_columns) = place.stop - place.start, scheme.multiples
+    fits = rows % of_rows == 0 or _is_ragged(place, scheme)
+    if not fits or columns % of_columns or place.start % of_rows:
+        return (
+            f"is {rows} x {columns} as {place.name}, and {scheme.name} takes multiples of {of_rows} x {of_columns}: "
+            "readers find the block by dividing, and would take another one"
+        )
+    return None
+
+
+def _scheme_or_reason(
+    model: nn.Module, format: Format, layer: Any, name: str, weight: Tensor
+) -> tuple[Scheme, list[Place]] | str:
+    """How a layer's weight is stored, and where; or the reason why the format can't hold it."""
+    if is_transposed(layer):
+        return "is kept as (in_features, out_features), which no serving format has"
+    if weight.ndim not in (2, 3) or name.count("parametrizations."):
+        return "is no matrix or stack of matrices of its own"
+    kind = kind_of(layer.recipe.weight)
+    if (scheme := format.scheme(kind)) is None:
+        return f"has codes of {layer.recipe.weight!r}; {format.refusal(kind)}"
+    if (reason := _static_inputs_missing(layer, scheme)) is not None:
+        return reason
+    if isinstance(found := places(model, name, weight), str):
+        return found
+    reasons = (_wrong_size(place, weight.shape[-1], scheme) for place in found)
+    return next((reason for reason in reasons if reason is not None), None) or (scheme, found)
+
+
+def _check_mixed(plan: Plan) -> None:
+    if len(plan.groups) > 1 and not plan.format.mixes:
+        found = plan.groups.items()
+        each = "; ".join(f"{scheme.name}: {len(names)} layers, such as {names[0]}" for scheme, names in found)
+        raise ValueError(
+            f"export: layers have codes of several kinds ({each}), and {plan.format.name!r} has one for a model. Take "
+            "'compressed-tensors', or one recipe for all layers."
+        )
+
+
+def _raise_unfit(format: Format, unfit: list[tuple[str, str]]) -> None:
+    shown = "\n".join(f"    {name} {reason}" for name, reason in unfit[:5])
+    more = f"\n    and {len(unfit) - 5} more" if len(unfit) > 5 else ""
+    raise ValueError(
+        f"export: {len(unfit)} weights do not go into {format.name!r}:\n{shown}{more}\n"
+        "unfit='values' writes them in high precision and tells the server so: it then multiplies other numbers there "
+        "than training."
+    )
+
+
+def _ignored_name(model: nn.Module, name: str, weight: Tensor) -> list[str]:
+    found = places(model, name, weight) if name.endswith("weight") or weight.ndim == 3 else "its name is another"
+    if isinstance(found, str):
+        return [name.removesuffix(".weight")]
+    return [place.name for place in found]
+
+
+class _Planner:
+    """Fills a `Plan`, one parameter or buffer after another."""
+
+    def __init__(self, plan: Plan, forward_dtype: torch.dtype | None) -> None:
+        self.plan, self.forward_dtype = plan, forward_dtype
+        self.refused: list[tuple[str, str]] = []
+        model = plan.model
+        self._of_slot, self._tied, self._holders = _layers_of_weights(model), tied_names(model), _holders(model)
+        self._dtypes, self._routers = _dtypes_in_forward(model), routers(model)
+
+    def note(self, text: str) -> None:
+        """Add a note, unless it is there or empty."""
+        if text and text not in self.plan.notes:
+            self.plan.notes.append(text)
+
+    def _note_scheme(self, scheme: Scheme, layer: Any) -> None:
+        self.note(scheme.served)
+        block = layer.recipe.weight.block
+        if scheme.kind in ("mx", "nvfp4") and block[0] > 1:
+            self.note(
+                f"{scheme.name} has a scale for each row: those of {block[0]} x {block[1]} blocks are written "
+                f"{block[0]} times. Codes and values are the same."
+            )
+
+    def _is_quantized(self, name: str, tensor: Tensor, layer: Any, dtype: torch.dtype | None) -> bool:
+        """Whether a converted layer's weight goes into the format as codes; it is added to the plan then."""
+        found = _scheme_or_reason(self.plan.model, self.plan.format, layer, name, tensor)
+        if isinstance(found, str):
+            self.refused.append((name, found))
+            return False
+        scheme, where = found
+        self.plan.groups.setdefault(scheme, []).extend(place.name for place in where)
+        self._note_scheme(scheme, layer)
+        if any(_is_ragged(place, scheme) for place in where):
+            self.note(
+                f"Weights such as {name} have {tensor.shape[-2]} rows, no multiple of {scheme.multiples[0]}. vLLM and "
+                "SGLang read them; transformers refuses to dequantize them."
+            )
+        own = Weight(name=name, tensor=tensor, layer=layer, scheme=scheme, places=tuple(where), dtype=dtype)
+        self.plan.weights.append(own)
+        return True
+
+    def add(self, name: str, module: nn.Module, own: str, tensor: Tensor) -> None:
+        """Add a parameter or buffer, ``own`` by its name in the module."""
+        layer = self._of_slot.get((module, own))
+        dtype = self.forward_dtype or self._dtypes.get(tensor)
+        is_product = layer is not None or module in self._routers or is_layer(module)
+        if name in self._tied:
+            if is_product:
+                self._ignore(name, tensor)
+                self.note(f"{name} is tied to {self._tied[name]}, and is served in high precision, as that is.")
+            return
+        has_other_holders = any(slot not in self._of_slot for slot in self._holders.get(tensor, ()))
+        if layer is not None and not has_other_holders and self._is_quantized(name, tensor, layer, dtype):
+            return
+        if tensor.ndim > 1 and is_product:
+            self._ignore(name, tensor)
+        self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype))
+
+    def _ignore(self, name: str, tensor: Tensor) -> None:
+        self.plan.ignored.extend(_ignored_name(self.plan.model, name, tensor))
+
+
+def _check_exportable(model: nn.Module, unfit: str) -> None:
+    if unfit not in UNFIT:
+        raise ValueError(f"export: unfit is {unfit!r}; it is 'raise' or 'values'.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    if not any(is_converted(module) for module in model.modules()):
+        raise ValueError("export: the model has no layer in FP8. Convert it by fp8compile.convert.")
+    if any("graph_fsdp" in vars(module) for module in model.modules()):
+        raise ValueError(
+            "export: graph_fsdp spreads this model. Load its state dict into the same model on one process, or under "
+            "fully_shard, and export that."
+        )
+
+
+def plan_of(
+    model: nn.Module, format: Format, *, unfit: str = "raise", forward_dtype: torch.dtype | None = None
+) -> Plan:
+    """Decide how each tensor of a model is written.
+
+    Args:
+        model: A converted model.
+        format: The format.
+        unfit: What becomes of a converted layer's weight that the format can't hold: ``"raise"`` or ``"values"``.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for FSDP2's own.
+
+    Raises:
+        ValueError: Nothing is converted, a weight does not fit, or the format does not mix kinds of codes.
+    """
+    if unfit not in UNFIT:
+        raise ValueError(f"export: unfit is {unfit!r}; it is 'raise' or 'values'.")
+    model = getattr(model, "_orig_mod", model)
+    _check_exportable(model, unfit)
+    planner = _Planner(Plan(model=model, format=format), forward_dtype)
+    plan, refused = planner.plan, planner.refused
+    for each in _named_tensors(model):
+        planner.add(*each)
+    if refused and unfit == "raise":
+        _raise_unfit(format, refused)
+    for name, reason in refused:
+        planner.note(f"{name} {reason}. It is served in high precision.")
+    if not plan.groups:
+        raise ValueError(f"export: no weight goes into {format.name!r}: {plan.notes[0]}")
+    _check_mixed(plan)
+    return plan

@@ -1,0 +1,167 @@
+"""save_pretrained: a folder that a server loads, written from the stream of tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8compile._compat import is_dtensor
+from fp8compile.export.checkpoint_names import is_of_transformers
+from fp8compile.export.folder import Shards, bytes_of, check_target, new_folder, write_json
+from fp8compile.export.plan import Plan, plan_of
+from fp8compile.export.stream import Piece, pieces
+from fp8compile.export.table import format_named
+
+__all__ = ["RECORD", "ExportReport", "save_pretrained"]
+
+RECORD = "fp8compile_export.json"  # what `check` compares a folder with
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What `save_pretrained` wrote.
+
+    Attributes:
+        folder: The folder.
+        format: Name of the format.
+        quantized: Names of the layers in the checkpoint that have codes, by the format's name for their kind.
+        ignored: Names of the layers that a server computes in high precision.
+        notes: What a server does differently from training, and why.
+        bytes: Bytes of all tensors.
+    """
+
+    folder: Path
+    format: str
+    quantized: dict[str, tuple[str, ...]]
+    ignored: tuple[str, ...]
+    notes: tuple[str, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{len(names)} as {kind}" for kind, names in self.quantized.items())
+        lines = [f"{self.folder}: {self.format}, {kinds}; {len(self.ignored)} in high precision; {self.bytes} bytes"]
+        return "\n".join([*lines, *(f"    {note}" for note in self.notes)])
+
+
+def _config(plan: Plan) -> dict[str, Any]:
+    """The model's config.json with the entry that tells readers how its weights are stored."""
+    quantization = plan.format.config(plan.groups, plan.ignored)
+    if not is_of_transformers(plan.model):
+        return {"quantization_config": quantization}
+    config: Any = plan.model.config
+    own = json.loads(config.to_json_string())
+    classes = [each.__name__ for each in type(plan.model).__mro__ if each.__module__.startswith("transformers.")]
+    dtypes = [each.dtype or each.tensor.dtype for each in plan.weights if each.tensor.is_floating_point()]
+    dtype = str(dtypes[0]).removeprefix("torch.") if dtypes else "bfloat16"
+    return {**own, "architectures": classes[:1], "dtype": dtype, "quantization_config": quantization}
+
+
+def _write(folder: Path, plan: Plan, stream: Iterator[Piece], limit: int) -> int:
+    probes: dict[str, list[float]] = {}
+    with new_folder(folder) as target:
+        shards = Shards(target, limit)
+        for piece in stream:
+            shards.add(piece.tensors, piece.metadata)
+            probes.update(piece.probes)
+        shards.finish()
+        write_json(target / "config.json", _config(plan))
+        for name, content in plan.format.files(plan.groups, plan.ignored).items():
+            write_json(target / name, content)
+        schemes = {scheme.kind: list(names) for scheme, names in plan.groups.items()}
+        write_json(target / RECORD, {"format": plan.format.name, "kinds": schemes, "values": probes})
+        if (generation := getattr(plan.model, "generation_config", None)) is not None:
+            generation.save_pretrained(target)
+    return shards.total
+
+
+def _groups(plan: Plan) -> dict[str, Any]:
+    """The groups of ranks over which the model is spread, by name: those of each dim of its meshes, the last first."""
+    meshes = [(each.tensor.device_mesh, each.tensor) for each in plan.weights if is_dtensor(each.tensor)]
+    found = [mesh.get_group(index) for mesh, _ in meshes for index in reversed(range(mesh.ndim))]
+    return {group.group_name: group for group in found}
+
+
+def _on_first_rank(folder: Path, plan: Plan, limit: int, groups: Sequence[Any], *, overwrite: bool) -> int:
+    """Write on the first rank; the others take part in gathers, and raise if the first one fails."""
+    stream = pieces(plan)
+    answer: int | str | None = None
+    failed: Exception | None = None
+    if all(group.rank() == 0 for group in groups):
+        try:
+            check_target(folder, overwrite=overwrite)
+            answer = _write(folder, plan, stream, limit)
+        except Exception as error:
+            answer, failed = repr(error), error
+    for _ in stream:  # on the first rank what is left after an error, because the others wait in gathers
+        pass
+    for group in groups:
+        told = [answer]
+        torch.distributed.broadcast_object_list(told, group=group, group_src=0)
+        answer = answer if told[0] is None else told[0]
+    if failed is not None:
+        raise failed
+    if not isinstance(answer, int):
+        raise RuntimeError(f"save_pretrained: the first rank could not write {folder}: {answer}")
+    return answer
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    format: str,
+    *,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    unfit: str = "raise",
+    forward_dtype: torch.dtype | None = None,
+) -> ExportReport:
+    """Write a model's checkpoint in a format that servers load, with the codes and scales that training has.
+
+    The folder has safetensors files, their index and config.json; save a tokenizer there yourself. It is written
+    beside its place and renamed, so that it is whole or not there. A file says what `check` compares.
+
+    If the model is spread over ranks, all ranks call this; the first one writes, and the folder is on its disk.
+
+    Args:
+        model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
+        folder: Path of the folder.
+        format: ``"fine_grained_fp8"``, ``"compressed-tensors"``, ``"modelopt"`` or ``"torchao"``.
+        max_shard_size: The most bytes of a file, a number or a text such as ``"5GB"``.
+        overwrite: Whether to replace a checkpoint in a folder that is not empty. Other files in it stay.
+        unfit: What becomes of the weight of a converted layer that the format can't hold: ``"raise"``, or ``"values"``
+            to write it in high precision.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as that of
+            ``torch.autocast``. By default that of FSDP2's ``MixedPrecisionPolicy``, or the parameters' own.
+
+    Returns:
+        A report; print it.
+
+    Raises:
+        ValueError: The format is not known, the model has no layer in FP8, or a weight does not fit the format.
+            Nothing is written.
+        FileExistsError: The folder is not empty, and ``overwrite`` is False.
+        OSError: The disk is full or read-only. What was there before is still there.
+        RuntimeError: The first rank could not write; raised on the other ranks.
+    """
+    path, limit = Path(folder), bytes_of(max_shard_size)
+    plan = plan_of(model, format_named("save_pretrained", format), unfit=unfit, forward_dtype=forward_dtype)
+    if groups := list(_groups(plan).values()):
+        size = _on_first_rank(path, plan, limit, groups, overwrite=overwrite)
+    else:
+        check_target(path, overwrite=overwrite)
+        size = _write(path, plan, pieces(plan), limit)
+    return ExportReport(
+        folder=path,
+        format=plan.format.name,
+        quantized={scheme.name: tuple(names) for scheme, names in plan.groups.items()},
+        ignored=tuple(plan.ignored),
+        notes=tuple(plan.notes),
+        bytes=size,
+    )

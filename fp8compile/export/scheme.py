@@ -1,0 +1,124 @@
+"""Format and Scheme: how a serving format stores one kind of quantized weight, as a pair of functions.
+
+    matrix --Scheme.write--> tensors of the file by suffix --Scheme.read--> the values that a server computes with
+
+``read`` follows the arithmetic of the format's readers and knows nothing of ``write``, so that `check` finds a scale
+that was inverted, a matrix that was transposed, or four-bit codes in the wrong order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.export.kinds import KINDS
+from fp8compile.formats import pack
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Quantized
+
+__all__ = [
+    "CODES",
+    "Format",
+    "Scheme",
+    "four_bit_values",
+    "packed_codes",
+    "scales_of_rows",
+    "spread_scales",
+]
+
+CODES = torch.float8_e4m3fn  # the dtype of e4m3 codes in a file
+# the values of the sixteen e2m1 codes, by OCP Microscaling Formats 1.0, section 5.3.3
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scheme:
+    """How a format stores the weights of one kind.
+
+    Attributes:
+        kind: The kind, a key of `KINDS`.
+        name: What the format calls it.
+        suffixes: Suffixes of a layer's tensors, the codes first; what stands beside them is written too.
+        write: Returns a matrix's tensors by the suffix that they have after the name of the layer.
+        read: Returns the values of a matrix, (N, K) float32, from these tensors.
+        config: What the format's configuration says of such weights.
+        multiples: (rows, columns) whose multiples N and K have to be.
+        has_ragged_rows: Whether N may be no multiple if readers can't take the grid of scales for one of other blocks.
+        input_scale: Suffix of the static scale of the input, float32; None if the input is quantized by its values.
+        served: How a server multiplies, if not as in training; empty if it does.
+    """
+
+    kind: str
+    name: str
+    suffixes: tuple[str, ...]
+    write: Callable[[Quantized], dict[str, Tensor]]
+    read: Callable[[Mapping[str, Tensor]], Tensor]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    multiples: tuple[int, int] = (1, 1)
+    has_ragged_rows: bool = False
+    input_scale: str | None = None
+    served: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Format:
+    """A serving format.
+
+    Attributes:
+        name: The name that `fp8compile.export.save_pretrained` takes.
+        schemes: The kinds of weights that it can hold.
+        config: Returns ``quantization_config`` of config.json, from the names of layers by scheme and from the names
+            of the layers that are not quantized.
+        files: Returns further JSON files by name, from the same.
+        mixes: Whether one model may have several schemes.
+        metadata: Returns what the header of a safetensors file says of a matrix; None if nothing.
+        instead: For kinds that it can't hold, what to do.
+    """
+
+    name: str
+    schemes: tuple[Scheme, ...]
+    config: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]]
+    files: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]] = lambda groups, ignored: {}
+    mixes: bool = False
+    metadata: Callable[[str, Quantized | None], dict[str, str]] | None = None
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+    def scheme(self, kind: str | None) -> Scheme | None:
+        """The scheme for weights of this kind, or None."""
+        return next((each for each in self.schemes if each.kind == kind), None)
+
+    def refusal(self, kind: str | None) -> str:
+        """The reason why weights of this kind can't be stored."""
+        held = "; ".join(f"{each.name} ({KINDS[each.kind]})" for each in self.schemes)
+        advice = f" {self.instead[kind]}" if kind is not None and kind in self.instead else ""
+        return f"the format {self.name!r} has no such codes; it has {held}.{advice}"
+
+
+def packed_codes(matrix: Quantized) -> Tensor:
+    """Codes e2m1 of a matrix (N, K), two of a row in a byte, the first in the lower four bits: (N, K / 2) uint8."""
+    codes, _ = one_a_byte(matrix.codes, matrix.quantizer)
+    return pack(codes, -1)
+
+
+def scales_of_rows(matrix: Quantized) -> Tensor:
+    """The scales of blocks for each row, (N, blocks of a row); those of square blocks are repeated."""
+    rows = matrix.quantizer.block[0]
+    return matrix.scale.repeat_interleave(rows, 0)[: matrix.shape[0]] if rows > 1 else matrix.scale
+
+
+def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """A grid of scales, float32, as a matrix of this shape; the size of a block is the quotient of the two shapes."""
+    rows, columns = scale.shape
+    if shape[0] % rows or shape[1] % columns:
+        raise ValueError(f"scales of shape {tuple(scale.shape)} are no grid of a matrix of shape {tuple(shape)}")
+    return scale.repeat_interleave(shape[0] // rows, 0).repeat_interleave(shape[1] // columns, 1)
+
+
+def four_bit_values(packed: Tensor) -> Tensor:
+    """The values of e2m1 codes, (N, K) float32, of bytes (N, K / 2) whose lower four bits come first."""
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
+    return torch.stack([table[(packed & 15).long()], table[(packed >> 4).long()]], -1).flatten(-2)

@@ -1,0 +1,132 @@
+"""The tensors of a checkpoint as a stream, layer by layer, made from this rank's shards and gathered one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile.export.checkpoint_names import Place, in_checkpoint
+from fp8compile.export.plan import Plan, Weight, plan_of
+from fp8compile.export.table import format_named
+from fp8compile.export.whole_weights import scale_of_input, whole_codes, whole_values
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import WHOLE, Quantized
+from fp8compile.nn.linear import Linear
+
+__all__ = ["PROBES", "Piece", "pieces", "positions", "tensors"]
+
+PROBES = 16  # values of each matrix that `check` compares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One tensor of the checkpoint, or the tensors of one quantized matrix.
+
+    Attributes:
+        tensors: The tensors by name.
+        probes: Values of the codes at `positions`, by the name of the layer; empty for values.
+        metadata: What the header of the file says.
+    """
+
+    tensors: dict[str, Tensor]
+    probes: dict[str, list[float]] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def positions(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the values of a matrix of this shape that `check` compares."""
+    index = torch.arange(PROBES)
+    return (index * 7919 + 3) % shape[0], (index * 104729 + 5) % shape[1]
+
+
+def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
+    """Values of a matrix's codes, float32, each by its own code and scales."""
+    codes, quantizer = one_a_byte(matrix.codes, matrix.quantizer)
+    places = [
+        torch.zeros_like(at) if size == -1 else at // size
+        for at, size in zip((rows, columns), quantizer.block, strict=True)
+    ]
+    scale = quantizer.scale_values(matrix.grid()[places[0], places[1]])
+    values = quantizer.element_format().decode(codes[rows, columns]) * scale
+    return values if matrix.outer_scale is None else values * matrix.outer_scale
+
+
+def _part(codes: Quantized, place: Place) -> Quantized:
+    """Rows of one matrix, with their scales; a block that spans all rows keeps its scale."""
+    matrix = codes if place.expert is None else _of_expert(codes, place.expert)
+    step, rows = matrix.quantizer.block[0], slice(place.start, place.stop)
+    scale = matrix.scale if step == -1 else matrix.scale[place.start // step : -(-place.stop // step)]
+    return replace(matrix, codes=matrix.codes[rows], scale=scale)
+
+
+def _of_expert(stack: Quantized, index: int) -> Quantized:
+    outer = None if stack.outer_scale is None else stack.outer_scale[index : index + 1]
+    return replace(stack, codes=stack.codes[index], scale=stack.scale[index], outer_scale=outer, layout=WHOLE)
+
+
+def _quantized(plan: Plan, weight: Weight) -> Iterator[Piece]:
+    assert weight.layer is not None
+    assert weight.scheme is not None
+    scheme, codes = weight.scheme, whole_codes(weight.layer, weight.tensor, weight.dtype)
+    for place in weight.places:
+        matrix = _part(codes, place)
+        stored = scheme.write(matrix)
+        if scheme.input_scale is not None and isinstance(weight.layer, Linear):
+            scale = scale_of_input(weight.layer)
+            stored[scheme.input_scale] = scale.reshape(stored[scheme.suffixes[1]].shape)
+        found = {f"{place.name}{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
+        probes = _values_at(matrix, *(each.to(matrix.codes.device) for each in positions(matrix.shape))).tolist()
+        header = plan.format.metadata
+        yield Piece(
+            tensors=found,
+            probes={place.name: probes},
+            metadata={} if header is None else header(place.name, matrix),
+        )
+
+
+def _values(plan: Plan, weight: Weight) -> Iterator[Piece]:
+    header, values = plan.format.metadata, whole_values(weight.tensor, weight.dtype)
+    for name, tensor in in_checkpoint(plan.model, weight.name, values).items():
+        yield Piece(tensors={name: tensor.contiguous()}, metadata={} if header is None else header(name, None))
+
+
+def pieces(plan: Plan) -> Iterator[Piece]:
+    """The tensors of a plan, in its order; all ranks of the model take all of them."""
+    with torch.no_grad():
+        for weight in plan.weights:
+            yield from _values(plan, weight) if weight.scheme is None else _quantized(plan, weight)
+
+
+def tensors(
+    model: nn.Module, format: str, *, unfit: str = "raise", forward_dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model's checkpoint in a serving format, one after another, with the codes that training has.
+
+    The order is that of the model's modules, so that all tensors of a layer come before those of the next. Each
+    tensor comes once, whole, and under the name that it has in a file. A server that takes a stream of weights, such
+    as vLLM by its weight transfer, can load them as they come.
+
+    If the model is spread over ranks (FSDP2, tensor parallel, expert parallel), all ranks call this and take all
+    tensors. Each quantizes its shard, and codes are sent; a rank holds its shards and one parameter's codes at a time.
+
+    Args:
+        model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
+        format: ``"fine_grained_fp8"``, ``"compressed-tensors"``, ``"modelopt"`` or ``"torchao"``.
+        unfit: What becomes of the weight of a converted layer that the format can't hold: ``"raise"``, or ``"values"``
+            to write it in high precision.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as that of
+            ``torch.autocast``. By default that of FSDP2's ``MixedPrecisionPolicy``, or the parameters' own.
+
+    Returns:
+        An iterator over pairs of a name and a tensor. Tensors share no memory with the parameters of the model, unless
+        these are in high precision.
+
+    Raises:
+        ValueError: The format is not known, the model has no layer in FP8, or a weight does not fit the format. The
+            call raises, and not the first step of the iterator.
+    """
+    plan = plan_of(model, format_named("tensors", format), unfit=unfit, forward_dtype=forward_dtype)
+    return (pair for piece in pieces(plan) for pair in piece.tensors.items())

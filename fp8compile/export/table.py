@@ -1,0 +1,24 @@
+"""The serving formats by name."""
+
+from __future__ import annotations
+
+from fp8compile.export.compressed_tensors import COMPRESSED_TENSORS
+from fp8compile.export.fine_grained import FINE_GRAINED_FP8
+from fp8compile.export.modelopt import MODELOPT
+from fp8compile.export.scheme import Format
+from fp8compile.export.torchao import TORCHAO
+
+__all__ = ["FORMATS", "format_named"]
+
+FORMATS = {each.name: each for each in (FINE_GRAINED_FP8, COMPRESSED_TENSORS, MODELOPT, TORCHAO)}
+
+
+def format_named(function: str, name: object) -> Format:
+    """The format with this name.
+
+    Raises:
+        ValueError: There is no such format.
+    """
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"{function}: format is {name!r}; it is one of {', '.join(map(repr, FORMATS))}.")
+    return FORMATS[name]

@@ -1,0 +1,113 @@
+"""A parameter over ranks as one whole tensor: as values, or as the codes that the forward multiplies.
+
+Ranks quantize their shards, with scales of the whole, and then send codes; values in high precision are sent only for
+parameters that stay in it. All ranks that share a parameter call these functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile import ops
+from fp8compile._compat import local_itself, replicated
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
+from fp8compile.nn.experts import as_it_lies
+from fp8compile.nn.linear import Linear
+from fp8compile.ops.layer.over_ranks import gather
+from fp8compile.ops.layer.quantize import quantize_part
+from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
+from fp8compile.quantizers import DelayedScaling
+from fp8compile.tensor import is_quantized_parameter, sharding_of
+
+__all__ = ["scale_of_input", "whole_codes", "whole_values"]
+
+Part = TypeVar("Part", Plain, Quantized)
+ROW_OF_INPUT = 0  # in a state of delayed scaling
+
+
+def _gathered(part: Part) -> Part:
+    for index in range(len(part.cuts)):
+        if part.cuts[index] is not None:  # a gather may take later groups with it
+            part = gather(part, index)
+    return part
+
+
+def _local_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
+    local: Any = local_itself(parameter)
+    values = getattr(local, "plain", local).detach()
+    return values if dtype is None or not values.is_floating_point() else values.to(dtype)
+
+
+def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The values of a parameter or buffer, whole; those of codes are dequantized to ``dtype``.
+
+    Args:
+        parameter: A tensor or a DTensor; its local tensor may be codes.
+        dtype: Dtype of the values; None for the parameter's own.
+    """
+    local: Any = local_itself(parameter)
+    if is_quantized_parameter(local):
+        codes = _codes_of_parameter(parameter)
+        own = local.dtype if dtype is None else dtype
+        if codes.layout.batch:
+            matrices = [_matrix(codes, index) for index in range(codes.codes.shape[0])]
+            return torch.stack([_values_of(each, own) for each in matrices])
+        return _values_of(codes, own)
+    return _gathered(Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter)))).local
+
+
+def _matrix(stack: Quantized, index: int) -> Quantized:
+    outer = None if stack.outer_scale is None else stack.outer_scale[index : index + 1]
+    return replace(stack, codes=stack.codes[index], scale=stack.scale[index], outer_scale=outer, layout=TensorLayout())
+
+
+def _values_of(matrix: Quantized, dtype: torch.dtype) -> Tensor:
+    return ops.dequantize(matrix.codes, matrix.scale, matrix.quantizer, dtype, *matrix.scales[1:])
+
+
+def _codes_of_parameter(parameter: Tensor) -> Quantized:
+    own: Quantized = local_itself(parameter).sets()[0]
+    cuts = sharding_of(parameter)
+    if not cuts:
+        return own
+    codes, quantizer = one_a_byte(own.codes, own.quantizer)
+    layout = TensorLayout(cuts, own.layout.batch)
+    return _gathered(replace(own, codes=codes, quantizer=quantizer, layout=layout))
+
+
+def _delayed_codes(layer: Linear, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
+    quantizer: Any = layer.recipe.weight
+    multiplier = replicated(layer.multiplier)[ROW_OF_WEIGHT].view(1, 1)
+    codes = ops.cast(_local_values(parameter, dtype), multiplier, quantizer)
+    layout, scale = TensorLayout(sharding_of(parameter)), quantizer.scale_of(multiplier)
+    return _gathered(Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=layout))
+
+
+def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
+    """The codes of a converted layer's weight as its forward multiplies them, whole; a stack for experts.
+
+    Args:
+        layer: The layer.
+        parameter: Its weight; a tensor or a DTensor, of values or of codes.
+        dtype: Dtype to which the forward casts values before it quantizes them; None if it does not.
+    """
+    if is_quantized_parameter(local_itself(parameter)):
+        return _codes_of_parameter(parameter)
+    recipe: Any = layer.recipe
+    quantizer = as_it_lies(layer, recipe.weight)
+    if isinstance(layer, Linear) and isinstance(quantizer, DelayedScaling):
+        return _delayed_codes(layer, parameter, dtype)
+    batch = 1 if parameter.ndim == 3 else 0
+    part = Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter), batch))
+    return _gathered(quantize_part(part, quantizer))
+
+
+def scale_of_input(layer: Linear) -> Tensor:
+    """The scale of a layer's input in the next step, from its state of delayed scaling: () float32."""
+    quantizer: Any = layer.recipe.input
+    return quantizer.scale_of(replicated(layer.multiplier)[ROW_OF_INPUT])

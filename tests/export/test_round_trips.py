@@ -1,0 +1,242 @@
+"""What f8.export writes, read by the packages that read it: the values of the codes of training, to the bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import pytest
+import serving_models as models
+import torch
+from safetensors import safe_open
+
+import fp8compile as f8
+
+RECIPES = {
+    "block": f8.recipes.blockwise(),
+    "block_ue8m0": f8.recipes.blockwise(scale="pow2"),
+    "tensor": f8.recipes.tensorwise(),
+    "channel": f8.recipes.rowwise(),
+    "mx": f8.recipes.mxfp8(),
+    "mx_square": f8.recipes.mxfp8(weight_block=(32, 32)),
+    "nvfp4": f8.recipes.nvfp4(),
+    "nvfp4_line": f8.recipes.nvfp4(weight_block=(1, 16)),
+}
+
+
+def needs(package, wanted):
+    """Skip unless this version of a package is there; it is in the extra ``serving``."""
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = "none"
+    if found != wanted:
+        pytest.skip(f"reads what {package} {wanted} reads, and {found} is installed: pip install fp8compile[serving]")
+
+
+def stored_in(folder):
+    """All tensors of a folder by name."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()  # a file is no dict, and can't be iterated
+            found.update((name, file.get_tensor(name)) for name in names)
+    return found
+
+
+def loaded(folder, dtype):
+    import transformers
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model
+
+
+def trained(kind, recipe, **options):
+    """A model after a step, so that its weights are no longer those of a seed."""
+    model = models.converted(models.make(kind), recipe, **options)
+    if not options:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(input_ids=models.IDS, labels=models.IDS).loss.backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [*((kind, "block") for kind in models.MODELS), ("qwen3_moe", "block_ue8m0"), ("llama", "tensor")],
+)
+def test_transformers_reads_the_codes_that_trained(kind, recipe, tmp_path, assert_bits_equal):
+    model = trained(kind, RECIPES[recipe])
+    report = f8.export.save_pretrained(model, tmp_path / "x", "fine_grained_fp8", max_shard_size="100KB")
+    assert (tmp_path / "x" / "model.safetensors.index.json").exists()
+    assert f8.export.check(tmp_path / "x").layers == sum(map(len, report.quantized.values()))
+    for dtype in (torch.float32, torch.bfloat16):
+        back = loaded(tmp_path / "x", dtype)
+        own = dict(back.named_parameters())
+        values = models.wanted(model, dtype)
+        assert values
+        for name, each in values.items():
+            assert_bits_equal(own[name].detach(), each, name)
+        others = {name: each for name, each in model.state_dict().items() if name not in values}
+        for name, each in others.items():
+            assert_bits_equal(back.state_dict()[name], each.to(back.state_dict()[name].dtype), name)
+    again = models.converted(back, RECIPES[recipe])  # in bfloat16: codes of dequantized values are the same codes
+    assert_bits_equal(models.logits(again), models.logits(model), "logits")
+
+
+def test_parameters_that_are_codes_are_written_as_they_are(tmp_path, assert_bits_equal):
+    values = models.converted(models.make("qwen3_moe"), RECIPES["block"])
+    codes = models.converted(models.make("qwen3_moe"), RECIPES["block"], quantized_parameters=True)
+    of_values = dict(f8.export.tensors(values, "fine_grained_fp8"))
+    of_codes = dict(f8.export.tensors(codes, "fine_grained_fp8"))
+    assert list(of_values) == list(of_codes)
+    for name, each in of_values.items():
+        assert_bits_equal(of_codes[name], each, name)
+
+
+def test_static_scales_are_those_of_delayed_scaling(assert_bits_equal):
+    model = trained("llama", f8.recipes.delayed(history=4))
+    found = dict(f8.export.tensors(model, "fine_grained_fp8"))
+    layer = model.model.layers[0].mlp.up_proj
+    name = "model.layers.0.mlp.up_proj"
+    multiplier = layer.multiplier[1]
+    assert multiplier != 1
+    codes = layer.recipe.weight.cast(layer.weight.detach(), multiplier.view(1, 1))
+    assert_bits_equal(found[f"{name}.weight"].view(torch.uint8), codes)
+    assert_bits_equal(found[f"{name}.weight_scale_inv"], layer.recipe.weight.scale_of(multiplier))
+    assert_bits_equal(found[f"{name}.activation_scale"], layer.recipe.input.scale_of(layer.multiplier[0]))
+    of_modelopt = dict(f8.export.tensors(model, "modelopt"))
+    assert_bits_equal(of_modelopt[f"{name}.input_scale"], found[f"{name}.activation_scale"])
+
+
+# ---------------------------------------------------------------------------------- other packages
+
+
+def one_layer(recipe):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 384, bias=False)).bfloat16()
+    with torch.no_grad():
+        model[0].weight[0, 0], model[0].weight[5, 7] = 40.0, 2.0**-20
+    return f8.convert(model, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "channel", "block", "mx", "mx_square", "nvfp4", "nvfp4_line"])
+def test_compressed_tensors_decompresses_to_the_values_of_training(recipe, tmp_path, assert_bits_equal):
+    needs("compressed-tensors", "0.20.0")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    model = one_layer(RECIPES[recipe])
+    f8.export.save_pretrained(model, tmp_path / "x", "compressed-tensors")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    stored = {name.removeprefix("0."): each for name, each in stored_in(tmp_path / "x").items()}
+    found = BaseCompressor.get_value_from_registry(scheme.format).decompress(stored, scheme)["weight"]
+    # the package decompresses four bits in bfloat16
+    dtype = torch.bfloat16 if recipe.startswith("nvfp4") else torch.float32
+    assert_bits_equal(found.to(dtype), models.wanted(model, dtype)["0.weight"])
+
+
+def test_transformers_reads_compressed_tensors(tmp_path, assert_bits_equal):
+    needs("compressed-tensors", "0.20.0")
+    model = trained("llama", RECIPES["channel"])
+    f8.export.save_pretrained(model, tmp_path / "x", "compressed-tensors")
+    import transformers
+
+    config = transformers.utils.quantization_config.CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        back = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "x", dtype=torch.bfloat16, quantization_config=config
+        )
+    for name, each in models.wanted(model, torch.bfloat16).items():
+        assert_bits_equal(back.get_parameter(name).detach().to(torch.bfloat16), each, name)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_line"])
+def test_modelopt_dequantizes_to_the_values_of_training(recipe):
+    needs("nvidia-modelopt", "0.47.0")
+    warnings.simplefilter("ignore")  # its own, about versions
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    model = one_layer(RECIPES[recipe])
+    found = dict(f8.export.tensors(model, "modelopt"))
+    tensor = NVFP4QTensor(torch.Size([384, 256]), torch.bfloat16, found["0.weight"])
+    scales = {"scale": found["0.weight_scale"], "double_scale": found["0.weight_scale_2"], "block_sizes": {-1: 16}}
+    # In float32 the package multiplies the two scales first. Its table has 0.0 for the code of -0.0: not to the bit.
+    assert torch.equal(tensor.dequantize(**scales), models.wanted(model, torch.bfloat16)["0.weight"])
+
+
+def test_modelopt_dequantizes_mxfp8(assert_bits_equal):
+    needs("nvidia-modelopt", "0.47.0")
+    warnings.simplefilter("ignore")  # its own, about versions
+    from modelopt.torch.quantization.qtensor import MXFP8QTensor
+
+    model = one_layer(RECIPES["mx"])
+    found = dict(f8.export.tensors(model, "modelopt"))
+    tensor = MXFP8QTensor(torch.Size([384, 256]), torch.bfloat16, found["0.weight"])
+    values = tensor.dequantize(scale=found["0.weight_scale"])
+    assert_bits_equal(values, models.wanted(model, torch.bfloat16)["0.weight"])
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "channel"])
+def test_torchao_reads_its_tensors(recipe, tmp_path, assert_bits_equal):
+    needs("torchao", "0.18.0")
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    model = one_layer(RECIPES[recipe])
+    f8.export.save_pretrained(model, tmp_path / "x", "torchao")
+    with safe_open(tmp_path / "x" / "model.safetensors", framework="pt") as file:
+        found, rest = unflatten_tensor_state_dict(stored_in(tmp_path / "x"), file.metadata())
+    assert not rest
+    assert_bits_equal(found["0.weight"].dequantize(), models.wanted(model, torch.bfloat16)["0.weight"])
+    from torchao.core.config import config_from_dict
+
+    config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
+    own = config_from_dict(config["quant_type"]["default"])
+    assert type(own).__name__ == "Float8DynamicActivationFloat8WeightConfig"
+
+
+# ---------------------------------------------------------------------------------- vLLM's arithmetic, in NumPy
+
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
+
+
+def e4m3(byte):
+    """The values of e4m3 bytes, by the fields of OFP8 1.0."""
+    sign, exponent, mantissa = byte >> 7, (byte >> 3) & 15, (byte & 7).astype(np.float32)
+    normal = np.ldexp(1 + mantissa / 8, exponent.astype(int) - 7)
+    value = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    return np.where(sign == 1, -value, value).astype(np.float32)
+
+
+def four_bits(packed):
+    """Two values of a byte, the lower four bits first, as vLLM's ``break_fp4_bytes`` reads them."""
+    halves = np.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)
+    return np.where(halves >= 8, -E2M1[halves & 7], E2M1[halves & 7])
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_nvfp4_read_as_vllm_reads_it(form):
+    """vLLM, modelopt.py and compressed_tensors_w4a16_nvfp4.py: process_weights_after_loading, dequantize_to_dtype."""
+    model = one_layer(RECIPES["nvfp4"])
+    found = dict(f8.export.tensors(model, form))
+    scale = e4m3(found["0.weight_scale"].view(torch.uint8).numpy()).repeat(16, 1)
+    if form == "modelopt":
+        codes, outer = found["0.weight"].numpy(), found["0.weight_scale_2"].numpy()
+    else:
+        codes, outer = found["0.weight_packed"].numpy(), np.float32(1) / found["0.weight_global_scale"].numpy()
+    values = four_bits(codes) * scale * outer
+    wanted = models.wanted(model)["0.weight"].numpy()
+    if form == "modelopt":
+        assert (values == wanted).all()
+    else:  # the format has the reciprocal, and 1 / (1 / s) is s or one of its neighbours
+        assert np.abs(values - wanted).max() <= np.abs(wanted).max() * 2.0**-23
