@@ -93,7 +93,6 @@ def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
     from fp8compile.cli.explain.ranks import check_spread, pretended_ranks
     from fp8compile.cli.explain.target import load_target
     from fp8compile.testing.explain import explain_in_steps
-    from fp8compile.testing.explain.emulation import emulation_note
 
     with pretended_ranks(parsed.tp):
         with contextlib.redirect_stdout(sys.stderr):
@@ -103,9 +102,7 @@ def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
                 _convert(target.model, parsed.recipe)
             if parsed.tp is not None:
                 check_spread(target, parsed.tp)
-            if note := emulation_note(target.model):
-                print(note, file=sys.stderr)
-            log.info("calling it once, eagerly")
+            log.info("calling it once, with tensors that have no values")
             target.try_out()
         steps = explain_in_steps(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)
         with contextlib.closing(steps):
