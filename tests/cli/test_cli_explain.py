@@ -29,6 +29,7 @@ from fp8compile.testing.explain import PEAKS, explain
 from fp8compile.testing.explain.graphs import GraphGemm
 from fp8compile.testing.explain.module_stack import Names, layer_of_stack
 from fp8compile.testing.explain.roofline import roofline
+from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.graphs.report import graph_report, place_text
 
 ROOT = Path(__file__).parents[2]
@@ -995,7 +996,7 @@ def test_an_unknown_gpu_is_refused(example, capsys):
         main(["explain", str(example), "--gpu", "h2000"])
     assert stop.value.code == 2
     assert "invalid choice: 'h2000' (choose from" in capsys.readouterr().err
-    assert tuple(PEAKS) == explain_flags.GPUS
+    assert tuple(PEAKS) == explain_flags.GPUS == tuple(GPUS)
 
 
 @needs_triton

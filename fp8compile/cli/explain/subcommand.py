@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8compile import recipes
 from fp8compile.cli.errors import Failed, UserError
+from fp8compile.cli.known_gpus import GPUS
 from fp8compile.cli.user_code import running
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ TARGET = """
 package.module:name or FILE.py:name, a function that returns (model, args) or (model, args, kwargs), or a module (or
 its class) with a method example_inputs(); FILE.py alone looks for model_and_inputs, then example
 """
-# the keys of PEAKS, repeated here because importing PEAKS would import PyTorch
-GPUS = ("h200", "b200", "rtx4090", "l40s", "h100", "b300", "rtx5090", "rtx_pro_6000", "gb10")
 COMPILING = "compiling the model and running it"
 log: logging.Logger = logging.getLogger(__name__)
 

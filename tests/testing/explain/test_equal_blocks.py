@@ -25,15 +25,14 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
 
     def forward(self, x):
-        return x * self.factor + self.down(nn.functional.silu(self.up(self.norm(x))))
+        return x + self.down(nn.functional.silu(self.up(self.norm(x) * self.factor)))
 
 
 class Model(nn.Module):
-    """Blocks, and a head; or a forward that takes the model."""
+    """Blocks; or a forward that takes the model."""
 
     def __init__(self, factors, forward=None):
         super().__init__()
-        self.head = nn.Linear(256, 32, bias=False)
         self.layers = nn.ModuleList(Block(factor) for factor in factors)
         self.run = forward
 
@@ -42,11 +41,13 @@ class Model(nn.Module):
             return self.run(self, x)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return x
 
 
 def model(factors, forward=None, recipe="rowwise"):
-    return f8.convert(Model(factors, forward).bfloat16(), f8.recipes.by_name(recipe)), (torch.randn(64, 256, dtype=torch.bfloat16),)
+    return f8.convert(Model(factors, forward).bfloat16(), f8.recipes.by_name(recipe)), (
+        torch.randn(64, 256, dtype=torch.bfloat16),
+    )
 
 
 def proven(given, args):
@@ -65,7 +66,7 @@ def test_counted_blocks_have_the_numbers_of_generated_ones():
     counted, is_counted = found_on_gpu(given, args, equal_blocks.EqualBlocks(name="layers", count=5))
     assert is_counted
     assert gpu._comparable(counted) == gpu._comparable(whole)
-    assert whole[0][1].fp8_gemms == 2 * 11
+    assert whole[0][1].fp8_gemms == 2 * 10
     assert list(given.layers._modules) == ["0", "1", "2", "3", "4"]
 
 
