@@ -773,7 +773,7 @@ def test_what_is_being_done_is_said_on_standard_error(example, capsys):
     assert json.loads(out)
     assert err.splitlines() == [
         f"loading {example} ...",
-        "calling it once, eagerly ...",
+        "calling it once, with tensors that have no values ...",
         "compiling the model and calling it twice ...",
         "reading its graphs ...",
     ]
