@@ -154,7 +154,7 @@ def _launches(gpu: GpuExplanation) -> Section:
     if gpu.gemms:
         lines += (f"GEMMs of converted layers: {', '.join(f'{name} ({count})' for name, count in gpu.gemms)}.",)
     if gpu.counted:
-        lines += (f"{gpu.counted} are equal by their graphs: generated once, counted for all.",)
+        lines += (f"{gpu.counted} are equal by their graphs: generated 2, 3 and 4 at a time, then counted.",)
     if gpu.bf16_problem:
         lines += (f"No unconverted model beside it: {gpu.bf16_problem}",)
     columns = ("model", "graph", "kernels", "GEMMs", "FP8 or FP4", "other", "bytes moved")
