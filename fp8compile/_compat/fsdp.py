@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
-__all__ = ["FsdpParameter", "fsdp_parameters", "is_fsdp", "is_fsdp_managed", "is_sharded_class"]
+__all__ = ["FsdpParameter", "fsdp_messages_told", "fsdp_parameters", "is_fsdp", "is_fsdp_managed", "is_sharded_class"]
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
@@ -101,10 +103,41 @@ def fsdp_parameters() -> Iterator[FsdpParameter]:
     from torch.distributed._composable_state import _module_state_mapping
 
     for reference in list(_module_state_mapping.values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # 2.12
-            groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
-        for group in groups:
+        for group in _groups(reference()):
             for parameter in group.fsdp_params:
                 yield FsdpParameter(parameter, group)
+
+
+def _groups(state: Any) -> Sequence[Any]:
+    """FSDP2's groups of parameters that it gathers and reduces together, of a module's state."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # 2.12
+        groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+    return groups
+
+
+@contextmanager
+def fsdp_messages_told(module: Any, begin: Callable[[], None], end: Callable[[], object]) -> Iterator[None]:
+    """Context in which FSDP2 calls functions before and after it gathers parameters or reduces gradients of a module.
+
+    Args:
+        module: A module that `fully_shard` was called with, such as those that `is_fsdp` knows.
+        begin: Called before.
+        end: Called after.
+    """
+
+    def telling(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_tell(*args: Any, **kwargs: Any) -> Any:
+            begin()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                end()
+
+        return run_and_tell
+
+    with ExitStack() as stack:
+        for group in _groups(module._get_fsdp_state()):
+            for name in ("unshard", "post_backward"):
+                stack.enter_context(mock.patch.object(group, name, telling(getattr(group, name))))
+        yield

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+from fp8compile.cli.known_gpus import GPUS
 from fp8compile.cli.section import Section
 from fp8compile.tables import Cell, Note
 
@@ -173,7 +174,41 @@ def _print() -> bool:
     return not failed
 
 
+def _on_gpu(gpu: str) -> dict[str, Any]:
+    """What the tables of GEMMs say for a GPU that need not be here: its name, capability, build, and the recipes."""
+    from fp8compile.target import pretend_target
+    from fp8compile.testing.gpu.gpus import GPUS as KNOWN
+
+    known = KNOWN[gpu]
+    with pretend_target(known.target):
+        recipes = _recipes([{"device": "cuda"}])
+    torch, cuda = (
+        ".".join(map(str, version or ())) for version in (known.target.build.torch, known.target.build.cuda)
+    )
+    build = f"PyTorch {torch} for CUDA {cuda} on Linux"
+    return {"gpu": known.name, "capability": f"{known.major}.{known.minor}", "build": build, "recipes": recipes}
+
+
+def _gpu_section(found: dict[str, Any]) -> Section:
+    line = (
+        f"Compute capability {found['capability']}, {found['build']}: what the tables of GEMMs say. Nothing was run, "
+        "and the GPU need not be here."
+    )
+    rows = [cells for recipe in found["recipes"] for _, *rest in _recipe_rows(recipe) for cells in [tuple(rest)]]
+    title = f"recipes on {found['gpu']}, and how their GEMMs run"
+    return Section(title=title, lines=(line,), columns=("recipe", "GEMMs", "run"), rows=rows)
+
+
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.gpu is not None:
+        from fp8compile.cli.terminal import print_section
+
+        found = _on_gpu(arguments.gpu)
+        if arguments.json:
+            print(json.dumps(found, indent=2))
+        else:
+            print_section(_gpu_section(found))
+        return 0
     if arguments.json:
         findings = examine()
         print(json.dumps(findings, indent=2))
@@ -186,4 +221,7 @@ def add_parser(subparsers: Any) -> None:
     text = "Say which versions and devices are here, which recipe runs how on them, and check fp8compile itself."
     parser = subparsers.add_parser("doctor", help="what runs here, and how", description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--gpu", choices=GPUS, help="say which recipe runs how on this GPU instead, which need not be here"
+    )
     parser.set_defaults(run=_run)

@@ -31,6 +31,7 @@ from fp8compile.integrations.accelerate import MasterWeights, converted, fsdp2_p
 from fp8compile.integrations.conversion import Conversion
 from fp8compile.nn import conversion_report
 from fp8compile.nn.assignment import Recipes
+from fp8compile.nn.report import ConversionReport
 
 __all__ = ["F8Callback", "master_weights"]
 
@@ -60,6 +61,17 @@ def _names_in(folder: Path) -> Iterator[str]:
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as found:
             yield from found.keys()
+
+
+def _lost_expert(model: nn.Module, report: ConversionReport, folder: Path) -> str | None:
+    """Name of the first parameter of converted experts that a checkpoint has under another name; None if none is lost.
+
+    A folder without safetensors files loses nothing, and is not read if the model has no converted experts.
+    """
+    experts = [row.fqn for row in report.rows if row.converted and row.experts]
+    saved = set(_names_in(folder)) if experts else set()
+    names = (f"{fqn}.{name}" for fqn in experts for name, _ in model.get_submodule(fqn).named_parameters())
+    return next((name for name in names if name not in saved), None) if saved else None
 
 
 class F8Callback(TrainerCallback):
@@ -112,13 +124,12 @@ class F8Callback(TrainerCallback):
         report = conversion_report(model)
         if not any(row.converted for row in report.rows):
             raise ValueError(NOT_CONVERTED)
+        if not state.is_world_process_zero:
+            return
         folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
-        saved = set(_names_in(folder)) if state.global_step else set()
-        experts = [row.fqn for row in report.rows if row.converted and row.experts]
-        names = (f"{fqn}.{name}" for fqn in experts for name, _ in model.get_submodule(fqn).named_parameters())
-        if saved and (lost := next((name for name in names if name not in saved), None)):
+        if state.global_step and (lost := _lost_expert(model, report, folder)):
             warnings.warn(EXPERTS_ARE_LOST.format(folder=str(folder), name=lost), stacklevel=2)
-        if self.print_report and state.is_world_process_zero:
+        if self.print_report:
             print(report)
 
 

@@ -130,3 +130,24 @@ def test_a_newer_pytorch_than_the_tests_know_is_warned_of(version, warns, monkey
     assert ("WARNING: PyTorch" in capsys.readouterr().out) == warns
     assert main(["doctor", "--json"]) == 0
     assert bool(json.loads(capsys.readouterr().out)["warnings"]) == warns
+
+
+@pytest.mark.parametrize(("gpu", "capability"), [("rtx4090", (8, 9)), ("h200", (9, 0)), ("b200", (10, 0))])
+def test_a_named_gpu_gets_the_answers_of_its_capability(gpu, capability, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["doctor", "--gpu", gpu, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["capability"] == ".".join(map(str, capability))
+    ways = {row["recipe"]: row["gemms"][0]["detail"] for row in found["recipes"]}
+    for recipe, way in zip(("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"), WAYS[capability], strict=True):
+        assert way in ways[recipe]
+    assert main(["doctor", "--gpu", gpu]) == 0
+    table = capsys.readouterr().out
+    assert table.startswith(f"recipes on {found['gpu']}, and how their GEMMs run\nCompute capability ")
+    assert "self-checks" not in table
+
+
+def test_a_gpu_that_is_not_known_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--gpu", "rtx509"])
+    assert "Did you mean rtx5090?" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from fp8compile.testing.explain import PEAKS, explain
 from fp8compile.testing.explain.graphs import GraphGemm
 from fp8compile.testing.explain.module_stack import Names, layer_of_stack
 from fp8compile.testing.explain.roofline import roofline
+from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.graphs.report import graph_report, place_text
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,9 @@ def texts(found, fqn):
         ("rowwise", (ROWWISE,) * 3),
         ("tensorwise", ("e4m3 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise")),
         ("delayed", ("e4m3 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise")),
+        ("blockwise", ("e4m3 x e4m3 blockwise",) * 3),
+        ("mxfp8", ("e4m3 x e4m3 mxfp8",) * 3),
+        ("nvfp4", ("e2m1 x e2m1 nvfp4",) * 3),
         ("rowwise_bf16_wgrad", (ROWWISE, ROWWISE, "bfloat16, as the recipe says")),
     ],
 )
@@ -482,11 +486,31 @@ def test_a_layer_with_several_names_is_shown_by_its_first():
 
 
 @triton_warns
-def test_parameters_without_memory_are_said():
+def test_a_model_on_the_meta_device_is_explained_like_one_in_memory():
     with torch.device("meta"):
         model = block()
-    found = explain(model, (tokens().to("meta"),))
-    assert found.gpu.problem == "it needs parameters in memory, and this model has some on the meta device"
+    found = explain(model, (tokens().to("meta"),), gpu="b200")
+    assert (found.gpu.problem, found.gpu.costs[0].fp8_gemms, found.gpu.bf16_costs[0].gemms) == ("", 2, 3)
+    in_memory = explain(block(), (tokens(),), gpu=None).to_dict()
+    assert explain(model, (tokens().to("meta"),), gpu=None).to_dict() == in_memory
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_forward_that_reads_values_is_called_with_them_or_refused(caplog):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(32, 64)
+
+        def forward(self, x):
+            return self.up(x) if x.sum() > 0 else x
+
+    with caplog.at_level("INFO", logger="fp8compile"):
+        found = explain(f8.convert(Reads(), f8.recipes.rowwise()), (torch.ones(16, 32),), gpu=None)
+    assert found.verdict.startswith("NOT PROVEN: what runs at 1 graph break isn't seen")
+    assert "calling it with values, because it fails without (DataDependentOutputException: " in caplog.text
+    with pytest.raises(ValueError, match=r"without values, on the meta device.*DataDependentOutputException"):
+        explain(f8.convert(Reads().to("meta"), f8.recipes.rowwise()), (torch.ones(16, 32),), gpu=None)
 
 
 @needs_triton
@@ -749,7 +773,7 @@ def test_what_is_being_done_is_said_on_standard_error(example, capsys):
     assert json.loads(out)
     assert err.splitlines() == [
         f"loading {example} ...",
-        "calling it once, eagerly ...",
+        "calling it once, with tensors that have no values ...",
         "compiling the model and calling it twice ...",
         "reading its graphs ...",
     ]
@@ -972,7 +996,7 @@ def test_an_unknown_gpu_is_refused(example, capsys):
         main(["explain", str(example), "--gpu", "h2000"])
     assert stop.value.code == 2
     assert "invalid choice: 'h2000' (choose from" in capsys.readouterr().err
-    assert tuple(PEAKS) == explain_flags.GPUS
+    assert tuple(PEAKS) == explain_flags.GPUS == tuple(GPUS)
 
 
 @needs_triton

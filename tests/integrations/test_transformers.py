@@ -298,13 +298,28 @@ def test_a_resume_without_experts_warns(tmp_path, known):
     save_file({name: each.contiguous() for name, each in model.state_dict().items()} if known else hub,
               folder / "model.safetensors")  # fmt: skip
     args = SimpleNamespace(output_dir=str(tmp_path))
-    state = SimpleNamespace(global_step=2, is_world_process_zero=False)
-    callback = F8Callback(f8.recipes.rowwise())
+    state = SimpleNamespace(global_step=2, is_world_process_zero=True)
+    callback = F8Callback(f8.recipes.rowwise(), print_report=False)
+    if not known:
+        others = SimpleNamespace(global_step=2, is_world_process_zero=False)
+        callback.on_train_begin(args, others, None, model=model)  # one process warns
     if known:
         callback.on_train_begin(args, state, None, model=model)
     else:
         with pytest.warns(UserWarning, match=r"experts under other names .* from_pretrained"):
             callback.on_train_begin(args, state, None, model=model)
+
+
+def test_files_are_not_read_without_converted_experts(tmp_path):
+    from fp8compile.integrations.transformers import F8Callback
+
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"what no one can read")
+    model = f8.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), f8.recipes.rowwise())
+    state = SimpleNamespace(global_step=2, is_world_process_zero=True)
+    callback = F8Callback(f8.recipes.rowwise(), print_report=False)
+    callback.on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None, model=model)
 
 
 def test_ranks_that_fell_back_from_fsdp_warn(monkeypatch):

@@ -22,6 +22,11 @@ GRAPHS = "graphs"  # a title
 
 ALL_GEMMS = "all three"
 OPERATORS = 3  # in a cell that says what a kernel computes; JSON has them all
+# what the last word of a GEMM's formats means, where its blocks don't say it
+SCALES = {
+    "nvfp4": "nvfp4: 1x16 e4m3 x fp32, that is a scale in e4m3 for 16 codes, times one in float32 for the tensor.",
+    "mxfp8": "mxfp8: 1x32 e8m0, that is a power of two for 32 codes.",
+}
 LAYER_COLUMNS = ("layer", "out x in", "recipe", "GEMMs", "really run in")
 
 
@@ -62,10 +67,11 @@ def _layers(found: Explanation) -> Section:
         begin = len(rows)
         rows += [(name, size, recipe, *gemms[0]), *(("", "", "", *rest) for rest in gemms[1:])]
         loud |= set(range(begin, len(rows))) if is_loud else set()
+    runs = {gemm.runs.rpartition(" ")[2] for layer in found.layers for gemm in layer.gemms}
     line = "FP8 formats are those of the two operands in the graphs; a dtype alone means high precision."
     return Section(
         title="linears, and what their GEMMs really run in",
-        lines=(line,),
+        lines=(line, *(scales for kind, scales in SCALES.items() if kind in runs)),
         columns=LAYER_COLUMNS,
         rows=tuple(rows),
         loud=frozenset(loud),
@@ -147,6 +153,8 @@ def _launches(gpu: GpuExplanation) -> Section:
     lines: tuple[str, ...] = ("From the code that Inductor generates; nothing was launched.",)
     if gpu.gemms:
         lines += (f"GEMMs of converted layers: {', '.join(f'{name} ({count})' for name, count in gpu.gemms)}.",)
+    if gpu.counted:
+        lines += (f"{gpu.counted} are equal by their graphs: generated 2, 3 and 4 at a time, then counted.",)
     if gpu.bf16_problem:
         lines += (f"No unconverted model beside it: {gpu.bf16_problem}",)
     columns = ("model", "graph", "kernels", "GEMMs", "FP8 or FP4", "other", "bytes moved")

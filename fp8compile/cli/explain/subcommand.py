@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8compile import recipes
 from fp8compile.cli.errors import Failed, UserError
+from fp8compile.cli.known_gpus import GPUS
 from fp8compile.cli.user_code import running
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ TARGET = """
 package.module:name or FILE.py:name, a function that returns (model, args) or (model, args, kwargs), or a module (or
 its class) with a method example_inputs(); FILE.py alone looks for model_and_inputs, then example
 """
-# the keys of PEAKS, repeated here because importing PEAKS would import PyTorch
-GPUS = ("h200", "b200", "rtx4090", "l40s", "h100", "b300", "rtx5090", "rtx_pro_6000", "gb10")
 COMPILING = "compiling the model and running it"
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -93,7 +92,6 @@ def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
     from fp8compile.cli.explain.ranks import check_spread, pretended_ranks
     from fp8compile.cli.explain.target import load_target
     from fp8compile.testing.explain import explain_in_steps
-    from fp8compile.testing.explain.emulation import emulation_note
 
     with pretended_ranks(parsed.tp):
         with contextlib.redirect_stdout(sys.stderr):
@@ -103,9 +101,7 @@ def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
                 _convert(target.model, parsed.recipe)
             if parsed.tp is not None:
                 check_spread(target, parsed.tp)
-            if note := emulation_note(target.model):
-                print(note, file=sys.stderr)
-            log.info("calling it once, eagerly")
+            log.info("calling it once, with tensors that have no values")
             target.try_out()
         steps = explain_in_steps(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)
         with contextlib.closing(steps):

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from fp8compile.cli.errors import UserError
 from fp8compile.cli.user_code import running
 from fp8compile.nn.parameter_uses.first_forward import untold
+from fp8compile.testing.explain.emulation import emulation_note
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import is_compiled
+from fp8compile.testing.graphs.without_values import on_meta, values_needed
 
 __all__ = ["Target", "found_at", "load_target"]
 
@@ -48,8 +50,14 @@ class Target:
         """
         what = f"{self.name}: calling the model with its inputs"
         # not under no_grad, because a model may compute gradients in its forward
-        with running(what), kept_state(self.model, (self.args, self.kwargs)), untold():
-            self.model(*self.args, **self.kwargs)
+        with running(what), untold():
+            if not values_needed(self.model, self.args, self.kwargs):
+                return
+            if not on_meta(self.model):  # else the explanation says what is wrong
+                if note := emulation_note(self.model):
+                    print(note, file=sys.stderr)
+                with kept_state(self.model, (self.args, self.kwargs)):
+                    self.model(*self.args, **self.kwargs)
 
 
 def _from_file(path: Path) -> ModuleType:

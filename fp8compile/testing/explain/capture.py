@@ -12,8 +12,17 @@ import torch._functorch.config
 from torch import fx, nn
 
 from fp8compile.testing.graphs.recording import KeptGraph, Recording
+from fp8compile.testing.graphs.report import Call, GraphReport, examined
 
-__all__ = ["Recorded", "record"]
+__all__ = ["Recorded", "record", "reported"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph, and the tensors that its first call got as arguments."""
+
+    kept: KeptGraph
+    inputs: Sequence[Any]
 
 
 class _Watching(Recording):
@@ -33,13 +42,9 @@ class _Watching(Recording):
 
         return call
 
-
-@dataclass(frozen=True)
-class Recorded:
-    """A graph, and the tensors that its first call got as arguments."""
-
-    kept: KeptGraph
-    inputs: Sequence[Any]
+    def recorded(self, number: int) -> list[Recorded]:
+        """The first graphs, with the tensors of each one's first call."""
+        return [Recorded(kept, self.inputs.get(kept.compile_id, ())) for kept in self.graphs[:number]]
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Recorded]:
@@ -58,4 +63,18 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # warnings about breaks; the report has those
         torch.compile(model, backend=watching, dynamic=False)(*args, **kwargs)
     torch._dynamo.reset()
-    return [Recorded(kept, watching.inputs.get(kept.compile_id, ())) for kept in watching.graphs]
+    return watching.recorded(len(watching.graphs))
+
+
+def reported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GraphReport, list[Recorded]]:
+    """Compile a model, forward and backward, and call it twice with the same arguments.
+
+    Returns:
+        The report on both calls, and the graphs of the first one.
+    """
+    watching = _Watching()
+    calls = [Call(args, kwargs, name=name) for name in ("first", "the same again")]
+    report = examined(watching, model, calls, backward=True)
+    if report.breaks:  # sizes of what runs after a break may be symbols, as they change from frame to frame
+        return report, record(model, args, kwargs)
+    return report, watching.recorded(report.calls[0].graphs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from fp8compile.nn.parameter_uses.first_forward import untold
-from fp8compile.testing.explain.capture import record
+from fp8compile.testing.explain.capture import Recorded, reported
 from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu, missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms
 from fp8compile.testing.explain.layers import (
@@ -29,7 +30,8 @@ from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline, roofline
 from fp8compile.testing.explain.sends import Sends, is_spread, sends
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.graphs.kept_state import kept_state
-from fp8compile.testing.graphs.report import Call, GraphReport, graph_report, is_compiled
+from fp8compile.testing.graphs.report import GraphReport, is_compiled
+from fp8compile.testing.graphs.without_values import on_meta, values_needed, without_values
 
 __all__ = ["Explanation", "explain", "explain_in_steps"]
 
@@ -147,8 +149,6 @@ class Explanation:
 
 def _no_code(model: nn.Module, report: GraphReport) -> str:
     """Why code can't be generated for a GPU; empty if it can."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return "it needs parameters in memory, and this model has some on the meta device"
     if is_spread(model):
         return "it is looked at in one process, and layers of this model are spread over ranks"
     if report.breaks:
@@ -158,18 +158,18 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
 
 def _by_graphs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None, names: Names
-) -> Explanation:
-    """All but the code for a GPU, or why there is none."""
+) -> tuple[Explanation, list[Recorded]]:
+    """All but the code for a GPU, or why there is none; and the graphs."""
     log.info("compiling the model and calling it twice")
-    report = graph_report(model, calls=[Call(args, kwargs, name=name) for name in ("first", "the same again")])
+    report, recorded = reported(model, args, kwargs)
     log.info("reading its graphs")
     buffers = set(map(id, model.buffers()))
-    gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
+    gemms, unknown = graph_gemms(recorded, layer_weights(model), buffers, names)
     on_gpu, spread, missing = None, is_spread(model), ""
     if peaks is not None and gpu is not None:
         missing = missing_gemm(model, GPUS[gpu])
         on_gpu = GpuExplanation(gpu=peaks.name, problem=missing or _no_code(model, report), no_gemm=missing)
-    return Explanation(
+    found = Explanation(
         torch=torch.__version__,
         graphs=report,
         layers=explain_layers(model, report, gemms, unknown, peaks),
@@ -177,6 +177,40 @@ def _by_graphs(
         roofline=None if peaks is None or spread or missing else roofline(gemms, peaks),
         sends=sends(model, *args, **kwargs) if spread else None,
     )
+    return found, recorded
+
+
+@contextmanager
+def _run_by(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, values: bool
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Context in which the model is called with the arguments that this yields; its state is restored."""
+    with kept_state(model, (args, kwargs)), untold():
+        if values:
+            yield args, kwargs
+            return
+        with without_values(model, args, kwargs) as fakes:
+            yield fakes
+
+
+def _needs_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model has to be called with values.
+
+    Raises:
+        ValueError: It has to, and has none.
+    """
+    if is_spread(model):  # what is sent is listened to
+        return True
+    with untold():
+        why = values_needed(model, args, kwargs)
+    if why and on_meta(model):
+        raise ValueError(
+            f"explain: the model has parameters without values, on the meta device, and a call of it fails: {why}. If "
+            "its forward reads values (an if on a tensor, .item(), nonzero()), make it with values, in memory."
+        )
+    if why:
+        log.info("calling it with values, because it fails without (%s)", why)
+    return bool(why)
 
 
 def explain_in_steps(
@@ -198,7 +232,7 @@ def explain_in_steps(
         An explanation whose ``gpu`` has no costs and no casts; then, if there is code to generate, the whole one.
 
     Raises:
-        ValueError: No such GPU.
+        ValueError: No such GPU; or the forward reads values, and the model is on the meta device.
         TypeError: The model is none, or was compiled.
     """
     if not isinstance(model, nn.Module):
@@ -209,13 +243,16 @@ def explain_in_steps(
         raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
     kwargs = kwargs or {}
     peaks = None if gpu is None else PEAKS[gpu]
-    with kept_state(model, (args, kwargs)), untold():
-        names = Names.of(model)
-        found = _by_graphs(model, args, kwargs, gpu, peaks, names)
-        yield found
-        if gpu is not None and peaks is not None and found.gpu is not None and not found.gpu.problem:
-            log.info("generating code for %s", peaks.name)
-            yield replace(found, gpu=explain_gpu(model, args, kwargs, names, GPUS[gpu], name=peaks.name))
+    values = _needs_values(model, args, kwargs)
+    names = Names.of(model)
+    with _run_by(model, args, kwargs, values=values) as (given, named):
+        found, graphs = _by_graphs(model, given, named, gpu, peaks, names)
+    yield found
+    if gpu is not None and peaks is not None and found.gpu is not None and not found.gpu.problem:
+        log.info("generating code for %s", peaks.name)
+        with _run_by(model, args, kwargs, values=values) as (given, named):
+            on_gpu = explain_gpu(model, given, named, names, GPUS[gpu], name=peaks.name, graphs=graphs)
+        yield replace(found, gpu=on_gpu)
 
 
 def explain(
@@ -225,7 +262,10 @@ def explain(
     *,
     gpu: str | None = "h200",
 ) -> Explanation:
-    """Compile and run a model, and report for each linear in which formats its three GEMMs really run.
+    """Compile a model, and report for each linear in which formats its three GEMMs really run.
+
+    Nothing is computed: the model is called with fake tensors, so it may be on the meta device. Only a forward that
+    reads values, and a model that is spread over ranks, is called with its own.
 
     The graphs are the proof: a GEMM runs in FP8 if the forward or backward graph multiplies FP8 operands for it. What
     a layer says about itself doesn't count. Modes, buffers, gradients and random states are restored; arguments that
@@ -242,7 +282,7 @@ def explain(
         The explanation.
 
     Raises:
-        ValueError: There is no such GPU.
+        ValueError: There is no such GPU; or the forward reads values, and the model is on the meta device.
         TypeError: ``model`` is no module, or is compiled.
     """
     *_, found = explain_in_steps(model, args, kwargs, gpu=gpu)

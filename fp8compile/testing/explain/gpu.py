@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from fp8compile.ops.gemms.grouped.table import grouped_calls
 from fp8compile.ops.gemms.table import multiplying_calls
 from fp8compile.ops.support import GemmSupport, recipe_support
 from fp8compile.target import pretend_target
+from fp8compile.testing.explain.capture import Recorded
+from fp8compile.testing.explain.equal_blocks import EqualBlocks, equal_blocks, shortened
 from fp8compile.testing.explain.module_stack import Names, layer_of_stack
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.graphs import gpu_graphs
@@ -98,6 +100,8 @@ class GpuExplanation:
         bf16_problem: Why the unconverted model has no code; empty if it has, or if nothing is converted.
         casts: Casts of the operands of each FP8 GEMM.
         gemms: Number of products of converted layers for each of the GPU's GEMMs.
+        counted: Equal blocks that the numbers were multiplied for, such as "model.layers.{1..30}"; empty if code was
+            generated for the whole model.
     """
 
     gpu: str
@@ -108,6 +112,7 @@ class GpuExplanation:
     bf16_problem: str = ""
     casts: tuple[Cast, ...] = ()
     gemms: tuple[tuple[str, int], ...] = ()
+    counted: str = ""
 
 
 def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
@@ -187,7 +192,7 @@ def _cost(found: Schedule, *, backward: bool) -> GraphCost:
     )
 
 
-def _costs(
+def _costs_of_all(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu, *, what: str
 ) -> tuple[tuple[GraphCost, ...], tuple[Cast, ...]]:
     fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
@@ -202,24 +207,101 @@ def _costs(
     return tuple(costs), tuple(casts)
 
 
+def _in_all(blocks: EqualBlocks, two: GraphCost, three: GraphCost) -> GraphCost:
+    numbers = {
+        each.name: blocks.in_all(getattr(two, each.name), getattr(three, each.name))
+        for each in fields(GraphCost)
+        if each.name != "backward"
+    }
+    return GraphCost(backward=two.backward, **numbers)
+
+
+def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
+    """The casts of the whole model, from those of the model with 3 blocks; the one in the middle is all but two."""
+    for cast in three:
+        place = None if cast.layer is None else blocks.place(cast.layer)
+        if place is None:
+            yield cast
+            continue
+        number, inside = place
+        numbers = {0: [0], 1: range(1, blocks.count - 1)}.get(number, [blocks.count - 1])
+        yield from (replace(cast, layer=blocks.layer(each, inside)) for each in numbers)
+
+
+Found = tuple[tuple[GraphCost, ...], tuple[Cast, ...]]
+
+
+def _counted(blocks: EqualBlocks, two: Found, three: Found) -> Found:
+    """The costs and casts of a model with this number of blocks, from those with 2 and with 3."""
+    costs = tuple(_in_all(blocks, few, more) for few, more in zip(two[0], three[0], strict=True))
+    return costs, tuple(_casts_in_all(blocks, three[1]))
+
+
+def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
+    """Costs and casts without what depends on how many kernels were generated before: names and orders."""
+    costs, casts = found
+    return costs, Counter(
+        replace(cast, kernel="some" if cast.kernel else "", fused_with=tuple(sorted(cast.fused_with)))
+        for cast in casts
+    )
+
+
+def _costs(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Names,
+    gpu: Gpu,
+    *,
+    what: str,
+    blocks: EqualBlocks | None,
+) -> tuple[Found, bool]:
+    """Costs and casts, and whether they were counted for equal blocks."""
+    if blocks is not None:
+        found = []
+        for count in (2, 3, 4):
+            with shortened(model, blocks, count):
+                log.info("%d of %d equal blocks of %s", count, blocks.count, blocks.name or "the model")
+                found.append(_costs_of_all(model, args, kwargs, names, gpu, what=what))
+        two, three, four = found
+        if _comparable(_counted(replace(blocks, count=4), two, three)) == _comparable(four):
+            return _counted(blocks, two, three), True
+        log.info("generating code for each block, because it depends on how many there are")
+    return _costs_of_all(model, args, kwargs, names, gpu, what=what), False
+
+
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(str(error))[:200]}"
 
 
 def _unconverted(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Names,
+    gpu: Gpu,
+    blocks: EqualBlocks | None,
 ) -> tuple[tuple[GraphCost, ...], str]:
     if not any(is_converted(module) for module in model.modules()):
         return (), ""
     try:
-        plain = revert(copy.deepcopy(model))
-        return _costs(plain, args, kwargs, names, gpu, what="the same model unconverted")[0], ""
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        plain = revert(copy.deepcopy(model, shared))  # nothing is computed, so nobody writes to them
+        what = "the same model unconverted"
+        return _costs(plain, args, kwargs, names, gpu, what=what, blocks=blocks)[0][0], ""
     except Exception as error:  # the model can't be copied or reverted; the report goes on without this part
         return (), _said(error)
 
 
 def explain_gpu(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu, *, name: str
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Names,
+    gpu: Gpu,
+    *,
+    name: str,
+    graphs: Sequence[Recorded] = (),
 ) -> GpuExplanation:
     """Explain what a GPU would launch for a model, and for the same model unconverted.
 
@@ -230,19 +312,21 @@ def explain_gpu(
         names: Names of the model's layers and modules.
         gpu: The GPU.
         name: Name of the GPU in reports.
+        graphs: The graphs of the call; equal blocks are then looked for, and counted instead of generated.
 
     Returns:
         The numbers, or the reason why there are none.
     """
     try:
-        costs, casts = _costs(model, args, kwargs, names, gpu, what="the model")
+        blocks = equal_blocks(model, args, kwargs, graphs) if graphs else None
+        (costs, casts), is_counted = _costs(model, args, kwargs, names, gpu, what="the model", blocks=blocks)
     except ModuleNotFoundError as error:
         return GpuExplanation(gpu=name, problem=f"needs {error.name}, which is not installed")
     except Exception as error:  # PyTorch's private interfaces may change; the report says what failed
         return GpuExplanation(gpu=name, problem=f"not with PyTorch {torch.__version__} here: {_said(error)}")
     finally:
         torch._dynamo.reset()
-    bf16_costs, bf16_problem = _unconverted(model, args, kwargs, names, gpu)
+    bf16_costs, bf16_problem = _unconverted(model, args, kwargs, names, gpu, blocks if is_counted else None)
     return GpuExplanation(
         gpu=name,
         costs=costs,
@@ -250,4 +334,5 @@ def explain_gpu(
         gemms=_gemms(model, gpu),
         bf16_costs=bf16_costs,
         bf16_problem=bf16_problem,
+        counted=str(blocks) if is_counted else "",
     )

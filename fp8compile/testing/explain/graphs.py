@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fp8compile.ops.gemms.float8 import ALIGNMENT
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
-from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe, gemm_kind
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe, TwoLevelScaling, gemm_kind
 from fp8compile.testing.explain.attribution import Owners, Unknown
 from fp8compile.testing.explain.capture import Recorded
 from fp8compile.testing.explain.module_stack import Names
@@ -73,13 +73,19 @@ class GraphGemm:
 
 
 def _described(a: Quantizer, b: Quantizer) -> str:
-    """Formats and scales of a product's operands, in words."""
-    return f"{_codes_of(a)} x {_codes_of(b)} {gemm_kind(a.block, b.block)}"
+    """Formats and scales of a product's operands, in words: "e4m3 x e4m3 rowwise", "e2m1 x e2m1 nvfp4"."""
+    kind = gemm_kind(a.block, b.block)
+    if type(a) is type(b) is TwoLevelScaling:
+        kind = "nvfp4"
+    elif is_mx(a) and is_mx(b):
+        kind = "mxfp8"
+    return f"{_codes_of(a)} x {_codes_of(b)} {kind}"
 
 
 def _codes_of(quantizer: Quantizer) -> str:
     """The name of the codes' format; the quantizer's class name if its codes are no float8 numbers to a GEMM."""
-    return quantizer.format if quantizer.gemm_format() is not None else type(quantizer).__name__
+    named = quantizer.gemm_format() is not None or type(quantizer) is TwoLevelScaling
+    return quantizer.format if named else type(quantizer).__name__
 
 
 def describe(recipe: Recipe, gemm: Gemm) -> str | None:

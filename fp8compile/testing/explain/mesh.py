@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8compile import ops
-from fp8compile._compat import forget_meshes, local_itself
+from fp8compile._compat import forget_meshes, is_fsdp, local_itself
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.parameter_uses.first_forward import untold
 from fp8compile.quantizers import GEMMS
@@ -190,6 +190,17 @@ def _expected(model: nn.Module) -> int:
     return found
 
 
+def _check_has_no_hooks(model: nn.Module) -> None:
+    """Raise a ValueError if FSDP2 shards the model: it sends in hooks, which no graph has."""
+    sharded = next((name or "the model" for name, module in model.named_modules() if is_fsdp(module)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"explain_mesh: fully_shard was called on {sharded}. FSDP2 gathers and reduces in hooks, which no graph "
+            "has. Shard by fp8compile.parallel.graph_fsdp, whose messages are in the graph, or leave fully_shard out. "
+            "fp8compile.testing.sends lists what FSDP2 sends."
+        )
+
+
 def _local_bytes(model: nn.Module) -> int:
     return sum(local.numel() * local.element_size() for local in map(local_itself, model.parameters()))
 
@@ -210,7 +221,7 @@ def explain_mesh(
         The numbers. Least times are bounds by published peaks, and no measurements.
 
     Raises:
-        ValueError: There is no such GPU, a size is data-dependent, or an operator isn't known.
+        ValueError: There is no such GPU, a size is data-dependent, an operator isn't known, or FSDP2 shards the model.
         RuntimeError: This process is in a process group already.
     """
     if gpu not in PEAKS:
@@ -218,6 +229,7 @@ def explain_mesh(
     peaks = PEAKS[gpu]
     with pretended_mesh(sizes) as mesh:
         model, args = build(mesh)
+        _check_has_no_hooks(model)
         graphs = gpu_graphs(model, args, GPUS[gpu])
         products = [each for place, graph in enumerate(graphs) for each in _products(graph, backward=place > 0)]
         sent = [each for place, graph in enumerate(graphs) for each in messages(graph, backward=place > 0)]

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from fp8compile.ops.layer.products import steps_of
 from fp8compile.quantizers import GEMMS, Gemm, Recipe
 from fp8compile.tables import folded, table_lines, terminal_width
 from fp8compile.testing.graphs.kept_state import kept_state
-from fp8compile.testing.graphs.messages import COLLECTIVES
+from fp8compile.testing.graphs.messages import COLLECTIVES, tensors_in
 from fp8compile.testing.graphs.report import Call, is_compiled, run_call
 
 __all__ = ["NUMBERS", "Send", "Sends", "is_spread", "sends"]
@@ -43,7 +45,10 @@ OPS = {
 }
 NO_MESSAGES = ("wait_tensor", "_wrap_tensor_autograd")
 PLAN = "plan"  # for a message that a style of the plan sends, before or after a layer
+GRADIENTS = "gradients"  # what FSDP2 reduces
+FSDP = "fsdp"  # for a message that FSDP2 sends, of the module that `fully_shard` was called with
 BETWEEN = "(between layers)"
+OUT_OPS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
 NUMBERS = (5, 6, 7)  # columns
 
 
@@ -52,10 +57,10 @@ class Send:
     """A message of a layer, and how often the layer sends it.
 
     Attributes:
-        layer: Name of the layer; "(between layers)" for a message outside of all layers, such as a sum of gradients of
-            several layers that read one tensor.
+        layer: Name of the layer; for a message of FSDP2, of the module that it shards; "(between layers)" for a
+            message outside of all layers, such as a sum of gradients of several layers that read one tensor.
         gemm: The product that needs the message: "output", "grad_input" or "grad_weight"; "plan" if a style of the
-            plan sends it before or after the layer; empty between layers.
+            plan sends it before or after the layer; "fsdp" if FSDP2 sends it; empty between layers.
         what: The content: "codes of grad_output", "scales of input", "amax", or a tensor in its own dtype, such as
             "input".
         op: "all_gather", "all_reduce max", "all_reduce sum", "reduce_scatter sum", or another operator's name.
@@ -94,7 +99,7 @@ class Sends:
 
         Args:
             layer: Name of the layer.
-            gemm: "output", "grad_input", "grad_weight" or "plan"; None for all.
+            gemm: "output", "grad_input", "grad_weight", "plan" or "fsdp"; None for all.
         """
         return tuple(row for row in self.rows if row.layer == layer and gemm in (None, row.gemm))
 
@@ -102,9 +107,11 @@ class Sends:
         """Cells of the table, its head first; layers that send the same are one."""
         yield "layer", "for", "what", "how", "dtype", "bytes an element", "bytes", "times"
         rows: list[tuple[str, ...]] = []
-        for name in self.layers:
+        sharded = dict.fromkeys(row.layer for row in self.rows if row.gemm == FSDP)
+        nothing = "nothing but what FSDP2 does" if sharded else "nothing"
+        for name in dict.fromkeys([*self.layers, *sharded]):
             sent = self.of(name)
-            rows += map(_cells, sent) if sent else [(name or "(the model)", "-", "nothing", *("-" for _ in range(5)))]
+            rows += map(_cells, sent) if sent else [(name or "(the model)", "-", nothing, *("-" for _ in range(5)))]
         rows += map(_cells, self.of(BETWEEN))
         yield from ((name, *rest) for name, rest in folded((row[0], row[1:]) for row in rows))
 
@@ -151,6 +158,7 @@ class _Places:
     """Follows the layers of a model by hooks: which place runs now, and the place of each of autograd's nodes."""
 
     def __init__(self, layers: dict[str, Linear]) -> None:
+        self.sharded: list[str] = []  # names of modules whose parameters FSDP2 gathers or reduces now
         self.now: list[_Place] = []
         self.of_node: dict[Any, _Place] = {}
         self.handles = [handle for name, layer in layers.items() for handle in self._hooks(name, layer)]
@@ -214,6 +222,19 @@ def _tensor_name(slot: str) -> str:
     return slot.partition("_for_")[0]
 
 
+def _by_fsdp(op: str, reduction: str, sent: Tensor) -> str:
+    """What FSDP2 sends by a collective. Tensors of several dtypes, such as codes and scales, are gathered as bytes."""
+    if "gather" in op:
+        return "parameters, FP8 ones as codes and scales" if sent.dtype == torch.uint8 else "parameters"
+    return "amaxes" if reduction == "max" else GRADIENTS
+
+
+def _accumulate_gradients(value: Any) -> None:
+    """A backward that accumulates gradients in parameters, for FSDP2 reduces nothing else."""
+    outputs = [output for output in tensors_in(value) if output.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
 class _Listener(TorchDispatchMode):
     """A mode that records each message with the layer, the product and the tensor that it is for."""
 
@@ -252,21 +273,33 @@ class _Listener(TorchDispatchMode):
         words = [arg for arg in args if isinstance(arg, str)]
         reduction = next((word for word in words if word in ("sum", "max", "min", "avg", "product")), "")
         op = func._opname.removesuffix("_into_tensor").removesuffix("_tensor")
+        if self.places.sharded:
+            whole = max(given, key=Tensor.numel)  # the rest are its parts: these collectives write to an argument
+            op = OUT_OPS.get(op, op)
+            self._add(self.places.sharded[-1], FSDP, _by_fsdp(op, reduction, whole), op, reduction, [whole], [])
+            return
         place = self.places.current()
         is_sum = op.startswith("reduce_scatter") or reduction == "sum"
         if place is not None and place.tensor is None and is_sum and not self.partial:
             place = None  # autograd's sum of the gradients of several readers, which runs in the last reader's node
         gemm = "" if place is None else PLAN if place.tensor else self.gemm.name
+        name = BETWEEN if place is None else place.layer
+        self._add(name, gemm, self._what(op, reduction, words, place), op, reduction, given, results)
+
+    def _add(
+        self, layer: str, gemm: str, what: str, op: str, reduction: str, given: list[Tensor], results: list[Tensor]
+    ) -> None:
         self.found[
             Send(
-                layer=BETWEEN if place is None else place.layer,
+                layer=layer,
                 gemm=gemm,
-                what=self._what(op, reduction, words, place),
+                what=what,
                 op=f"{op} {reduction}".strip(),
                 dtype=str(given[0].dtype).removeprefix("torch."),
                 bytes_per_element=given[0].element_size(),
                 bytes=max(sum(t.numel() * t.element_size() for t in tensors) for tensors in (given, results)),
-                backward=torch._C._current_autograd_node() is not None,
+                # FSDP2's last gradients are reduced in a callback at the end of the backward, in no node
+                backward=what == GRADIENTS or torch._C._current_autograd_node() is not None,
             )
         ] += 1
 
@@ -304,7 +337,8 @@ def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
 
     The messages depend only on the plan given to ``parallelize_module``, not on values, so a fake process group
     (``torch.testing._internal.distributed.fake_pg``) gives the same messages without other ranks. With a real
-    process group, all ranks call this. Modes, buffers, gradients and random states are restored.
+    process group, all ranks call this. What FSDP2 sends (`fully_shard`) is listed too, by the modules that it shards:
+    bytes of codes and scales if weights are gathered so. Modes, buffers, gradients and random states are restored.
 
     Args:
         model: A parallelized module that is not compiled.
@@ -333,8 +367,15 @@ def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
     places = _Places(layers)
     listener = _Listener(places)
     try:
-        with kept_state(model, (args, kwargs)), listener:
-            run_call(model, model, Call(args, kwargs), backward=True)
+        with kept_state(model, (args, kwargs)), listener, ExitStack() as stack:
+            sharded = {name: module for name, module in model.named_modules() if _compat.is_fsdp(module)}
+            for name, module in sharded.items():
+                begin, end = partial(places.sharded.append, name), partial(places.sharded.pop, -1)
+                stack.enter_context(_compat.fsdp_messages_told(module, begin, end))
+            if sharded:
+                _accumulate_gradients(model(*args, **kwargs))
+            else:
+                run_call(model, model, Call(args, kwargs), backward=True)
     finally:
         places.remove()
     return Sends(rows=tuple(replace(row, times=n) for row, n in listener.found.items()), layers=tuple(layers))

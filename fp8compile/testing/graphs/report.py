@@ -39,6 +39,7 @@ __all__ = [
     "GraphInfo",
     "GraphReport",
     "counted_at",
+    "examined",
     "graph_report",
     "is_compiled",
     "place_text",
@@ -402,6 +403,49 @@ def _checked_calls(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls
     return [*first, *rest]
 
 
+def examined(
+    recording: Recording, fn: Callable[..., Any], calls: Sequence[Call], *, backward: bool, dynamic: bool | None = None
+) -> GraphReport:
+    """Compile and run a function or module with a recording as its backend, which keeps the graphs.
+
+    Args:
+        recording: A new one.
+        fn: As `graph_report` takes it, and checked.
+        calls: The calls, one at least.
+        backward: As `graph_report` takes it.
+        dynamic: As `graph_report` takes it.
+    """
+    reports: list[CallReport] = []
+    with ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        torch._dynamo.reset()
+        log = stack.enter_context(listen())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # warnings about breaks, which the report has
+        stack.enter_context(kept_state(fn, [(call.args, call.kwargs) for call in calls]))
+        stack.enter_context(torch._dynamo.config.patch(NOTHING_HIDDEN))
+        # compile backward graphs at once: outputs inside of an unknown object get no backward call here
+        stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=backward))
+        if recording.backend == "inductor":
+            from torch._inductor.utils import fresh_cache
+
+            stack.enter_context(fresh_cache())  # graphs from a cache would bypass the recording
+        compiled = torch.compile(fn, backend=recording, dynamic=dynamic)
+        for log.call, call in enumerate(calls):
+            before = len(recording.graphs)
+            run_call(compiled, fn, call, backward=backward)
+            reports.append(CallReport(name=call.name or _shapes(call), graphs=len(recording.graphs) - before))
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return GraphReport(
+        backend=recording.backend,
+        calls=tuple(reports),
+        graphs=tuple(_graph_info(kept, log, name) for kept in recording.graphs),
+        breaks=tuple(log.breaks),
+        recompiles=tuple(log.recompiles),
+        bypasses=_bypasses(recording, log),
+    )
+
+
 def graph_report(
     fn: Callable[..., Any],
     *args: Any,
@@ -438,34 +482,6 @@ def graph_report(
         raise TypeError(f"graph_report: fn is a {type(fn).__name__}; it is a module or function.")
     if is_compiled(fn):
         raise TypeError("graph_report: fn is compiled already; pass what torch.compile was given.")
-    recording = Recording(backend)
-    every_call = _checked_calls(fn, args, kwargs, calls)
-    reports: list[CallReport] = []
-    with ExitStack() as stack:
-        stack.callback(torch._dynamo.reset)
-        torch._dynamo.reset()
-        log = stack.enter_context(listen())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # warnings about breaks, which the report has
-        stack.enter_context(kept_state(fn, [(call.args, call.kwargs) for call in every_call]))
-        stack.enter_context(torch._dynamo.config.patch(NOTHING_HIDDEN))
-        # compile backward graphs at once: outputs inside of an unknown object get no backward call here
-        stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=backward))
-        if backend == "inductor":
-            from torch._inductor.utils import fresh_cache
-
-            stack.enter_context(fresh_cache())  # graphs from a cache would bypass the recording
-        compiled = torch.compile(fn, backend=recording, dynamic=dynamic)
-        for log.call, call in enumerate(every_call):
-            before = len(recording.graphs)
-            run_call(compiled, fn, call, backward=backward)
-            reports.append(CallReport(name=call.name or _shapes(call), graphs=len(recording.graphs) - before))
-    name = getattr(fn, "__name__", type(fn).__name__)
-    return GraphReport(
-        backend=backend,
-        calls=tuple(reports),
-        graphs=tuple(_graph_info(kept, log, name) for kept in recording.graphs),
-        breaks=tuple(log.breaks),
-        recompiles=tuple(log.recompiles),
-        bypasses=_bypasses(recording, log),
+    return examined(
+        Recording(backend), fn, _checked_calls(fn, args, kwargs, calls), backward=backward, dynamic=dynamic
     )

@@ -1,0 +1,167 @@
+"""Equal blocks of a model, such as a transformer's layers: code for a GPU is generated for a few, and counted for all.
+
+    N blocks     first, middle x (N - 2), last
+    2 blocks     first, last
+    3 blocks     first, middle, last               numbers of N = those of 2 + (N - 2) (those of 3 - those of 2)
+    4 blocks     first, middle x 2, last           has to have the numbers that this sum gives for 4
+
+The graphs prove that the blocks are equal: each operator, with its shapes and constants, has to be in the graphs of
+the whole model as often as this sum says. If it isn't, or if the code of 4 blocks is not what the sum gives, because a
+compiler may choose otherwise in a longer graph, then code is generated for the whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fp8compile.tables import folded_names
+from fp8compile.testing.explain.capture import Recorded, record
+from fp8compile.testing.graphs.compiler_log import one_line
+
+__all__ = ["FEWEST", "EqualBlocks", "equal_blocks", "shortened"]
+
+log: logging.Logger = logging.getLogger(__name__)
+FEWEST = 10  # blocks; with fewer, code for 2, 3 and 4 of them is no less work
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualBlocks:
+    """A list of equal blocks.
+
+    Attributes:
+        name: Name of the ``nn.ModuleList`` or ``nn.Sequential``.
+        count: Number of blocks.
+    """
+
+    name: str
+    count: int
+
+    def in_all(self, two: int, three: int) -> int:
+        """A number for the whole model, from those for the model with 2 blocks and with 3."""
+        return two + (self.count - 2) * (three - two)
+
+    def place(self, layer: str) -> tuple[int, str] | None:
+        """The number of a layer's block, and the layer's name inside; None if it is in no block."""
+        prefix = f"{self.name}." if self.name else ""
+        number, _, inside = layer.removeprefix(prefix).partition(".")
+        return (int(number), inside) if layer.startswith(prefix) and number.isdecimal() else None
+
+    def layer(self, number: int, inside: str) -> str:
+        """The name of a layer in a block."""
+        return ".".join(filter(None, (self.name, str(number), inside)))
+
+    def __str__(self) -> str:
+        (name,) = folded_names(self.layer(number, "") for number in range(1, self.count - 1))
+        return name
+
+
+def _tensor_key(value: Any) -> Key:
+    if not isinstance(value, Tensor):
+        return (repr(value),)
+    return type(value).__name__, tuple(value.shape), value.stride(), str(value.dtype), value.requires_grad
+
+
+def _block_key(block: nn.Module) -> Key:
+    """All that is known of a block without a call: its modules, their recipes, tensors and modes."""
+    return tuple(
+        (
+            name,
+            type(module),
+            repr(getattr(module, "recipe", None)),
+            module.training,
+            *((key, _tensor_key(value)) for key, value in {**module._parameters, **module._buffers}.items()),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _longest(model: nn.Module) -> EqualBlocks | None:
+    """The longest list of blocks that may be equal."""
+    found = []
+    for name, module in model.named_modules():
+        blocks = list(module._modules.values()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        present = [block for block in blocks if block is not None]
+        if len(present) == len(set(map(id, present))) >= FEWEST and len(set(map(_block_key, present))) == 1:
+            found.append(EqualBlocks(name=name, count=len(present)))
+    return max(found, key=lambda each: each.count, default=None)
+
+
+@contextmanager
+def shortened(model: nn.Module, blocks: EqualBlocks, count: int) -> Iterator[None]:
+    """Context in which the model has only the first few of its equal blocks."""
+    held = model.get_submodule(blocks.name)
+    every = dict(held._modules)
+    held._modules.clear()
+    held._modules.update(list(every.items())[:count])
+    try:
+        yield
+    finally:
+        held._modules.clear()
+        held._modules.update(every)
+
+
+def _value_key(node: fx.Node) -> Any:
+    return fx.node.map_aggregate(
+        node.meta.get("val"), lambda each: str(_tensor_key(each)[1:4] if isinstance(each, Tensor) else each)
+    )
+
+
+def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
+    """How often each operator is in the graphs, with the shapes of its operands and results, and its constants."""
+    found: Counter[Key] = Counter()
+    for each in recorded:
+        for backward, graph in enumerate((each.kept.forward, each.kept.backward)):
+            for node in graph.graph.nodes if graph is not None else ():
+                if node.op == "call_function":
+                    given = fx.map_arg((node.args, node.kwargs), _value_key)
+                    found[len(recorded), backward, str(node.target), repr(given), repr(_value_key(node))] += 1
+    return found
+
+
+def _differs(
+    model: nn.Module, blocks: EqualBlocks, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
+) -> str:
+    """Why the graphs of the whole model are not those of a few blocks, counted; empty if they are."""
+    counts = []
+    for count in (2, 3):
+        try:
+            with shortened(model, blocks, count):
+                counts.append(_counts(record(model, args, kwargs)))
+        except Exception as error:  # the model needs all of its blocks
+            return f"with {count} of {blocks.count} blocks: {type(error).__name__}: {one_line(str(error))[:200]}"
+    two, three = counts
+    found = _counts(whole)
+    for key in found | two | three:
+        expected = blocks.in_all(two[key], three[key])
+        if found[key] != expected:
+            return f"{key[2]} is {found[key]} times in the graphs, and {expected} times if they were equal"
+    return ""
+
+
+def equal_blocks(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
+) -> EqualBlocks | None:
+    """The longest list of equal blocks of a model, if its graphs prove that they are equal.
+
+    Args:
+        model: The model.
+        args: Arguments of a call.
+        kwargs: Keyword arguments of the call.
+        whole: The graphs of that call.
+    """
+    blocks = _longest(model)
+    if blocks is None:
+        return None
+    log.info("comparing the %d blocks of %s", blocks.count, blocks.name or "the model")
+    if why := _differs(model, blocks, args, kwargs, whole):
+        log.info("generating code for each block of %s, because they differ: %s", blocks.name or "the model", why)
+        return None
+    return blocks
