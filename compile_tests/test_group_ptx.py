@@ -100,30 +100,40 @@ ROWS = {
     "a_scale_stride_k": "i32", "b_scale_stride_e": "i32", "b_scale_stride_n": "i32", "b_scale_stride_k": "i32",
 }  # fmt: skip
 OUTER = {name: kind for name, kind in ROWS.items() if name in grouped_blockwise.tokens_kernel.arg_names}
+OUTER |= {f"{side}_scale_stride_{dim}": "i32" for side, dim in (("a", "c"), ("a", "n"), ("b", "c"), ("b", "k"))}
+TENSOR_CORES = {  # instructions of each GPU
+    "rtx4090": "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+    "h200": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
+    "b200": "tcgen05.mma.cta_group::1.kind::f8f6f4",
+    "rtx5090": "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+}
 
 
-def assert_multiplies_float8(fn, kinds, constants):
-    """On Hopper's tensor cores, without spills, with the next blocks on their way."""
-    gpu = GPUS["h200"]
+def assert_multiplies_float8(fn, kinds, constants, arch):
+    """On the tensor cores, without spills, with the next blocks on their way."""
+    gpu = GPUS[arch]
     constants = {"TILE": grouped_blockwise.TILE, **constants}
-    warps, stages = grouped_blockwise.WARPS, grouped_blockwise.STAGES
+    kinds = {name: kind for name, kind in kinds.items() if name not in constants}
+    warps, stages = grouped_blockwise.WARPS, grouped_blockwise.stages(gpu.target)
     compiled = compiled_jit(fn, kinds, constants, num_warps=warps, gpu=gpu, num_stages=stages)
     resources = assembled(compiled, gpu)
     assert resources.spilled_bytes == 0, resources
     assert resources.registers * 32 * warps <= gpu.regs_per_multiprocessor, resources
     assert resources.shared_bytes <= gpu.shared_memory_per_block_optin, resources
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in compiled.ptx
+    assert TENSOR_CORES[arch] in compiled.ptx
     assert "cp.async.cg" in compiled.ptx, "loads of the next blocks"
 
 
+@pytest.mark.parametrize("arch", TENSOR_CORES)
 @pytest.mark.parametrize("is_even", [True, False])
-@pytest.mark.parametrize("has_tiles", [True, False])
-def test_products_of_rows(has_tiles, is_even):
-    constants = {"a_scale_stride_m": 1, "IS_EVEN": is_even, "HAS_TILES": has_tiles}
-    kinds = {name: kind for name, kind in ROWS.items() if name not in constants}
-    assert_multiplies_float8(grouped_blockwise.rows_kernel, kinds, constants)
+@pytest.mark.parametrize(("has_tiles", "is_whole"), [(True, False), (False, False), (False, True)], ids=str)
+def test_products_of_rows(has_tiles, is_whole, is_even, arch):
+    constants = {"a_scale_stride_m": 1, "IS_EVEN": is_even, "HAS_TILES": has_tiles, "IS_WHOLE": is_whole}
+    assert_multiplies_float8(grouped_blockwise.rows_kernel, ROWS, constants, arch)
 
 
-def test_products_over_tokens():
-    kinds = OUTER | {"d_ptr": "*bf16", "C": "i32"}
-    assert_multiplies_float8(grouped_blockwise.tokens_kernel, kinds, {})
+@pytest.mark.parametrize("arch", TENSOR_CORES)
+@pytest.mark.parametrize(("align", "is_whole"), [(128, False), (16, True)], ids=str)
+def test_products_over_tokens(align, is_whole, arch):
+    kinds, constants = OUTER | {"d_ptr": "*bf16", "C": "i32"}, {"ALIGN": align, "IS_WHOLE": is_whole}
+    assert_multiplies_float8(grouped_blockwise.tokens_kernel, kinds, constants | {"a_scale_stride_n": 1}, arch)

@@ -66,6 +66,16 @@ class Target:
     hip: str | None = None
     build: Build = Build()
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that one program may have on an NVIDIA GPU of compute capability 8.0 or later.
+
+        Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+        """
+        major = self.capability[0]
+        kib = 99 if major == 12 or self.capability in ((8, 6), (8, 9)) else 163 if major == 8 else 227
+        return kib << 10
+
 
 _PRETENDED: ContextVar[Target | None] = ContextVar("pretended target", default=None)
 

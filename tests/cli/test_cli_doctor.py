@@ -82,13 +82,14 @@ def test_each_recipe_on_each_device(capability, capsys, pretended):
 
 
 NONE = "can't run "
-GROUPED = "native, rowwise grouped GEMM"
+GROUPED, OWN_BLOCKS = "native, rowwise grouped GEMM", "native, blockwise grouped GEMM in Triton"
 # rowwise, blockwise, mxfp8
 EXPERTS = {
     None: ("group by group",) * 3,
-    (8, 9): (NONE, NONE, NONE),
-    (9, 0): (GROUPED, "native, blockwise grouped GEMM in Triton", NONE),
-    (10, 0): (NONE, NONE, ("native, MX grouped GEMM", f"{NONE}scaled_grouped_mm")),  # by how PyTorch was built
+    (8, 9): (f"{GROUPED} in Triton", OWN_BLOCKS, NONE),
+    (9, 0): (GROUPED, OWN_BLOCKS, NONE),
+    # MX by how PyTorch was built
+    (10, 0): (f"{GROUPED} in Triton", OWN_BLOCKS, ("native, MX grouped GEMM", f"{NONE}scaled_grouped_mm")),
 }
 
 

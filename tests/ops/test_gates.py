@@ -21,7 +21,7 @@ from fp8compile.testing.gpu.graphs import gpu_graphs
 CUDA = torch.device("cuda")
 AMD = {"MI300X": (9, 4), "MI355X": (9, 5), "RX 9070": (12, 0), "MI200": (9, 0)}
 TENSORWISE = f8.recipes.tensorwise(grad_format="e4m3")
-TRAPS = "scales of rows, which runs on compute capability 9.0"
+NO_MX_GROUPS = "is MX in groups, which needs compute capability 10.0"
 OFFSETS = torch.tensor([16, 32], dtype=torch.int32)
 
 
@@ -76,11 +76,14 @@ def test_doctor_names_rocm_and_refuses(monkeypatch, capsys):
 
 @pytest.mark.parametrize("recipe", [f8.recipes.rowwise(), TENSORWISE], ids=["rowwise", "tensorwise"])
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (8, 9)], ids=str)
-def test_groups_by_scales_of_rows_run_on_9_alone(recipe, capability):
-    found = kinds(recipe, Target("cuda", capability), grouped=True)
-    assert {each.kind for each in found} == {"none"}
-    assert all(TRAPS in each.detail and "experts" in each.detail for each in found)
+def test_pytorchs_groups_by_scales_of_rows_run_on_9_alone_and_ours_elsewhere(recipe, capability):
+    assert {each.kind for each in kinds(recipe, Target("cuda", capability), grouped=True)} == {"rowwise_triton"}
     assert {each.kind for each in kinds(recipe, Target("cuda", (9, 0)), grouped=True)} == {"rowwise"}
+
+
+def test_groups_of_e5m2_gradients_are_multiplied_by_ours_on_9_too():
+    found = kinds(f8.recipes.tensorwise(), Target("cuda", (9, 0)), grouped=True)
+    assert [each.kind for each in found] == ["rowwise", "rowwise_triton", "rowwise_triton"]
 
 
 def grouped(recipe):
@@ -88,17 +91,16 @@ def grouped(recipe):
     return lambda x, weight: f8.grouped_linear(x, weight, OFFSETS, recipe=recipe), (x, weight)
 
 
-def test_eager_for_a_b200_raises():
-    layer, args = grouped(f8.recipes.rowwise())
-    with pretend_target(GPUS["b200"].target), pytest.raises(RuntimeError, match=TRAPS):
+def test_eager_for_a_gpu_without_the_product_raises():
+    layer, args = grouped(f8.recipes.mxfp8())
+    with pretend_target(GPUS["rtx5090"].target), pytest.raises(RuntimeError, match=NO_MX_GROUPS):
         layer(*args)
 
 
-@pytest.mark.parametrize("recipe", [f8.recipes.rowwise(), TENSORWISE], ids=["rowwise", "tensorwise"])
-def test_code_for_a_b200_is_not_made(recipe):
-    layer, args = grouped(recipe)
-    with pytest.raises(Exception, match=TRAPS):
-        gpu_graphs(layer, args, GPUS["b200"])
+def test_code_for_a_gpu_without_the_product_is_not_made():
+    layer, args = grouped(f8.recipes.mxfp8())
+    with pytest.raises(Exception, match=NO_MX_GROUPS):
+        gpu_graphs(layer, args, GPUS["rtx5090"])
 
 
 @pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
@@ -125,12 +127,19 @@ class Experts(nn.Module):
         return self._grouped_mm(A=x, B_t=self.w1.transpose(-2, -1), offs=offsets)
 
 
-def test_explain_says_which_layer_a_b200_has_no_gemm_for():
-    model = f8.convert(nn.ModuleDict({"experts": Experts()}), f8.recipes.rowwise(), filter=lambda *_: True)
-    assert missing_gemm(model, GPUS["h200"]) == ""
-    missing = missing_gemm(model, GPUS["b200"])
+def test_explain_says_which_layer_a_gpu_has_no_gemm_for():
+    model = f8.convert(nn.ModuleDict({"experts": Experts()}), f8.recipes.mxfp8(), filter=lambda *_: True)
+    assert missing_gemm(model, GPUS["b200"]) == ""
+    missing = missing_gemm(model, GPUS["rtx5090"])
     assert missing.startswith("experts, output")
-    assert "Take fp8compile.recipes.mxfp8() or nvfp4() for experts" in missing
+    assert "Take a recipe that this GPU has for experts (rowwise, blockwise), or leave them in bfloat16." in missing
+
+
+def test_a_refusal_names_the_recipes_that_the_gpu_has():
+    found = [kinds(f8.recipes.mxfp8(), Target("cuda", each))[0].detail for each in ((8, 9), (9, 0))]
+    assert "(tensorwise, rowwise), or ask for emulation" in found[0]
+    assert "(tensorwise, rowwise, blockwise), or ask for emulation" in found[1]
+    assert "(none), or ask for" in kinds(f8.recipes.nvfp4(), Target("cuda", (8, 0)))[0].detail
 
 
 # ---------------------------------------------------------------------------------- the table
@@ -182,6 +191,7 @@ RUNS = [
     ("rowwise groups", ((9, 0),), BUILDS, (BF16,)),
     ("mx groups", ((10, 0), (10, 3)), [Build((2, 13), CU130)], (BF16,)),
     ("nvfp4 groups", ((10, 0), (10, 3)), [Build((2, 13), CU130)], (BF16,)),
+    ("blockwise groups", ANY[2:], BUILDS, (BF16, FP16, FP32)),
 ]
 
 

@@ -142,6 +142,8 @@ def test_offsets_that_are_no_ends_of_groups_reach_no_other_memory(ends):
         rest = offsets, "e4m3", "e4m3", torch.bfloat16
         grouped_blockwise_mm(codes, matrices[0], scale, matrices[1], *rest)
         grouped_blockwise_mm(transposed[0], transposed[0], transposed[1], transposed[1], *rest)
+        grouped_blockwise_mm(codes, matrices[0], scale, matrices[1], *rest, -1)
+        grouped_blockwise_mm(transposed[0], transposed[0], torch.ones(3, 40), torch.ones(3, 1), *rest, -1)
         group_quantize(x, offsets, pillar)
         four = f8.TwoLevelScaling(), f8.TwoLevelScaling(block=(16, 1), packed="columns")
         quantize_groups_in_two_levels(x, offsets, *four, "both")

@@ -1,4 +1,4 @@
-"""The grouped blockwise GEMM of Triton, in Triton's interpreter, against float64 products of the exact codes."""
+"""The grouped GEMM of Triton, in Triton's interpreter, against float64 products of the exact codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from token_groups import GROUPS
 
 import fp8compile as f8
-from fp8compile.ops import group_quantize, grouped_blockwise_mm
+from fp8compile.ops import group_amax, group_cast, group_quantize, grouped_blockwise_mm
 
 pytest.importorskip("triton", reason="needs Triton: it is its interpreter")
 
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
 )
 LINE, TILE, PILLAR = (1, 128), (128, 128), (128, 1)
+ROW, COLUMN, WHOLE = (1, -1), (-1, 1), (-1, -1)
 ROUNDING = 2.0**-24  # of float32
 SIZES = [(256, 130), (200, 260)]  # of the sum, of columns: of whole blocks, and not
 with_rows = [groups for groups in GROUPS if sum(groups.sizes) + groups.tail]
@@ -57,9 +58,9 @@ def products_of_rows(groups, x, weight, of_x, of_weight, *, turned=False):
     b, scale = torch.stack([each.codes for each in matrices]), torch.stack([each.scale for each in matrices])
     if turned:
         b, scale = b.transpose(1, 2), scale.transpose(1, 2)
-    formats = of_x.format, of_weight.format
+    kind = of_x.format, of_weight.format, torch.float32, of_x.block[1]
     with on_a_gpu():
-        y = grouped_blockwise_mm(a.codes, b, a.scale, scale, groups.offsets(), *formats, torch.float32)
+        y = grouped_blockwise_mm(a.codes, b, a.scale, scale, groups.offsets(), *kind)
     expected, sums = torch.zeros(y.shape, dtype=torch.float64), torch.zeros(y.shape, dtype=torch.float64)
     for rows, matrix in zip(groups.rows(), weight, strict=True):
         left, right = exact(x[rows], of_x), exact(matrix, of_weight)
@@ -68,13 +69,21 @@ def products_of_rows(groups, x, weight, of_x, of_weight, *, turned=False):
     return y, expected, sums
 
 
+def along_tokens(x, offsets, quantizer):
+    """Transposed codes of each group, and their scales."""
+    if quantizer.block == PILLAR:
+        return group_quantize(x, offsets, quantizer)
+    multiplier = quantizer.multiplier(group_amax(x, offsets, quantizer))
+    return group_cast(x, offsets, multiplier, quantizer), 1 / multiplier
+
+
 def products_over_tokens(groups, grad, x, of_grad, of_x):
     """The kernel's product, and the products of each group in float64."""
-    a, a_scale = group_quantize(grad, groups.offsets(), of_grad)
-    b, b_scale = group_quantize(x, groups.offsets(), of_x)
-    formats = of_grad.format, of_x.format
+    a, a_scale = along_tokens(grad, groups.offsets(), of_grad)
+    b, b_scale = along_tokens(x, groups.offsets(), of_x)
+    kind = of_grad.format, of_x.format, torch.float32, of_x.block[0]
     with on_a_gpu("backwards"):
-        d = grouped_blockwise_mm(a, b, a_scale, b_scale, groups.offsets(), *formats, torch.float32)
+        d = grouped_blockwise_mm(a, b, a_scale, b_scale, groups.offsets(), *kind)
     pairs = [(exact(grad[rows], of_grad).t(), exact(x[rows], of_x)) for rows in groups.rows()]
     expected = torch.stack([left @ right for left, right in pairs])
     return d, expected, torch.stack([left.abs() @ right.abs() for left, right in pairs])
@@ -105,6 +114,21 @@ def test_exact_products_are_exact(groups, k, n, assert_bits_equal):
     assert_bits_equal(found, rounded(expected), "tokens")
 
 
+@pytest.mark.parametrize("groups", [GROUPS[1], GROUPS[2], GROUPS[5]], ids=str)
+@pytest.mark.parametrize(("of_x", "of_weight"), [(ROW, ROW), (ROW, WHOLE)], ids=str)
+def test_exact_products_with_one_scale_a_sum_are_exact(groups, of_x, of_weight, assert_bits_equal):
+    row, other = (f8.CurrentScaling(block=block, scale="pow2") for block in (of_x, of_weight))
+    column, whole = (f8.CurrentScaling(block=block, scale="pow2") for block in (COLUMN, WHOLE))
+    x, grad = (integers(sum(groups.sizes) + groups.tail, size) for size in (200, 136))
+    for each in (x, grad):
+        each[sum(groups.sizes) :] = torch.nan
+    found, expected, _ = products_of_rows(groups, x, integers(len(groups.sizes), 136, 200), row, other)
+    assert_bits_equal(found, rounded(expected), "rows")
+    for of_grad, of_tokens in ((column, column), (replace(whole, format="e5m2"), whole)):
+        found, expected, _ = products_over_tokens(groups, grad, x, of_grad, of_tokens)
+        assert_bits_equal(found, rounded(expected), f"tokens, {of_tokens.block}")
+
+
 @pytest.mark.parametrize("groups", [GROUPS[1], GROUPS[6]], ids=str)
 def test_other_products_are_within_the_roundings_of_float32(groups):
     k, n = 384, 150
@@ -129,14 +153,23 @@ def test_a_product_is_rounded_once_to_bfloat16(assert_bits_equal):
     assert_bits_equal(narrow, wide.bfloat16())
 
 
-@pytest.mark.parametrize("groups", [GROUPS[1], GROUPS[2]], ids=str)
-def test_a_hoppers_program_of_a_layer_multiplies_by_it(groups):
+@pytest.mark.parametrize(
+    ("groups", "arch", "recipe"),
+    [
+        (GROUPS[1], "h200", f8.recipes.blockwise()),
+        (GROUPS[2], "rtx5090", f8.recipes.blockwise()),
+        (GROUPS[1], "rtx4090", f8.recipes.tensorwise()),
+        (GROUPS[2], "b300", f8.recipes.rowwise()),
+    ],
+    ids=["h200", "rtx5090", "rtx4090", "b300"],
+)
+def test_a_program_of_a_layer_multiplies_by_it(groups, arch, recipe):
     x = groups.tokens(64, torch.bfloat16).requires_grad_()
     weight = torch.randn(len(groups.sizes), 48, 64, dtype=torch.bfloat16).requires_grad_()
 
     def layer(x, weight, offsets):
-        return f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.blockwise())
+        return f8.grouped_linear(x, weight, offsets, recipe=recipe)
 
-    run = run_gpu_program(layer, x, weight, groups.offsets())
+    run = run_gpu_program(layer, x, weight, groups.offsets(), arch=arch)
     assert not run.differences, str(run.differences)
     assert [product.name for graph in run.graphs for product in graph.products] == ["grouped_blockwise_mm"] * 3

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.blockwise import BLOCK
-from fp8compile.ops.gemms.gates import ASK, lacks_tensor_cores
+from fp8compile.ops.gemms.gates import advice, lacks_tensor_cores
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK
 from fp8compile.ops.inductor_hints import realize
@@ -23,12 +23,12 @@ __all__ = ["EMULATED"]
 
 OWN_CODES = (
     "has no GEMM: a GPU multiplies float8 codes, and only the quantizer's own dequantize knows what these mean. "
-    f"{ASK} If they are float8 numbers times the scale of their block, say so by gemm_format(); a GEMM of your own "
+    "{advice} If they are float8 numbers times the scale of their block, say so by gemm_format(); a GEMM of your own "
     "for them is added by fp8compile.library.register_gemm."
 )
 NO_SUCH_BLOCKS = (
     f"has no GEMM on any GPU: they multiply (1, {BLOCK}) by ({BLOCK}, 1) or ({BLOCK}, {BLOCK}), the reverse, and "
-    f"(1, {MX_BLOCK}) by ({MX_BLOCK}, 1) or ({MX_BLOCK}, {MX_BLOCK}) with E8M0 scales. {ASK}"
+    f"(1, {MX_BLOCK}) by ({MX_BLOCK}, 1) or ({MX_BLOCK}, {MX_BLOCK}) with E8M0 scales. {{advice}}"
 )
 
 
@@ -43,7 +43,7 @@ def _lacks(problem: GemmProblem) -> str | None:
     if (lacking := lacks_tensor_cores(problem)) is not None:
         return lacking
     is_float8 = problem.a.gemm_format() is not None and problem.b.gemm_format() is not None
-    return NO_SUCH_BLOCKS if is_float8 else OWN_CODES
+    return (NO_SUCH_BLOCKS if is_float8 else OWN_CODES).format(advice=advice(problem.target))
 
 
 def _exact(operand: Quantized) -> Tensor:

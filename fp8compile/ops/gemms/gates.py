@@ -17,9 +17,10 @@ from fp8compile.formats import E4M3, E5M2
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.target import Build, Target
 
-__all__ = ["ASK", "GATES", "GPU_NAMES", "PRODUCTS", "Gate", "gates_of", "lacks_tensor_cores", "why_not"]
+__all__ = ["GPU_NAMES", "PRODUCTS", "Gate", "Product", "advice", "gates_of", "lacks_tensor_cores", "why_not"]
 
-ASK = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
+ASK = "Take a recipe that this GPU has ({recipes}), or ask for emulation in float64 (emulate=True), right and slow."
+ASK_EXPERTS = "Take a recipe that this GPU has for experts ({recipes}), or leave them in bfloat16."
 GPU_NAMES = {
     (8, 9): "L4, L40S, RTX 40",
     (9, 0): "H100, H200",
@@ -89,61 +90,82 @@ class Product:
         name: Name of the product, as in the tables of GEMMs.
         gates: The kernels, in the order in which PyTorch tries them.
         needs: Beginning of the error text that says on which GPUs the product runs.
-        instead: A sentence that says what to do if no kernel runs.
+        recipe: Name of the ready recipe whose products it is.
+        is_grouped: Whether it is a product of experts, group by group.
     """
 
     name: str
     gates: tuple[Gate, ...]
+    recipe: str
     needs: str = "needs"
-    instead: str = ASK
+    is_grouped: bool = False
 
 
-GATES: tuple[Product, ...] = (
-    Product(name="tensorwise", gates=(Gate(kernel="cuBLASLt", capabilities=ALL),)),
+_PRODUCTS = (
+    Product(name="tensorwise", recipe="tensorwise", gates=(Gate(kernel="cuBLASLt", capabilities=ALL),)),
     Product(
         name="rowwise",
+        recipe="rowwise",
         gates=(
             Gate(kernel="cuBLASLt", capabilities=HOPPER, cuda=(12, 9)),
             Gate(kernel="CUTLASS", capabilities=ALL, b_is_e4m3=True, on_windows=False, out_dtypes=BF16),
             Gate(kernel="CUTLASS", capabilities=ALL, b_is_e4m3=True, on_windows=False, torch=(2, 15)),
         ),
     ),
-    Product(name="blockwise", gates=(Gate(kernel="cuBLASLt", capabilities=HOPPER, cuda=(12, 9)),)),
     Product(
-        name="mx", gates=(Gate(kernel="cuBLASLt", capabilities=BLACKWELL, cuda=(12, 8)),), needs="is MX, which needs"
+        name="blockwise",
+        recipe="blockwise",
+        gates=(Gate(kernel="cuBLASLt", capabilities=HOPPER, cuda=(12, 9)),),
+    ),
+    Product(
+        name="mx",
+        recipe="mxfp8",
+        gates=(Gate(kernel="cuBLASLt", capabilities=BLACKWELL, cuda=(12, 8)),),
+        needs="is MX, which needs",
     ),
     Product(
         name="nvfp4",
+        recipe="nvfp4",
         gates=(Gate(kernel="cuBLASLt", capabilities=BLACKWELL, cuda=(12, 8)),),
         needs="is NVFP4, which needs",
     ),
     Product(
         name="rowwise groups",
+        recipe="rowwise",
         gates=(Gate(kernel="CUTLASS", capabilities=HOPPER, out_dtypes=BF16, on_windows=False),),
         needs="needs a grouped GEMM with scales of rows, which runs on",
-        instead="Take fp8compile.recipes.mxfp8() or nvfp4() for experts where this GPU has them, or leave experts in "
-        "bfloat16.",
+        is_grouped=True,
+    ),
+    Product(
+        name="rowwise groups, ours",
+        recipe="rowwise",
+        gates=(Gate(kernel="Triton, ours", capabilities=ALL),),
+        needs="needs a grouped GEMM with scales of rows, which runs on",
+        is_grouped=True,
     ),
     Product(
         name="blockwise groups",
-        gates=(Gate(kernel="Triton, ours", capabilities=HOPPER),),
+        recipe="blockwise",
+        gates=(Gate(kernel="Triton, ours", capabilities=ALL),),
         needs="needs a grouped GEMM with blocks of 128, which runs on",
-        instead="Take a recipe that this GPU has for experts, or leave them in bfloat16.",
+        is_grouped=True,
     ),
     Product(
         name="mx groups",
+        recipe="mxfp8",
         gates=(Gate(kernel="MSLK", capabilities=DATA_CENTRE, out_dtypes=BF16, cuda=(12, 8), needs_mslk=True),),
         needs="is MX in groups, which needs",
-        instead="Take a recipe that this GPU has for experts, or leave them in bfloat16.",
+        is_grouped=True,
     ),
     Product(
         name="nvfp4 groups",
+        recipe="nvfp4",
         gates=(Gate(kernel="MSLK", capabilities=DATA_CENTRE, out_dtypes=BF16, cuda=(12, 8), needs_mslk=True),),
         needs="is NVFP4 in groups, which needs",
-        instead="Take a recipe that this GPU has for experts, or leave them in bfloat16.",
+        is_grouped=True,
     ),
 )
-PRODUCTS = {product.name: product for product in GATES}
+PRODUCTS: dict[str, Product] = {product.name: product for product in _PRODUCTS}
 
 
 def _names(capabilities: tuple[tuple[int, int], ...]) -> str:
@@ -189,12 +211,15 @@ def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
     )
 
 
-def _recipes(target: Target) -> str:
-    """Names of the ready recipes whose products of linears run on a GPU."""
-    of_products = {"tensorwise": "tensorwise", "rowwise": "rowwise", "blockwise": "blockwise", "mx": "mxfp8"}
-    return ", ".join(
-        recipe for product, recipe in (of_products | {"nvfp4": "nvfp4"}).items() if gates_of(product, target)
-    )
+def advice(target: Target, *, is_grouped: bool = False) -> str:
+    """A sentence that says what to do where a product does not run; it names the ready recipes that a GPU has.
+
+    Args:
+        target: The GPU.
+        is_grouped: Whether the product is one of experts, for which a GPU has no emulation.
+    """
+    having = {each.recipe: None for each in _PRODUCTS if each.is_grouped == is_grouped and gates_of(each.name, target)}
+    return (ASK_EXPERTS if is_grouped else ASK).format(recipes=", ".join(having) or "none")
 
 
 def why_not(product: str, problem: GemmProblem) -> str | None:
@@ -209,16 +234,14 @@ def why_not(product: str, problem: GemmProblem) -> str | None:
     if (lacking := _lacks_nvidia(problem.target)) is not None:
         return lacking
     given = PRODUCTS[product]
+    instead = advice(problem.target, is_grouped=given.is_grouped)
     gates = [gate for gate in given.gates if problem.target.capability in gate.capabilities]
     if not gates:
         where = tuple(dict.fromkeys(each for gate in given.gates for each in gate.capabilities))
-        instead = given.instead
-        if instead == ASK:
-            instead = ASK.replace("this GPU has", f"this GPU has ({_recipes(problem.target)})")
         return f"{given.needs} compute capability {_names(where)}. {instead}"
     built = gates_of(product, problem.target)
     if not built:
-        return f"{gates[0].lacks(problem.target.build)}. {given.instead}"
+        return f"{gates[0].lacks(problem.target.build)}. {instead}"
     typed = [gate for gate in built if problem.out_dtype in gate.out_dtypes]
     if not typed:
         only = " or ".join(f"{dtype}".removeprefix("torch.") for dtype in built[0].out_dtypes)

@@ -1,9 +1,10 @@
-"""fp8compile::grouped_blockwise_mm: products group by group of codes with a scale for every 128 values to be summed.
+"""fp8compile::grouped_blockwise_mm: products group by group; a scale serves 128 values to be summed, or a whole sum.
 
     b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group; 0 in rows after the last group
     b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group; 0 for a group without tokens
 
-PyTorch has no such product. On a GPU it is a Triton kernel for Hopper; a CPU multiplies the values in float64.
+PyTorch has no such product, or not on every GPU. On a GPU this op is a Triton kernel. On a CPU, and as the reference,
+it multiplies each group by the CPU's GEMM for such codes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.grouped.kernel import product_shape
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
 from fp8compile.ops.groups.group_quantize import group_quantize
+from fp8compile.ops.groups.layout import TOKEN_ALIGNMENT, padded_length
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.samples import tokens
@@ -32,18 +34,18 @@ BLOCK = 128
 
 
 def _fake(*args: Any) -> Tensor:
-    a, b, _, _, offsets, _, _, out_dtype = args
+    a, b, _, _, offsets, _, _, out_dtype, *_ = args
     return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 
 def _exact(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, formats: tuple[str, str],
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, block: int,
 ) -> Tensor:  # fmt: skip
-    blocks, run = ((BLOCK, 1), (BLOCK, 1)), ONE_BY_ONE.outer
+    blocks, run = ((block, 1), (block, 1)), ONE_BY_ONE.outer
     if b.ndim == 3:
         has_tiles = b_scale.shape[1] != b.shape[1]
-        blocks, run = ((1, BLOCK), (BLOCK if has_tiles else 1, BLOCK)), ONE_BY_ONE.rows
+        blocks, run = ((1, block), (block if has_tiles else 1, block)), ONE_BY_ONE.rows
     left, right = (
         Quantized(codes=codes, scale=scale, quantizer=CurrentScaling(format=format, block=block))
         for codes, scale, format, block in zip((a, b), (a_scale, b_scale), formats, blocks, strict=True)
@@ -60,9 +62,14 @@ def _kernel(
     a_format: str,
     b_format: str,
     out_dtype: torch.dtype,
+    block: int = BLOCK,
 ) -> Tensor:
+    is_whole = block == -1
+    if is_whole:  # the scale of a group's operand is that of each of its rows
+        a_scale = a_scale.expand(-1, a_scale.shape[1] if b.ndim == 3 else a.shape[0])
+        b_scale = b_scale.expand(-1, b.shape[1], -1) if b.ndim == 3 else b_scale.expand(-1, b.shape[0])
     if target_of(a.device).type == "cpu":
-        return _exact(a, b, a_scale, b_scale, offsets, (a_format, b_format), out_dtype)
+        return _exact(a, b, a_scale, b_scale, offsets, (a_format, b_format), out_dtype, block)
     product = a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
     if product.numel():
         from fp8compile.kernels.grouped_blockwise import multiply_rows, multiply_tokens
@@ -70,10 +77,12 @@ def _kernel(
         formats: Any = (element_format(a_format), element_format(b_format))  # of float8
         left, right = (codes.contiguous().view(each.dtype) for codes, each in zip((a, b), formats, strict=True))
         if b.ndim == 3:
-            multiply_rows(left, right, a_scale, b_scale, offsets.contiguous(), product)
+            multiply_rows(left, right, a_scale, b_scale, offsets.contiguous(), product, is_whole=is_whole)
         else:
-            scales = a_scale.contiguous(), b_scale.contiguous()
-            multiply_tokens(left, right, *scales, offsets.contiguous(), product)
+            align = TOKEN_ALIGNMENT if is_whole else BLOCK
+            multiply_tokens(
+                left, right, a_scale, b_scale, offsets.contiguous(), product, align=align, is_whole=is_whole
+            )
     return product
 
 
@@ -89,6 +98,12 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield codes, turned, scale, torch.rand(offsets.shape[0], 20, 1), offsets, "e4m3", "e4m3", torch.float32
         codes, scale = group_quantize(x, offsets, pillar)
         yield codes, codes[: k // 2], scale, scale[:, : k // 2], offsets, "e4m3", "e4m3", torch.bfloat16
+        groups, whole = offsets.shape[0], ("e5m2", "e4m3", torch.bfloat16, -1)
+        codes = torch.randint(0, 120, (rows, k), dtype=torch.uint8)
+        yield codes, matrices, torch.rand(rows, 1), torch.rand(groups, 20, 1), offsets, *whole
+        columns = padded_length(rows, groups, TOKEN_ALIGNMENT)
+        codes = torch.randint(0, 120, (k, columns), dtype=torch.uint8)
+        yield codes, codes[:8], torch.rand(groups, k), torch.rand(groups, 1), offsets, *whole
 
 
 grouped_blockwise_mm: OpOverload = register_group_op(

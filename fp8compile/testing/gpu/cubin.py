@@ -54,7 +54,8 @@ def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [get_ptxas(gpu.cc).path, "-v", f"--gpu-name=sm_{gpu.cc}a", str(path), "-o", "/dev/null"]
+        name = f"sm_{gpu.cc}a" if gpu.cc >= 90 else f"sm_{gpu.cc}"  # 9.0 and later have instructions of their own
+        command = [get_ptxas(gpu.cc).path, "-v", f"--gpu-name={name}", str(path), "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = SPILLS.search(said)
     registers, *_ = REGISTERS.findall(said)

@@ -3,6 +3,6 @@
 rowwise     torch._scaled_grouped_mm with a scale for each row and column     GPUs of 9.0, bf16 out
 mx          torch._scaled_grouped_mm with a power of two for 32 values        GPUs of 10.x, bf16 out
 nvfp4       torch._scaled_grouped_mm_v2 with an e4m3 scale for 16 values      GPUs of 10.x, bf16 out
-blockwise   a Triton kernel with a scale for 128 values along k               GPUs of 9.0
+ours        a Triton kernel with scales of rows, of groups, or of 128 values  GPUs from 8.9 on
 one_by_one  a GEMM of `fp8compile.ops.gemms`, called for each group           CPU
 """

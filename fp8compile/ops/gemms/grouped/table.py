@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fp8compile.ops.gemms.grouped.blockwise import BLOCKWISE
 from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, Multiply
 from fp8compile.ops.gemms.grouped.mx import MX
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
+from fp8compile.ops.gemms.grouped.ours import BLOCKWISE, ROWWISE_TRITON
 from fp8compile.ops.gemms.grouped.rowwise import ROWWISE
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.gemms.registration import new_grouped_gemm
@@ -22,7 +22,7 @@ from fp8compile.target import Target, target_of
 
 __all__ = ["grouped_calls", "register_grouped_gemm", "selected_grouped_gemm"]
 
-NATIVE = (ROWWISE, MX, BLOCKWISE, NVFP4)
+NATIVE = (ROWWISE, ROWWISE_TRITON, MX, BLOCKWISE, NVFP4)
 BEFORE_OURS: set[str] = set()  # names of registered GEMMs that are tried first
 
 

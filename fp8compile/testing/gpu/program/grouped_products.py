@@ -170,10 +170,10 @@ def grouped_blockwise_mm(
 ) -> Tensor:
     """Check a GPU's requirements, and compute `fp8compile::grouped_blockwise_mm` by its kernel for a CPU.
 
-    That kernel adds in float32, in its own order; other products here are summed in float64.
+    For blocks that kernel adds in float32, in its own order; other products here are summed in float64.
     """
     name = f"grouped_blockwise_mm {tuple(a.shape)} x {tuple(b.shape)}"
-    demand(gpu is None or gpu.major == 9, name, "compute capability 9.0.")
+    demand(gpu is None or bool(gates_of("blockwise groups", gpu.target)), name, "compute capability 8.9 to 12.1.")
     for _ in _spans(offsets, a.shape[0 if b.ndim == 3 else 1], name):
         pass
     with pretend_target(Target("cpu")):
