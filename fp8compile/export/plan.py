@@ -21,7 +21,8 @@ from fp8compile.export.checkpoint_names import Place, places, tied_names
 from fp8compile.export.kinds import kind_of
 from fp8compile.export.scheme import Format, Scheme
 from fp8compile.nn.candidates import is_converted, is_layer, layers, weight_slots
-from fp8compile.nn.experts import is_transposed, routers
+from fp8compile.nn.experts.known_modules import is_transposed
+from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.linear import STATE, Linear
 from fp8compile.quantizers import DelayedScaling
 

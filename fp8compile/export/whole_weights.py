@@ -16,7 +16,7 @@ from fp8compile import ops
 from fp8compile._compat import local_itself, replicated
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.nn.experts import as_it_lies
+from fp8compile.nn.experts.known_modules import as_it_lies
 from fp8compile.nn.linear import Linear
 from fp8compile.ops.layer.over_ranks import gather
 from fp8compile.ops.layer.quantize import quantize_part

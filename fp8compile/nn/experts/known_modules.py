@@ -21,6 +21,7 @@ __all__ = [
     "host_of_class",
     "is_experts",
     "is_hosted",
+    "is_transposed",
     "layout_of",
     "method_that_multiplies",
 ]
@@ -70,10 +71,15 @@ def holds_no_stacks(module: nn.Module) -> str | None:
     return "holds its experts in no 3-D parameters of its own, (experts, out_features, in_features)"
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module keeps its matrices as (in_features, out_features)."""
+    host = host_of(module)
+    return host is not None and host.is_transposed(module)
+
+
 def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
     """The quantizer for a module's matrices as they are in memory; transposed if the module keeps them transposed."""
-    host = host_of(module)
-    return quantizer.transposed() if host is not None and host.is_transposed(module) else quantizer
+    return quantizer.transposed() if is_transposed(module) else quantizer
 
 
 def layout_of(module: nn.Module) -> Layout:
