@@ -319,10 +319,16 @@ def _packed_along_columns(codes: Quantized) -> Quantized:
     quantizer = codes.quantizer
     if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
         return codes
-    *stack, rows, pairs = codes.codes.shape
-    local = repack(codes.codes.flatten(0, -2) if stack else codes.codes)
-    local = local.view(*stack, rows // 2, pairs * 2) if stack else local
-    return replace(codes, codes=local, quantizer=replace(quantizer, packed="columns"))
+    return replace(codes, codes=_repacked(codes.codes), quantizer=replace(quantizer, packed="columns"))
+
+
+# forward and backward both call it; PyTorch 2.15 would not merge two calls, and the codes would be made twice
+@inductor.once_a_graph
+def _repacked(codes: Tensor) -> Tensor:
+    *stack, rows, pairs = codes.shape
+    if not stack:
+        return repack(codes)
+    return repack(codes.flatten(0, -2)).view(*stack, rows // 2, pairs * 2)
 
 
 def _without_padding(stack: Quantized, rows: int) -> Quantized:
