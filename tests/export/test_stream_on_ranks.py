@@ -86,11 +86,19 @@ def test_a_dense_model_gives_the_bytes_of_one_process(recipe):
     assert shared_ranks().run(streams_of_a_dense_model, (recipe,), ways, within="pair") == [{}] * 2
 
 
+def in_float32():
+    model = dense("blockwise").float()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(1.001)  # no longer a bfloat16
+    return model
+
+
 def stream_of_parameters_that_the_forward_casts():
-    whole = dict(f8.export.tensors(dense("blockwise").float(), "fine_grained_fp8", forward_dtype=torch.bfloat16))
+    whole = dict(f8.export.tensors(in_float32(), "fine_grained_fp8", forward_dtype=torch.bfloat16))
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = fully_shard(dense("blockwise").float(), mesh=mesh, mp_policy=policy)
+    model = fully_shard(in_float32(), mesh=mesh, mp_policy=policy)
     return difference(list(f8.export.tensors(model, "fine_grained_fp8")), whole)
 
 
