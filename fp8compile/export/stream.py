@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fp8compile.export.checkpoint_names import Place, in_checkpoint
 from fp8compile.export.plan import Plan, Weight, plan_of
 from fp8compile.export.table import format_named
-from fp8compile.export.whole_weights import scale_of_input, whole_codes, whole_values
+from fp8compile.export.whole_weights import matrix_of, scale_of_input, whole_codes, whole_values
 from fp8compile.layout.packing import one_a_byte
-from fp8compile.layout.quantized import WHOLE, Quantized
+from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.linear import Linear
 
 __all__ = ["PROBES", "Piece", "pieces", "positions", "tensors"]
@@ -56,15 +56,10 @@ def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
 
 def _part(codes: Quantized, place: Place) -> Quantized:
     """Rows of one matrix, with their scales; a block that spans all rows keeps its scale."""
-    matrix = codes if place.expert is None else _of_expert(codes, place.expert)
+    matrix = codes if place.expert is None else matrix_of(codes, place.expert)
     step, rows = matrix.quantizer.block[0], slice(place.start, place.stop)
     scale = matrix.scale if step == -1 else matrix.scale[place.start // step : -(-place.stop // step)]
     return replace(matrix, codes=matrix.codes[rows], scale=scale)
-
-
-def _of_expert(stack: Quantized, index: int) -> Quantized:
-    outer = None if stack.outer_scale is None else stack.outer_scale[index : index + 1]
-    return replace(stack, codes=stack.codes[index], scale=stack.scale[index], outer_scale=outer, layout=WHOLE)
 
 
 def _quantized(plan: Plan, weight: Weight) -> Iterator[Piece]:

@@ -24,7 +24,7 @@ from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
 from fp8compile.quantizers import DelayedScaling
 from fp8compile.tensor import is_quantized_parameter, sharding_of
 
-__all__ = ["scale_of_input", "whole_codes", "whole_values"]
+__all__ = ["matrix_of", "scale_of_input", "whole_codes", "whole_values"]
 
 Part = TypeVar("Part", Plain, Quantized)
 ROW_OF_INPUT = 0  # in a state of delayed scaling
@@ -55,13 +55,14 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
         codes = _codes_of_parameter(parameter)
         own = local.dtype if dtype is None else dtype
         if codes.layout.batch:
-            matrices = [_matrix(codes, index) for index in range(codes.codes.shape[0])]
+            matrices = [matrix_of(codes, index) for index in range(codes.codes.shape[0])]
             return torch.stack([_values_of(each, own) for each in matrices])
         return _values_of(codes, own)
     return _gathered(Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter)))).local
 
 
-def _matrix(stack: Quantized, index: int) -> Quantized:
+def matrix_of(stack: Quantized, index: int) -> Quantized:
+    """One matrix of a stack of codes, with its scales."""
     outer = None if stack.outer_scale is None else stack.outer_scale[index : index + 1]
     return replace(stack, codes=stack.codes[index], scale=stack.scale[index], outer_scale=outer, layout=TensorLayout())
 

@@ -10,7 +10,7 @@ import torch
 from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
@@ -84,6 +84,26 @@ def streams_of_a_dense_model(recipes, ways):
 def test_a_dense_model_gives_the_bytes_of_one_process(recipe):
     ways = ("fsdp", "fsdp gathers codes", "tp", "codes, fsdp")
     assert shared_ranks().run(streams_of_a_dense_model, (recipe,), ways, within="pair") == [{}] * 2
+
+
+def in_float32():
+    model = dense("blockwise").float()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(1.001)  # no longer a bfloat16
+    return model
+
+
+def stream_of_parameters_that_the_forward_casts():
+    whole = dict(f8.export.tensors(in_float32(), "fine_grained_fp8", forward_dtype=torch.bfloat16))
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(in_float32(), mesh=mesh, mp_policy=policy)
+    return difference(list(f8.export.tensors(model, "fine_grained_fp8")), whole)
+
+
+def test_fsdp_tells_the_dtype_of_the_forward():
+    assert shared_ranks().run(stream_of_parameters_that_the_forward_casts, within="pair") == [""] * 2
 
 
 def test_a_model_cut_both_ways_gives_the_bytes_of_one_process():
