@@ -140,6 +140,8 @@ def _reshaped(
     if x.batch:
         raise TypeError(no_meaning(func, x))
     keeps_last_dim = x.ndim > 0 and len(shape) > 0 and shape[-1] == x.shape[-1]
+    if keeps_last_dim and len(shape) == 1 and 0 in x.shape[:-1]:
+        keeps_last_dim = False  # no rows and no columns: a single row has a scale, which no row here has
     for own in x.stored():
         _check_keeps_blocks(func, x, own, keeps_bytes=True)
         if not (own.quantizer.block == (-1, -1) or keeps_last_dim):

@@ -122,4 +122,4 @@ def test_explain_names_the_recipe_and_finds_its_gemms():
     assert "is MX, which needs compute capability 10.0 (B200)" in missing_gemm(model, GPUS["h200"])
     text = str(explain(model, (torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True),), gpu=None))
     assert "mxfp8(weight_block=(32, 32))" in text
-    assert "e4m3 x e4m3 blockwise" in text
+    assert "e4m3 x e4m3 mxfp8" in text
