@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8compile.export.scheme import (
     CODES,
     Format,
     Scheme,
+    eight_bits,
     four_bit_values,
+    numbers_of,
     packed_codes,
     scales_of_rows,
     spread_scales,
@@ -35,18 +36,6 @@ WEIGHT_ONLY = (
 )
 
 
-def _one_scale(matrix: Quantized) -> dict[str, Tensor]:
-    return {".weight": matrix.codes.view(CODES), ".weight_scale": matrix.scale.reshape(1)}
-
-
-def _grid(matrix: Quantized) -> dict[str, Tensor]:
-    return {".weight": matrix.codes.view(CODES), ".weight_scale": matrix.scale}
-
-
-def _mx(matrix: Quantized) -> dict[str, Tensor]:
-    return {".weight": matrix.codes.view(CODES), ".weight_scale": scales_of_rows(matrix)}
-
-
 def _nvfp4(matrix: Quantized) -> dict[str, Tensor]:
     assert matrix.outer_scale is not None
     return {
@@ -57,9 +46,8 @@ def _nvfp4(matrix: Quantized) -> dict[str, Tensor]:
 
 
 def _read(stored: Mapping[str, Tensor]) -> Tensor:
-    codes, scale = stored[".weight"].float(), stored[".weight_scale"]
-    numbers = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-    return codes * (numbers if numbers.ndim == 1 else spread_scales(numbers, codes.shape))
+    codes, scale = stored[".weight"].float(), numbers_of(stored[".weight_scale"])
+    return codes * (scale if scale.ndim == 1 else spread_scales(scale, codes.shape))
 
 
 def _read_nvfp4(stored: Mapping[str, Tensor]) -> Tensor:
@@ -95,10 +83,13 @@ def _config(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> d
     }
 
 
-EIGHT: dict[str, Any] = {"suffixes": (".weight", ".weight_scale"), "read": _read}
+SUFFIXES = (".weight", ".weight_scale")
+EIGHT: dict[str, Any] = {"suffixes": SUFFIXES, "read": _read}
+ONE_SCALE = eight_bits(SUFFIXES, lambda matrix: matrix.scale.reshape(1))
+GRID = eight_bits(SUFFIXES, lambda matrix: matrix.scale)
 BLOCKS: dict[str, Any] = {
     "name": "float-quantized, block",
-    "write": _grid,
+    "write": GRID,
     "multiples": (128, 128),
     "config": _group(
         "float-quantized",
@@ -114,7 +105,7 @@ COMPRESSED_TENSORS = Format(
         Scheme(
             kind="tensor",
             name="float-quantized, tensor",
-            write=_one_scale,
+            write=ONE_SCALE,
             config=_group(
                 "float-quantized", _numbers(8, "tensor", dynamic=False), _numbers(8, "tensor", dynamic=True)
             ),
@@ -123,7 +114,7 @@ COMPRESSED_TENSORS = Format(
         Scheme(
             kind="static_tensor",
             name="float-quantized, tensor, static inputs",
-            write=_one_scale,
+            write=ONE_SCALE,
             input_scale=".input_scale",
             config=_group(
                 "float-quantized", _numbers(8, "tensor", dynamic=False), _numbers(8, "tensor", dynamic=False)
@@ -133,7 +124,7 @@ COMPRESSED_TENSORS = Format(
         Scheme(
             kind="channel",
             name="float-quantized, channel",
-            write=_grid,
+            write=GRID,
             config=_group(
                 "float-quantized", _numbers(8, "channel", dynamic=False), _numbers(8, "token", dynamic=True)
             ),
@@ -144,7 +135,7 @@ COMPRESSED_TENSORS = Format(
         Scheme(
             kind="mx",
             name="mxfp8-quantized",
-            write=_mx,
+            write=eight_bits(SUFFIXES, scales_of_rows),
             multiples=(1, 32),
             config=_group(
                 "mxfp8-quantized",

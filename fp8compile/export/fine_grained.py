@@ -1,4 +1,4 @@
-"""fine_grained_fp8: the layout of DeepSeek's checkpoints, which transformers, vLLM and SGLang read.
+"""fine_grained_fp8: the checkpoint layout that DeepSeek uses. transformers, vLLM and SGLang read it.
 
     weight            (N, K) e4m3
     weight_scale_inv  (N / 128, K / 128) float32 or E8M0, or () for one scale; codes are multiplied by it
@@ -13,32 +13,19 @@ Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8compile.export.scheme import CODES, Format, Scheme
+from fp8compile.export.scheme import Format, Scheme, eight_bits
 from fp8compile.formats import E8M0
 from fp8compile.layout.quantized import Quantized
 
 __all__ = ["FINE_GRAINED_FP8"]
 
 BLOCK = 128
-
-
-def _blocks(matrix: Quantized) -> dict[str, Tensor]:
-    return {".weight": matrix.codes.view(CODES), ".weight_scale_inv": matrix.scale}
-
-
-def _blocks_ue8m0(matrix: Quantized) -> dict[str, Tensor]:
-    scale = E8M0.encode(matrix.scale).view(torch.float8_e8m0fnu)
-    return {".weight": matrix.codes.view(CODES), ".weight_scale_inv": scale}
-
-
-def _one_scale(matrix: Quantized) -> dict[str, Tensor]:
-    return {".weight": matrix.codes.view(CODES), ".weight_scale_inv": matrix.scale.reshape(())}
 
 
 def _read(stored: Mapping[str, Tensor]) -> Tensor:
@@ -64,8 +51,13 @@ def _config(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> d
     }
 
 
-def _scheme(kind: str, name: str, **others: Any) -> Scheme:
-    return Scheme(kind=kind, name=name, suffixes=(".weight", ".weight_scale_inv"), read=_read, **others)
+def _scheme(kind: str, name: str, scale: Callable[[Quantized], Tensor], **others: Any) -> Scheme:
+    suffixes = (".weight", ".weight_scale_inv")
+    return Scheme(kind=kind, name=name, suffixes=suffixes, write=eight_bits(suffixes, scale), read=_read, **others)
+
+
+def _one_scale(matrix: Quantized) -> Tensor:
+    return matrix.scale.reshape(())
 
 
 BLOCKS: dict[str, Any] = {"weight_block_size": [BLOCK, BLOCK]}
@@ -73,19 +65,19 @@ OF_BLOCKS: dict[str, Any] = {"multiples": (BLOCK, BLOCK), "has_ragged_rows": Tru
 FINE_GRAINED_FP8 = Format(
     name="fine_grained_fp8",
     schemes=(
-        _scheme("block", "blocks of 128 x 128", write=_blocks, config=BLOCKS, **OF_BLOCKS),
+        _scheme("block", "blocks of 128 x 128", lambda matrix: matrix.scale, config=BLOCKS, **OF_BLOCKS),
         _scheme(
             "block_ue8m0",
             "blocks of 128 x 128, ue8m0",
-            write=_blocks_ue8m0,
+            lambda matrix: E8M0.encode(matrix.scale).view(torch.float8_e8m0fnu),
             config={**BLOCKS, "scale_fmt": "ue8m0"},
             **OF_BLOCKS,
         ),
-        _scheme("tensor", "per tensor", write=_one_scale),
+        _scheme("tensor", "per tensor", _one_scale),
         _scheme(
             "static_tensor",
             "per tensor, static inputs",
-            write=_one_scale,
+            _one_scale,
             config={"activation_scheme": "static"},
             input_scale=".activation_scale",
         ),

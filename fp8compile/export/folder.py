@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["INDEX", "Shards", "bytes_of", "check_target", "new_folder", "write_json"]
@@ -91,7 +92,8 @@ class Shards:
         if self._held and self._size + size > self.limit:
             self._write()
         # a copy, because what comes from a model in high precision may be a view of its parameters
-        self._held.update((name, each.detach().cpu().contiguous().clone()) for name, each in tensors.items())
+        for name, each in tensors.items():
+            self._held[name] = each.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._metadata.update(metadata)
         self._size += size
         self.total += size

@@ -22,7 +22,9 @@ from fp8compile.export.scheme import (
     CODES,
     Format,
     Scheme,
+    eight_bits,
     four_bit_values,
+    numbers_of,
     packed_codes,
     scales_of_rows,
     spread_scales,
@@ -30,18 +32,6 @@ from fp8compile.export.scheme import (
 from fp8compile.layout.quantized import Quantized
 
 __all__ = ["MODELOPT"]
-
-
-def _one_scale(matrix: Quantized) -> dict[str, Tensor]:
-    return {".weight": matrix.codes.view(CODES), ".weight_scale": matrix.scale.reshape(())}
-
-
-def _rows(matrix: Quantized) -> dict[str, Tensor]:
-    return {".weight": matrix.codes.view(CODES), ".weight_scale": matrix.scale.reshape(-1)}
-
-
-def _mx(matrix: Quantized) -> dict[str, Tensor]:
-    return {".weight": matrix.codes.view(CODES), ".weight_scale": scales_of_rows(matrix)}
 
 
 def _nvfp4(matrix: Quantized) -> dict[str, Tensor]:
@@ -56,7 +46,7 @@ def _nvfp4(matrix: Quantized) -> dict[str, Tensor]:
 def _read(stored: Mapping[str, Tensor]) -> Tensor:
     codes, scale = stored[".weight"].float(), stored[".weight_scale"]
     if scale.dtype == torch.uint8:
-        return codes * spread_scales(torch.exp2(scale.float() - 127), codes.shape)
+        return codes * spread_scales(numbers_of(scale), codes.shape)
     return codes * (scale.view(-1, 1) if scale.ndim == 1 else scale)
 
 
@@ -76,14 +66,15 @@ def _files(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> di
     return {"hf_quant_config.json": {"producer": {"name": "fp8compile"}, "quantization": quantization}}
 
 
-EIGHT: dict[str, Any] = {"suffixes": (".weight", ".weight_scale"), "read": _read}
+SUFFIXES = (".weight", ".weight_scale")
+EIGHT: dict[str, Any] = {"suffixes": SUFFIXES, "read": _read}
 MODELOPT = Format(
     name="modelopt",
     schemes=(
         Scheme(
             kind="static_tensor",
             name="FP8",
-            write=_one_scale,
+            write=eight_bits(SUFFIXES, lambda matrix: matrix.scale.reshape(())),
             input_scale=".input_scale",
             config={"quant_algo": "FP8"},
             **EIGHT,
@@ -91,14 +82,14 @@ MODELOPT = Format(
         Scheme(
             kind="channel",
             name="FP8_PER_CHANNEL_PER_TOKEN",
-            write=_rows,
+            write=eight_bits(SUFFIXES, lambda matrix: matrix.scale.reshape(-1)),
             config={"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
             **EIGHT,
         ),
         Scheme(
             kind="mx",
             name="MXFP8",
-            write=_mx,
+            write=eight_bits(SUFFIXES, scales_of_rows),
             multiples=(1, 32),
             config={"quant_algo": "MXFP8", "group_size": 32},
             **EIGHT,

@@ -24,6 +24,7 @@ from fp8compile.nn.candidates import is_converted, is_layer, layers, weight_slot
 from fp8compile.nn.experts.known_modules import is_transposed
 from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.linear import STATE, Linear
+from fp8compile.nn.model_type import check_model
 from fp8compile.quantizers import DelayedScaling
 
 __all__ = ["Plan", "Weight", "plan_of"]
@@ -214,8 +215,8 @@ class _Planner:
                 f"{block[0]} times. Codes and values are the same."
             )
 
-    def _is_quantized(self, name: str, tensor: Tensor, layer: Any, dtype: torch.dtype | None) -> bool:
-        """Whether a converted layer's weight goes into the format as codes; it is added to the plan then."""
+    def _add_codes(self, name: str, tensor: Tensor, layer: Any, dtype: torch.dtype | None) -> bool:
+        """Add a converted layer's weight as codes; False if the format can't hold it."""
         found = _scheme_or_reason(self.plan.model, self.plan.format, layer, name, tensor)
         if isinstance(found, str):
             self.refused.append((name, found))
@@ -243,7 +244,7 @@ class _Planner:
                 self.note(f"{name} is tied to {self._tied[name]}, and is served in high precision, as that is.")
             return
         has_other_holders = any(slot not in self._of_slot for slot in self._holders.get(tensor, ()))
-        if layer is not None and not has_other_holders and self._is_quantized(name, tensor, layer, dtype):
+        if layer is not None and not has_other_holders and self._add_codes(name, tensor, layer, dtype):
             return
         if tensor.ndim > 1 and is_product:
             self._ignore(name, tensor)
@@ -256,8 +257,7 @@ class _Planner:
 def _check_exportable(model: nn.Module, unfit: str) -> None:
     if unfit not in UNFIT:
         raise ValueError(f"export: unfit is {unfit!r}; it is 'raise' or 'values'.")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"export: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("export", model)
     if not any(is_converted(module) for module in model.modules()):
         raise ValueError("export: the model has no layer in FP8. Convert it by fp8compile.convert.")
     if any("graph_fsdp" in vars(module) for module in model.modules()):
@@ -281,8 +281,6 @@ def plan_of(
     Raises:
         ValueError: Nothing is converted, a weight does not fit, or the format does not mix kinds of codes.
     """
-    if unfit not in UNFIT:
-        raise ValueError(f"export: unfit is {unfit!r}; it is 'raise' or 'values'.")
     model = getattr(model, "_orig_mod", model)
     _check_exportable(model, unfit)
     planner = _Planner(Plan(model=model, format=format), forward_dtype)

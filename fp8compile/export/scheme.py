@@ -24,7 +24,9 @@ __all__ = [
     "CODES",
     "Format",
     "Scheme",
+    "eight_bits",
     "four_bit_values",
+    "numbers_of",
     "packed_codes",
     "scales_of_rows",
     "spread_scales",
@@ -98,6 +100,13 @@ class Format:
         return f"the format {self.name!r} has no such codes; it has {held}.{advice}"
 
 
+def eight_bits(
+    suffixes: tuple[str, str], scale: Callable[[Quantized], Tensor]
+) -> Callable[[Quantized], dict[str, Tensor]]:
+    """A `Scheme.write` for e4m3 codes and one tensor of scales, which ``scale`` shapes as the format has it."""
+    return lambda matrix: {suffixes[0]: matrix.codes.view(CODES), suffixes[1]: scale(matrix)}
+
+
 def packed_codes(matrix: Quantized) -> Tensor:
     """Codes e2m1 of a matrix (N, K), two of a row in a byte, the first in the lower four bits: (N, K / 2) uint8."""
     codes, _ = one_a_byte(matrix.codes, matrix.quantizer)
@@ -108,6 +117,11 @@ def scales_of_rows(matrix: Quantized) -> Tensor:
     """The scales of blocks for each row, (N, blocks of a row); those of square blocks are repeated."""
     rows = matrix.quantizer.block[0]
     return matrix.scale.repeat_interleave(rows, 0)[: matrix.shape[0]] if rows > 1 else matrix.scale
+
+
+def numbers_of(scale: Tensor) -> Tensor:
+    """The scales of a file as float32 numbers; bytes are E8M0, whose bias is 127."""
+    return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:

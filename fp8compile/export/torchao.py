@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.export.scheme import CODES, Format, Scheme, spread_scales
+from fp8compile.export.scheme import Format, Scheme, eight_bits, spread_scales
 from fp8compile.layout.quantized import Quantized
 
 __all__ = ["TORCHAO"]
@@ -25,8 +25,7 @@ __all__ = ["TORCHAO"]
 QDATA, SCALE = "._weight_qdata", "._weight_scale"
 
 
-def _write(matrix: Quantized) -> dict[str, Tensor]:
-    return {QDATA: matrix.codes.view(CODES), SCALE: matrix.scale.reshape(matrix.quantizer.scale_shape(matrix.shape))}
+_write = eight_bits((QDATA, SCALE), lambda matrix: matrix.scale.reshape(matrix.quantizer.scale_shape(matrix.shape)))
 
 
 def _read(stored: Mapping[str, Tensor]) -> Tensor:

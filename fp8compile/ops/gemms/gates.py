@@ -234,14 +234,13 @@ def why_not(product: str, problem: GemmProblem) -> str | None:
     if (lacking := _lacks_nvidia(problem.target)) is not None:
         return lacking
     given = PRODUCTS[product]
-    instead = advice(problem.target, is_grouped=given.is_grouped)
     gates = [gate for gate in given.gates if problem.target.capability in gate.capabilities]
-    if not gates:
-        where = tuple(dict.fromkeys(each for gate in given.gates for each in gate.capabilities))
-        return f"{given.needs} compute capability {_names(where)}. {instead}"
     built = gates_of(product, problem.target)
     if not built:
-        return f"{gates[0].lacks(problem.target.build)}. {instead}"
+        where = tuple(dict.fromkeys(each for gate in given.gates for each in gate.capabilities))
+        needed = f"{given.needs} compute capability {_names(where)}"
+        lacking = gates[0].lacks(problem.target.build) if gates else needed
+        return f"{lacking}. {advice(problem.target, is_grouped=given.is_grouped)}"
     typed = [gate for gate in built if problem.out_dtype in gate.out_dtypes]
     if not typed:
         only = " or ".join(f"{dtype}".removeprefix("torch.") for dtype in built[0].out_dtypes)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8compile.nn.model_type import check_model
 from fp8compile.nn.parameter_uses.first_forward import untold
 from fp8compile.testing.explain.capture import Recorded, reported
 from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu, missing_gemm
@@ -235,8 +236,7 @@ def explain_in_steps(
         ValueError: No such GPU; or the forward reads values, and the model is on the meta device.
         TypeError: The model is none, or was compiled.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"explain: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("explain", model)
     if gpu is not None and gpu not in PEAKS:
         raise ValueError(f"explain: gpu is {gpu!r}; it is one of {', '.join(PEAKS)}, or None.")
     if is_compiled(model):

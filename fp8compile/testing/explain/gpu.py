@@ -192,19 +192,33 @@ def _cost(found: Schedule, *, backward: bool) -> GraphCost:
     )
 
 
-def _costs_of_all(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu, *, what: str
-) -> tuple[tuple[GraphCost, ...], tuple[Cast, ...]]:
-    fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
-    costs: list[GraphCost] = []
-    casts: list[Cast] = []
-    log.info("tracing %s", what)
-    for number, graph in enumerate(gpu_graphs(fn, args, gpu)):
-        log.info("fusing operators of the %s into kernels", "backward" if number else "forward")
-        found = schedule(graph, gpu)
-        costs.append(_cost(found, backward=number > 0))
-        casts += _casts(found, names)
-    return tuple(costs), tuple(casts)
+Found = tuple[tuple[GraphCost, ...], tuple[Cast, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ModelCall:
+    """A call of a model for which code is generated."""
+
+    what: str  # the model, in the words of the log
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: Names
+    gpu: Gpu
+
+    def generated(self) -> Found:
+        """Costs and casts of the code for the whole model."""
+        model, kwargs = self.model, self.kwargs
+        fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
+        costs: list[GraphCost] = []
+        casts: list[Cast] = []
+        log.info("tracing %s", self.what)
+        for number, graph in enumerate(gpu_graphs(fn, self.args, self.gpu)):
+            log.info("fusing operators of the %s into kernels", "backward" if number else "forward")
+            found = schedule(graph, self.gpu)
+            costs.append(_cost(found, backward=number > 0))
+            casts += _casts(found, self.names)
+        return tuple(costs), tuple(casts)
 
 
 def _in_all(blocks: EqualBlocks, two: GraphCost, three: GraphCost) -> GraphCost:
@@ -228,9 +242,6 @@ def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
         yield from (replace(cast, layer=blocks.layer(each, inside)) for each in numbers)
 
 
-Found = tuple[tuple[GraphCost, ...], tuple[Cast, ...]]
-
-
 def _counted(blocks: EqualBlocks, two: Found, three: Found) -> Found:
     """The costs and casts of a model with this number of blocks, from those with 2 and with 3."""
     costs = tuple(_in_all(blocks, few, more) for few, more in zip(two[0], three[0], strict=True))
@@ -246,49 +257,33 @@ def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
     )
 
 
-def _costs(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    names: Names,
-    gpu: Gpu,
-    *,
-    what: str,
-    blocks: EqualBlocks | None,
-) -> tuple[Found, bool]:
+def _costs(call: _ModelCall, blocks: EqualBlocks | None) -> tuple[Found, bool]:
     """Costs and casts, and whether they were counted for equal blocks."""
     if blocks is not None:
         found = []
         for count in (2, 3, 4):
-            with shortened(model, blocks, count):
+            with shortened(call.model, blocks, count):
                 log.info("%d of %d equal blocks of %s", count, blocks.count, blocks.name or "the model")
-                found.append(_costs_of_all(model, args, kwargs, names, gpu, what=what))
+                found.append(call.generated())
         two, three, four = found
         if _comparable(_counted(replace(blocks, count=4), two, three)) == _comparable(four):
             return _counted(blocks, two, three), True
         log.info("generating code for each block, because it depends on how many there are")
-    return _costs_of_all(model, args, kwargs, names, gpu, what=what), False
+    return call.generated(), False
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(str(error))[:200]}"
 
 
-def _unconverted(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    names: Names,
-    gpu: Gpu,
-    blocks: EqualBlocks | None,
-) -> tuple[tuple[GraphCost, ...], str]:
+def _unconverted(call: _ModelCall, blocks: EqualBlocks | None) -> tuple[tuple[GraphCost, ...], str]:
+    model = call.model
     if not any(is_converted(module) for module in model.modules()):
         return (), ""
     try:
         shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         plain = revert(copy.deepcopy(model, shared))  # nothing is computed, so nobody writes to them
-        what = "the same model unconverted"
-        return _costs(plain, args, kwargs, names, gpu, what=what, blocks=blocks)[0][0], ""
+        return _costs(replace(call, model=plain, what="the same model unconverted"), blocks)[0][0], ""
     except Exception as error:  # the model can't be copied or reverted; the report goes on without this part
         return (), _said(error)
 
@@ -317,16 +312,17 @@ def explain_gpu(
     Returns:
         The numbers, or the reason why there are none.
     """
+    call = _ModelCall(what="the model", model=model, args=args, kwargs=kwargs, names=names, gpu=gpu)
     try:
         blocks = equal_blocks(model, args, kwargs, graphs) if graphs else None
-        (costs, casts), is_counted = _costs(model, args, kwargs, names, gpu, what="the model", blocks=blocks)
+        (costs, casts), is_counted = _costs(call, blocks)
     except ModuleNotFoundError as error:
         return GpuExplanation(gpu=name, problem=f"needs {error.name}, which is not installed")
     except Exception as error:  # PyTorch's private interfaces may change; the report says what failed
         return GpuExplanation(gpu=name, problem=f"not with PyTorch {torch.__version__} here: {_said(error)}")
     finally:
         torch._dynamo.reset()
-    bf16_costs, bf16_problem = _unconverted(model, args, kwargs, names, gpu, blocks if is_counted else None)
+    bf16_costs, bf16_problem = _unconverted(call, blocks if is_counted else None)
     return GpuExplanation(
         gpu=name,
         costs=costs,

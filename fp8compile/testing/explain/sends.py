@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8compile import _compat
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn import Linear
+from fp8compile.nn.model_type import check_model
 from fp8compile.ops.layer.products import steps_of
 from fp8compile.quantizers import GEMMS, Gemm, Recipe
 from fp8compile.tables import folded, table_lines, terminal_width
@@ -354,8 +355,7 @@ def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
         TypeError: The model is no module, or is compiled.
         ValueError: No weight of a ``fp8compile.Linear`` of the model is a DTensor.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"sends: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    check_model("sends", model)
     if is_compiled(model):
         raise TypeError("sends: model is compiled already; pass what torch.compile was given.")
     layers = _spread_layers(model)

@@ -410,10 +410,10 @@ def examined(
 
     Args:
         recording: A new one.
-        fn: As `graph_report` takes it, and checked.
+        fn: The function or module that `graph_report` was given, after its checks.
         calls: The calls, one at least.
-        backward: As `graph_report` takes it.
-        dynamic: As `graph_report` takes it.
+        backward: Whether to run the backward of each call too.
+        dynamic: The ``dynamic`` of ``torch.compile``.
     """
     reports: list[CallReport] = []
     with ExitStack() as stack:

@@ -55,7 +55,8 @@ def proven(given, args):
 
 
 def found_on_gpu(given, args, blocks):
-    return gpu._costs(given, args, {}, Names.of(given), GPUS["h200"], what="it", blocks=blocks)
+    call = gpu._ModelCall(what="it", model=given, args=args, kwargs={}, names=Names.of(given), gpu=GPUS["h200"])
+    return gpu._costs(call, blocks)
 
 
 @triton_warns
@@ -84,11 +85,11 @@ def test_a_block_in_the_middle_counts_for_all_but_two():
 
 
 def test_code_that_depends_on_the_number_of_blocks_is_generated_for_all(monkeypatch):
-    def costs_of_all(given, *_, **__):
-        kernels = {2: 3, 3: 4, 4: 6}.get(len(given.layers), 9)  # 4 blocks are one kernel more than the sum
+    def generated(call):
+        kernels = {2: 3, 3: 4, 4: 6}.get(len(call.model.layers), 9)  # 4 blocks are one kernel more than the sum
         return (gpu.GraphCost(backward=False, kernels=kernels, gemms=1, fp8_gemms=1, opaque=0, bytes=8),), ()
 
-    monkeypatch.setattr(gpu, "_costs_of_all", costs_of_all)
+    monkeypatch.setattr(gpu._ModelCall, "generated", generated)
     given, args = model([1.0] * 5)
     found, is_counted = found_on_gpu(given, args, equal_blocks.EqualBlocks(name="layers", count=5))
     assert (found[0][0].kernels, is_counted) == (9, False)
