@@ -175,7 +175,7 @@ def _print() -> bool:
 
 
 def _on_gpu(gpu: str) -> dict[str, Any]:
-    """What the tables of GEMMs say for a GPU that need not be here: its name, capability, build, and the recipes."""
+    """Describe a GPU that need not be present: name, capability, build, and how each recipe's GEMMs run there."""
     from fp8compile.target import pretend_target
     from fp8compile.testing.gpu.gpus import GPUS as KNOWN
 

@@ -95,7 +95,7 @@ class _Files:
 
 
 def _difference(values: Tensor, wanted: Tensor) -> str | None:
-    """The first value that differs by more than what the format's readers round."""
+    """The first value that differs by more than the rounding error of the format's readers; None if none does."""
     equal = (values == wanted) | (values.isnan() & wanted.isnan())
     equal |= (values - wanted).abs() <= TOLERANCE * wanted.abs()
     if bool(equal.all()):
@@ -147,7 +147,7 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the configuration that readers go by."""
+    """What is wrong with the configuration from which readers learn the format, or None."""
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]

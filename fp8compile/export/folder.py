@@ -127,7 +127,7 @@ class Shards:
 
 
 def _keep_others(old: Path, new: Path) -> None:
-    """Copy the files of the folder before that are no part of its checkpoint."""
+    """Copy those files of the replaced folder that do not belong to its checkpoint."""
     for path in old.iterdir():
         if not OURS.fullmatch(path.name) and not (new / path.name).exists():
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, new / path.name)

@@ -110,7 +110,7 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
 
 
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The dtype to which FSDP2 casts each of its parameters, by the parameter, if it casts it."""
+    """The dtypes to which FSDP2 casts parameters in the forward, by parameter."""
     if not any(is_fsdp_managed(module) for module in model.modules()):
         return {}
     own = {module: module._parameters for module in model.modules()}
@@ -129,7 +129,7 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether the last block of rows is not full, and no reader takes the grid of scales for one of smaller blocks."""
+    """Whether the last block of rows is partial, and readers, which divide rows by scales, find no smaller block."""
     rows, block = place.stop - place.start, scheme.multiples[0]
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
 

@@ -103,7 +103,7 @@ class Format:
 def eight_bits(
     suffixes: tuple[str, str], scale: Callable[[Quantized], Tensor]
 ) -> Callable[[Quantized], dict[str, Tensor]]:
-    """A `Scheme.write` for e4m3 codes and one tensor of scales, which ``scale`` shapes as the format has it."""
+    """A `Scheme.write` for e4m3 codes and one tensor of scales; ``scale`` turns scales into the format's shape."""
     return lambda matrix: {suffixes[0]: matrix.codes.view(CODES), suffixes[1]: scale(matrix)}
 
 

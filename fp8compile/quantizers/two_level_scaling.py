@@ -217,7 +217,7 @@ class TwoLevelScaling(Quantizer):
         return self._cast(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor, with the noise of its positions in the whole tensor."""
+        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole decide the noise."""
         return self._cast(x, multiplier, rows, columns)
 
     def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:

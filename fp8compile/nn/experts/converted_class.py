@@ -143,7 +143,7 @@ experts_class = hosted_class  # older pickles have this name
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    """The name of the method that multiplies, if the instance has its own, which hides the FP8 one; else None."""
+    """The name of the method that multiplies, if an attribute of the instance hides the FP8 method; else None."""
     host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 

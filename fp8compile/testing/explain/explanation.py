@@ -160,7 +160,7 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
 def _by_graphs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None, names: Names
 ) -> tuple[Explanation, list[Recorded]]:
-    """All but the code for a GPU, or why there is none; and the graphs."""
+    """Explain a model by its graphs alone, without code for a GPU; also returns the graphs."""
     log.info("compiling the model and calling it twice")
     report, recorded = reported(model, args, kwargs)
     log.info("reading its graphs")

@@ -83,7 +83,7 @@ def _described(a: Quantizer, b: Quantizer) -> str:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """The name of the codes' format; the quantizer's class name if its codes are no float8 numbers to a GEMM."""
+    """The name of the codes' format. If no GEMM reads the codes, the name of the quantizer's class."""
     named = quantizer.gemm_format() is not None or type(quantizer) is TwoLevelScaling
     return quantizer.format if named else type(quantizer).__name__
 
