@@ -64,8 +64,8 @@ def select_gemm(
     """The name of the GEMM that `selected_gemm` returns.
 
     Returns:
-        ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"blockwise"``, ``"mx"``, ``"nvfp4"``, ``"emulated"``,
-        or the name of a registered GEMM.
+        ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"scaled_by_mx"``, ``"blockwise"``,
+        ``"blockwise_by_mx"``, ``"mx"``, ``"nvfp4"``, ``"emulated"``, or the name of a registered GEMM.
     """
     return selected_gemm(a, b, device, out_dtype, config).name
 
