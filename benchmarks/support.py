@@ -98,7 +98,7 @@ def _reason(text: str) -> str:
     text = re.sub(r"^convert: .*experts take no such recipe: (.*?)\)\. See .*$", r"\1", text)
     text = re.sub(r", this is \d[^ ]*\. ", ". ", text)
     text = re.sub(r"^.*? by .*? with block \([^)]*\) ", "", text)
-    text = re.sub(r"this GPU has \([^)]*\)", "this GPU has", text)
+    text = re.sub(r"(this GPU has(?: for experts)?) \(.*?\), or ", r"\1, or ", text)
     return re.sub(r" This (GPU has compute capability|is ROCm) [\d.]+$", "", text).strip()
 
 

@@ -1,11 +1,11 @@
-"""Products by the MX GEMM of codes whose scales are not those of MX: its scales are powers of two for 32 values along k.
+"""Products by the MX GEMM, which takes a power of two for 32 values along k, of codes with other scales.
 
 blockwise_by_mx   blocks of 128: the exponent of a scale is repeated for each 32 values; scales are powers of two
 scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1, and the scales are applied after it
 
 The first is the only product of such blocks from compute capability 10.0 on. The second is an option of a recipe for
-GeForce cards of 12.0, whose tensor cores sum plain FP8 products in float32 at half the rate of MX products. A scale of 1
-changes no bit of the sum (github.com/triton-lang/triton/pull/11320).
+GeForce cards of 12.0, whose tensor cores sum plain FP8 products in float32 at half the rate of MX products. A scale
+of 1 changes no bit of the sum (github.com/triton-lang/triton/pull/11320).
 """
 
 from __future__ import annotations

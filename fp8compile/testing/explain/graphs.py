@@ -97,7 +97,7 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
 
 
 def _code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]:
-    """The values of ``code_bits``, ``sum_to`` and ``by_mx`` of a `GraphGemm` for two quantizers as the GEMM has them."""
+    """The ``code_bits``, ``sum_to`` and ``by_mx`` of a `GraphGemm`, for quantizers over (m, k) and (k, n)."""
     bits, is_mx_alone = max(a.code_bits(), b.code_bits()), is_mx(a) and is_mx(b)
     return {
         "code_bits": bits,
@@ -159,12 +159,10 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
         runs = f"{runs} by {value.op}"
     codes, left, right = {}, a.shape, b.shape
     if value.op == "fp8compile::scaled_mm":  # part of a decomposed layer op, as on DTensors; has its quantizers
-        quantizers: Any = value.node.args[4:6]
-        is_fp8, runs, codes = (
-            True,
-            _described(*quantizers),
-            _code_sizes(*quantizers, cast("GemmConfig", value.node.args[7])),
-        )
+        given: Any = value.node.args
+        a_quantizer, b_quantizer, _, config = given[4:8]
+        quantizers = a_quantizer, b_quantizer
+        is_fp8, runs, codes = True, _described(*quantizers), _code_sizes(*quantizers, config)
         # two codes may share a byte
         left, right = (each.values_shape(shape) for each, shape in zip(quantizers, (left, right), strict=True))
     return {
