@@ -59,6 +59,10 @@ RECIPES = {
     "nvfp4": f8.recipes.nvfp4(),
     "delayed": f8.recipes.delayed(),
 }
+OPTIONS = {  # for the tables of GPUs alone: each placement treats them as the recipes above
+    "blockwise, powers of two": f8.recipes.blockwise(scale="pow2"),
+    "rowwise, `by_mx=True`": f8.recipes.rowwise(by_mx=True),
+}
 HEAD = """# Support matrix
 
 Written by `python -m benchmarks.support`, from the tables of GEMMs and by trying each placement on
@@ -98,7 +102,7 @@ def _reason(text: str) -> str:
     text = re.sub(r"^convert: .*experts take no such recipe: (.*?)\)\. See .*$", r"\1", text)
     text = re.sub(r", this is \d[^ ]*\. ", ". ", text)
     text = re.sub(r"^.*? by .*? with block \([^)]*\) ", "", text)
-    text = re.sub(r"this GPU has \([^)]*\)", "this GPU has", text)
+    text = re.sub(r"(this GPU has(?: for experts)?) \(.*?\), or ", r"\1, or ", text)
     return re.sub(r" This (GPU has compute capability|is ROCm) [\d.]+$", "", text).strip()
 
 
@@ -122,7 +126,7 @@ def gpu_section(title: str, *, grouped: bool) -> str:
     rows = [
         [f"`{name}`" if "," not in name else name]
         + [_cell(recipe, target, notes, grouped=grouped) for target in GPUS.values()]
-        for name, recipe in RECIPES.items()
+        for name, recipe in (RECIPES | OPTIONS).items()
     ]
     return "\n".join([f"## {title}", "", *_table(["recipe", *GPUS], rows), "", *notes.lines()])
 

@@ -58,6 +58,7 @@ def _of_blocks(
     grad_format: str,
     grad_rounding: str,
     emulate: bool = False,
+    by_mx: bool = False,
     **rule: Any,
 ) -> Recipe:
     """Make a recipe with current scaling for all operands, from their blocks.
@@ -74,6 +75,7 @@ def _of_blocks(
         grad_output_for_grad_weight=CurrentScaling(block=x_turned, **gradient),
         input_for_grad_weight=CurrentScaling(format=format, block=x_turned, **rule),
         emulate=emulate,
+        by_mx=by_mx,
     )
 
 
@@ -84,6 +86,7 @@ def tensorwise(
     grad_rounding: str = "nearest",
     scale: str = "fp32",
     eps: float = 0.0,
+    by_mx: bool = False,
 ) -> Recipe:
     """One scale for each tensor; all three GEMMs in FP8.
 
@@ -93,12 +96,13 @@ def tensorwise(
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 for none.
+        by_mx: Whether a GeForce card of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
     """
     blocks = (TENSOR, TENSOR, TENSOR, TENSOR)
     return _of_blocks(
-        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps
+        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps, by_mx=by_mx
     )
 
 
@@ -109,6 +113,7 @@ def rowwise(
     grad_rounding: str = "nearest",
     scale: str = "fp32",
     eps: float = 0.0,
+    by_mx: bool = False,
 ) -> Recipe:
     """A scale for each row of a GEMM's left operand and each column of its right one; all three GEMMs in FP8.
 
@@ -118,10 +123,11 @@ def rowwise(
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 for none.
+        by_mx: Whether a GeForce card of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
     """
     blocks = (ROW, ROW, COLUMN, COLUMN)
     return _of_blocks(
-        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps
+        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps, by_mx=by_mx
     )
 
 

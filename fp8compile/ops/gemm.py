@@ -57,8 +57,8 @@ def select_gemm(
 ) -> str:
     """The name of the GEMM that `selected_gemm` returns: that of a registered GEMM, or one of fp8compile's own.
 
-    Those are ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"blockwise"``, ``"mx"``, ``"nvfp4"`` and
-    ``"emulated"``.
+    Those are ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"scaled_by_mx"``, ``"blockwise"``,
+    ``"blockwise_by_mx"``, ``"mx"``, ``"nvfp4"`` and ``"emulated"``.
     """
     return selected_gemm(a, b, device, out_dtype, config).name
 

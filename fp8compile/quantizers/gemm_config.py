@@ -18,6 +18,7 @@ class GemmConfig(Constant):
             sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise, MX, on a CPU)
             ignore it.
         emulate: Whether a GPU without such a GEMM multiplies the exact values in float64, slowly, instead of raising.
+        by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM.
 
     Raises:
         TypeError: A field is not a bool.
@@ -25,9 +26,10 @@ class GemmConfig(Constant):
 
     fast_accumulation: bool = False
     emulate: bool = False
+    by_mx: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("fast_accumulation", "emulate"):
+        for name in ("fast_accumulation", "emulate", "by_mx"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"GemmConfig: {name} is {getattr(self, name)!r}; it is True or False.")

@@ -107,6 +107,10 @@ class Recipe(Constant):
             the function that the forward computed.
         emulate: Whether a GPU without a GEMM for these quantizers multiplies the exact values in float64, slowly,
             instead of raising. A CPU always does.
+        by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM, with
+            scales of 1, and applies the scales after it. GeForce cards (RTX 50) multiply so at twice the rate of
+            plain FP8; RTX PRO cards have one rate for both, so they gain nothing. The codes are the same; the result
+            is rounded to float32 for each scale. Other devices, and products of experts, ignore it.
 
     Raises:
         ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two. Two quantizers of one
@@ -127,6 +131,7 @@ class Recipe(Constant):
     keep_weight_codes: bool = False
     dequantized_gradients: bool = False
     emulate: bool = False
+    by_mx: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,7 +139,7 @@ class Recipe(Constant):
             self._check_slot(gemm.a)
             self._check_slot(gemm.b)
             self._check_pair(gemm)
-        switches = ("emulate", "keep_weight_codes", "dequantized_gradients")
+        switches = ("emulate", "by_mx", "keep_weight_codes", "dequantized_gradients")
         for switch in (*switches, *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
             if type(getattr(self, switch)) is not bool:
                 raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")
@@ -255,10 +260,10 @@ class Recipe(Constant):
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
         """The options of a GEMM."""
-        return _gemm_config(getattr(self, f"fast_accumulation_{gemm.name}"), self.emulate)
+        return _gemm_config(getattr(self, f"fast_accumulation_{gemm.name}"), self.emulate, self.by_mx)
 
 
 @cache
-def _gemm_config(fast_accumulation: bool, emulate: bool) -> GemmConfig:
+def _gemm_config(fast_accumulation: bool, emulate: bool, by_mx: bool) -> GemmConfig:
     """The `GemmConfig` for these options, cached because each product asks for one."""
-    return GemmConfig(fast_accumulation=fast_accumulation, emulate=emulate)
+    return GemmConfig(fast_accumulation=fast_accumulation, emulate=emulate, by_mx=by_mx)

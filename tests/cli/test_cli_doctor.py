@@ -18,6 +18,7 @@ ALL = "all three"
 EMULATED = "emulated in float64"
 NO_TENSOR_CORES = "needs a GPU with FP8 tensor cores, compute capability 8.9 or more"
 NO_BLOCKWISE = "needs compute capability 9.0 (H100, H200)"
+NO_POWERS = "needs scales that are powers of two"
 NO_MX = "needs compute capability 10.0 (B200)"
 NO_NV = NO_MX
 NATIVE_NV = "native, NVFP4 GEMM"
@@ -28,7 +29,7 @@ WAYS = {
     (8, 0): (*[NO_TENSOR_CORES] * 4, NO_NV),
     (8, 9): ("native, tensorwise GEMM", "native, rowwise GEMM", NO_BLOCKWISE, NO_MX, NO_NV),
     (9, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", "native, blockwise GEMM", NO_MX, NO_NV),
-    (10, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", NO_BLOCKWISE, "native, MX GEMM", NATIVE_NV),
+    (10, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", NO_POWERS, "native, MX GEMM", NATIVE_NV),
 }
 
 
@@ -74,7 +75,7 @@ def test_each_recipe_on_each_device(capability, capsys, pretended):
         if name.endswith(", experts"):
             continue
         assert way.startswith("can't run ") == ("needs" in way)
-        short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_MX, NO_NV) if w in way), way)
+        short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_POWERS, NO_MX, NO_NV) if w in way), way)
         merged[name, short] = ", ".join(filter(None, [merged.get((name, short)), gemms]))
     every = {"output", "grad_input", "grad_weight"}
     merged = {key: ALL if set(gemms.split(", ")) == every else gemms for key, gemms in merged.items()}

@@ -205,5 +205,6 @@ fast_accumulation_grad_input=False,
 fast_accumulation_grad_weight=False,
 keep_weight_codes=False,
 dequantized_gradients=False,
-emulate=False))""",
+emulate=False,
+by_mx=False))""",
     )

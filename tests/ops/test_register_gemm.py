@@ -24,7 +24,7 @@ from fp8compile.target import Target, pretend_target
 from fp8compile.testing.explain import explain
 
 CPU = torch.device("cpu")
-NATIVE = ["tensorwise", "rowwise", "scaled_after", "blockwise", "mx"]
+NATIVE = ["scaled_by_mx", "tensorwise", "rowwise", "scaled_after", "blockwise", "blockwise_by_mx", "mx"]
 
 
 @dataclass(frozen=True, repr=False)

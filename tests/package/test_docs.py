@@ -177,8 +177,12 @@ OPERANDS = {
     "tensorwise": (scaled(-1, -1), scaled(-1, -1), torch.bfloat16),
     "rowwise, bfloat16 out": (scaled(1, -1), scaled(-1, 1), torch.bfloat16),
     "rowwise, another dtype out": (scaled(1, -1), scaled(-1, 1), torch.float32),
-    "blockwise, 1 x 128 by 128 x 128": (scaled(1, 128), scaled(128, 128), torch.bfloat16),
-    "blockwise, 1 x 128 by 1 x 128": (scaled(1, 128), scaled(128, 1), torch.bfloat16),
+    'blockwise, `scale="fp32"`': (scaled(1, 128), scaled(128, 128), torch.bfloat16),
+    'blockwise, `scale="pow2"`': (
+        scaled(1, 128, scale="pow2"),
+        scaled(128, 128, scale="pow2"),
+        torch.bfloat16,
+    ),
     "MX, 1 x 32 with a power of two": (
         scaled(1, 32, scale="e8m0_rceil"),
         scaled(32, 1, scale="e8m0_rceil"),

@@ -116,14 +116,14 @@ def test_a_slot_takes_no_class_dtype_tensor_or_list(bad):
         Recipe(input=bad, weight=bad)
 
 
-@pytest.mark.parametrize("switch", ["emulate", *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)])
+@pytest.mark.parametrize("switch", ["emulate", "by_mx", *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)])
 @pytest.mark.parametrize("bad", [1, 0, None, "yes"])
 def test_switches_are_bools(switch, bad):
     with pytest.raises(TypeError, match=f"Recipe: {switch} is {bad!r}; it is True or False"):
         Recipe(**{switch: bad})
 
 
-@pytest.mark.parametrize("switch", ["emulate", "fast_accumulation"])
+@pytest.mark.parametrize("switch", ["emulate", "fast_accumulation", "by_mx"])
 def test_switches_of_a_gemm_are_bools(switch):
     with pytest.raises(TypeError, match=f"GemmConfig: {switch} is 1; it is True or False"):
         GemmConfig(**{switch: 1})
@@ -132,8 +132,9 @@ def test_switches_of_a_gemm_are_bools(switch):
 def test_switches_reach_their_gemm():
     for gemm in GEMMS:
         for switch in (True, False):
-            recipe = Recipe(**{f"fast_accumulation_{gemm.name}": switch}, emulate=not switch)
-            assert recipe.gemm_config(gemm) == GemmConfig(fast_accumulation=switch, emulate=not switch)
+            others = {"emulate": not switch, "by_mx": switch}
+            recipe = Recipe(**{f"fast_accumulation_{gemm.name}": switch}, **others)
+            assert recipe.gemm_config(gemm) == GemmConfig(fast_accumulation=switch, **others)
 
 
 def test_arguments_are_by_keyword():

@@ -162,12 +162,15 @@ def _launches(gpu: GpuExplanation) -> Section:
     return Section(title=f"launches on {gpu.gpu}", lines=lines, columns=columns, rows=rows, numbers=right)
 
 
-def _roofline(bound: Roofline) -> Section:
-    lines = (
+def _roofline(bound: Roofline, gpu: GpuExplanation | None) -> Section:
+    peaks = next(peaks for peaks in PEAKS.values() if peaks.name == bound.gpu)
+    lines: tuple[str, ...] = (
         "A bound from published peaks, not a measurement: no kernel is faster, every real one is slower. GEMMs of "
         "linears and their casts only; the ratio of two bounds is no speed-up.",
-        f"Peaks: {next(peaks for peaks in PEAKS.values() if peaks.name == bound.gpu)}.",
+        f"Peaks: {peaks}.",
     )
+    if gpu is not None and peaks.mx is None and "scaled_by_mx" in dict(gpu.gemms):
+        lines += ("by_mx=True gains nothing on this GPU: by its peaks MX has the rate of plain FP8.",)
     rows = (
         ("GEMMs", f"{bound.gemm_seconds * 1e6:.3f}", f"{bound.bf16_seconds * 1e6:.3f}"),
         ("casts", f"{bound.cast_seconds * 1e6:.3f}", "-"),
@@ -194,7 +197,7 @@ def graph_sections(found: Explanation) -> Iterator[Section]:
     if any(layer.least_gaining for layer in found.layers):
         yield _small(found)
     if found.roofline is not None:
-        yield _roofline(found.roofline)
+        yield _roofline(found.roofline, found.gpu)
     yield Section(title=GRAPHS, lines=tuple(str(found.graphs).splitlines()))
 
 

@@ -12,18 +12,25 @@ from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import down_the_rows, rows_of_fours
 
-__all__ = ["BLOCK", "BLOCKWISE"]
+__all__ = ["BLOCK", "BLOCKWISE", "takes_blocks"]
 
 BLOCK = 128
+POWERS_OF_TWO = (
+    "Take fp8compile.recipes.blockwise(scale='pow2'), or ask for emulation in float64 (emulate=True), right and slow."
+)
 
 
-def _takes(a: Quantizer, b: Quantizer) -> bool:
+def takes_blocks(a: Quantizer, b: Quantizer) -> bool:
+    """Whether operands have float8 codes and a scale for 128 values of the sum, or for 128 x 128 on one side."""
     is_blockwise = float8_kind(a, b) == "blockwise" and a.block[1] == BLOCK
     return is_blockwise and not a.block[0] == b.block[1] == BLOCK  # at most one side has tiles
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    return lacks_tensor_cores(problem) or why_not("blockwise", problem)
+    lacking = lacks_tensor_cores(problem) or why_not("blockwise", problem)
+    if lacking is not None and why_not("blockwise, powers of two", problem) is None:
+        return f"needs scales that are powers of two, for this GPU's MX GEMM. {POWERS_OF_TWO}"
+    return lacking
 
 
 def _block_scales(operand: Quantized, rows: int) -> Tensor:
@@ -45,7 +52,7 @@ def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCo
 BLOCKWISE = GemmKernel(
     name="blockwise",
     detail="native, blockwise GEMM",
-    takes=_takes,
+    takes=takes_blocks,
     lacks=_lacks,
     multiply=_multiply,
     calls=("_scaled_mm",),

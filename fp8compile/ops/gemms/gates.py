@@ -33,6 +33,7 @@ GPU_NAMES = {
 HOPPER = ((9, 0),)
 DATA_CENTRE = ((10, 0), (10, 3))
 BLACKWELL = ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+GEFORCE = ((12, 0),)
 ALL = tuple(GPU_NAMES)
 BF16 = (torch.bfloat16,)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,6 +117,16 @@ _PRODUCTS = (
         name="blockwise",
         recipe="blockwise",
         gates=(Gate(kernel="cuBLASLt", capabilities=HOPPER, cuda=(12, 9)),),
+    ),
+    Product(
+        name="blockwise, powers of two",
+        recipe="blockwise(scale='pow2')",
+        gates=(Gate(kernel="cuBLASLt, MX", capabilities=BLACKWELL, cuda=(12, 8)),),
+    ),
+    Product(
+        name="scaled by MX",
+        recipe="rowwise",
+        gates=(Gate(kernel="cuBLASLt, MX", capabilities=GEFORCE, cuda=(12, 8)),),
     ),
     Product(
         name="mx",

@@ -10,6 +10,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from fp8compile.ops.gemms.blockwise import BLOCKWISE
+from fp8compile.ops.gemms.by_mx import BLOCKWISE_BY_MX, SCALED_BY_MX
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.mx import MX
@@ -21,7 +22,7 @@ from fp8compile.quantizers import Quantizer
 
 __all__ = ["NATIVE", "REGISTERED", "first_running", "gemm_for", "gemm_table", "multiplying_calls"]
 
-NATIVE = (TENSORWISE, ROWWISE, SCALED_AFTER, BLOCKWISE, MX, NVFP4)
+NATIVE = (SCALED_BY_MX, TENSORWISE, ROWWISE, SCALED_AFTER, BLOCKWISE, BLOCKWISE_BY_MX, MX, NVFP4)
 REGISTERED: dict[str, GemmKernel] = {}  # GEMMs that other packages registered, by name
 
 

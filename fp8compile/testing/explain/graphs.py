@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
+from fp8compile.ops.gemms.by_mx import may_run_by_mx
 from fp8compile.ops.gemms.float8 import ALIGNMENT
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
-from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe, TwoLevelScaling, gemm_kind
+from fp8compile.quantizers import GEMMS, Gemm, GemmConfig, Quantizer, Recipe, TwoLevelScaling, gemm_kind
 from fp8compile.testing.explain.attribution import Owners, Unknown
 from fp8compile.testing.explain.capture import Recorded
 from fp8compile.testing.explain.module_stack import Names
@@ -46,6 +47,7 @@ class GraphGemm:
         out_bytes: Bytes of each element of the result.
         code_bits: Bits of each code; the larger number if operands have two formats.
         sum_to: For codes, a GPU pads ``k`` to a multiple of this number.
+        by_mx: Whether the MX GEMM multiplies the codes on a GPU that has it for them.
         casts: Source, quantizer and number of elements of each quantized operand. Equal entries are one cast.
         parameters: For each of ``casts``, whether its source is a parameter.
         shared_by: Number of layers whose weights this product multiplies.
@@ -65,6 +67,7 @@ class GraphGemm:
     out_bytes: int
     code_bits: int = 8
     sum_to: int = ALIGNMENT
+    by_mx: bool = False
     casts: tuple[tuple[Any, Quantizer, int], ...] = ()
     parameters: tuple[bool, ...] = ()
     shared_by: int = 1
@@ -88,19 +91,25 @@ def _codes_of(quantizer: Quantizer) -> str:
     return quantizer.format if named else type(quantizer).__name__
 
 
+def _multiplied(recipe: Recipe, gemm: Gemm) -> tuple[Quantizer, Quantizer]:
+    """The quantizers of a GEMM's operands over (m, k) and (k, n)."""
+    a, b = cast("tuple[Quantizer, Quantizer]", recipe.quantizers(gemm))  # callers know that it has them
+    return a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b
+
+
 def describe(recipe: Recipe, gemm: Gemm) -> str | None:
     """Formats and scales of a GEMM's operands, such as "e4m3 x e4m3 rowwise"; None for high precision."""
-    quantizers = recipe.quantizers(gemm)
-    if quantizers is None:
-        return None
-    a, b = quantizers
-    return _described(a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b)
+    return None if recipe.quantizers(gemm) is None else _described(*_multiplied(recipe, gemm))
 
 
-def _code_sizes(a: Quantizer, b: Quantizer) -> dict[str, int]:
-    """The values of ``code_bits`` and ``sum_to`` of a `GraphGemm` for two quantizers."""
-    bits = max(a.code_bits(), b.code_bits())
-    return {"code_bits": bits, "sum_to": MX_BLOCK if is_mx(a) and is_mx(b) else ALIGNMENT * 8 // bits}
+def _code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]:
+    """The ``code_bits``, ``sum_to`` and ``by_mx`` of a `GraphGemm`, for quantizers over (m, k) and (k, n)."""
+    bits, is_mx_alone = max(a.code_bits(), b.code_bits()), is_mx(a) and is_mx(b)
+    return {
+        "code_bits": bits,
+        "sum_to": MX_BLOCK if is_mx_alone else ALIGNMENT * 8 // bits,
+        "by_mx": is_mx_alone or may_run_by_mx(a, b, config),
+    }
 
 
 def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
@@ -124,9 +133,9 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
     m, k, n = _sizes(gemm.name, (a, b), node_value(node))
     casts: tuple[tuple[Any, Quantizer, int], ...] = ()
     parameters: tuple[bool, ...] = ()
-    codes: dict[str, int] = {}
+    codes: dict[str, Any] = {}
     if quantizers is not None:
-        codes = _code_sizes(*quantizers)
+        codes = _code_sizes(*_multiplied(recipe, gemm), recipe.gemm_config(gemm))
         operands = [value.operand(0), value.operand(1)]
         casts = tuple(
             (owners.source(operand), quantizer, tensor.numel())
@@ -156,8 +165,10 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
         runs = f"{runs} by {value.op}"
     codes, left, right = {}, a.shape, b.shape
     if value.op == "fp8compile::scaled_mm":  # part of a decomposed layer op, as on DTensors; has its quantizers
-        quantizers: Any = value.node.args[4:6]
-        is_fp8, runs, codes = True, _described(*quantizers), _code_sizes(*quantizers)
+        given: Any = value.node.args
+        a_quantizer, b_quantizer, _, config = given[4:8]
+        quantizers = a_quantizer, b_quantizer
+        is_fp8, runs, codes = True, _described(*quantizers), _code_sizes(*quantizers, config)
         # two codes may share a byte
         left, right = (each.values_shape(shape) for each, shape in zip(quantizers, (left, right), strict=True))
     return {

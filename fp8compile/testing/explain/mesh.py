@@ -47,6 +47,7 @@ class Product:
         op: Name of the operator.
         fp8: Whether the product multiplies codes.
         code_bits: Bits of each code.
+        by_mx: Whether the MX GEMM multiplies the codes.
         flops: Number of floating-point operations.
         bytes: Bytes of the operands and the result.
         backward: Whether the product is in the backward.
@@ -58,10 +59,11 @@ class Product:
     bytes: int
     backward: bool
     code_bits: int = 8
+    by_mx: bool = False
 
     def seconds(self, peaks: Peaks) -> float:
         """The least time that a GPU with these peaks needs for the product."""
-        peak = peaks.of_codes(self.code_bits) if self.fp8 else peaks.bf16
+        peak = peaks.of_codes(self.code_bits, is_mx=self.by_mx) if self.fp8 else peaks.bf16
         return max(self.flops / peak, self.bytes / peaks.bandwidth)
 
 
@@ -170,7 +172,8 @@ def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
                 raise ValueError(f"{name} looks like a matrix product, and nothing says how many operations it is.")
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
-        operands = [each for each in args if isinstance(each, Tensor)][:2]
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        operands = tensors[:2]
         yield Product(
             op=name,
             fp8=all(each.dtype in CODE_DTYPES for each in operands),
@@ -178,6 +181,7 @@ def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
             bytes=_bytes(args) + _bytes(node_value(node)),
             backward=backward,
             code_bits=4 if name in FOUR_BITS else 8,
+            by_mx=any(each.dtype == torch.float8_e8m0fnu for each in tensors[2:]),
         )
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8compile.ops.gemm import ALIGNMENT
-from fp8compile.ops.gemms.mx import MX_BLOCK
 from fp8compile.testing.explain.graphs import GraphGemm
 
 __all__ = ["PEAKS", "Peaks", "Roofline", "padding", "roofline"]
@@ -147,7 +146,7 @@ def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
     """The least time of a product as it runs, padding included, divided by the number of layers that share it."""
     k, n = padding(gemm)
     if gemm.is_fp8:
-        peak = peaks.of_codes(gemm.code_bits, is_mx=gemm.sum_to == MX_BLOCK)
+        peak = peaks.of_codes(gemm.code_bits, is_mx=gemm.by_mx)
         return _seconds(gemm.m, k, n, gemm.code_bits / 8, gemm.out_bytes, peak, peaks) / gemm.shared_by
     peak = peaks.bf16 if gemm.in_bytes == 2 else peaks.fp32
     return _seconds(gemm.m, k, n, gemm.in_bytes, gemm.out_bytes, peak, peaks) / gemm.shared_by

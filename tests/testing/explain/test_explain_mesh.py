@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.testing.explain import explain_mesh
+from fp8compile.testing.explain.mesh import Product
+from fp8compile.testing.explain.roofline import PEAKS
 
 pytestmark = pytest.mark.skipif(
     TORCH_VERSION < (2, 12), reason=f"ranks need PyTorch 2.12, this is {torch.__version__}"
@@ -120,4 +122,12 @@ def test_no_recipe_makes_a_problem_of_layers_that_follow_it(name):
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         return model, (torch.randn(64, 64, dtype=BFLOAT16, requires_grad=True),)
 
-    assert explain_mesh(build, {"tp": 2}, gpu=RECIPES[name]).problem == ""
+    found = explain_mesh(build, {"tp": 2}, gpu=RECIPES[name])
+    assert found.problem == ""
+    assert {each.by_mx for each in found.products if each.fp8 and each.code_bits == 8} <= {name == "mxfp8"}
+
+
+def test_the_least_time_of_a_product_by_mx_has_the_rate_of_mx():
+    product = {"op": "aten::_scaled_mm", "fp8": True, "flops": 838 * 10**12, "bytes": 0, "backward": False}
+    assert Product(**product, by_mx=True).seconds(PEAKS["rtx5090"]) == 1.0
+    assert Product(**product).seconds(PEAKS["rtx5090"]) == 2.0

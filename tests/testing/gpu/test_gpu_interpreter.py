@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -246,3 +247,25 @@ def test_programs_run_in_the_order_that_is_asked_for(order, last):
     y = torch.zeros(1, dtype=torch.int32)
     launch("last_writes", y, grid=(8,), order=order, PROGRAMS=8)
     assert y.item() == last
+
+
+# ---------------------------------------------------------------------------------- the compiler afterwards
+
+
+def test_the_compiler_that_is_imported_first_while_kernels_are_interpreted_compiles_as_ever(monkeypatch):
+    import triton
+
+    from fp8compile.testing.gpu.program import interpreter
+    from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+
+    name = "triton.compiler.code_generator"
+    monkeypatch.setattr(triton.compiler, "code_generator", None, raising=False)  # both are put back after the test
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    spec = importlib.util.spec_from_file_location("interpreter_imported_anew", interpreter.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    with anew.Interpreter(Arithmetic()).active():
+        namespace = importlib.import_module(name).CodeGenerator.builtin_namespace
+    found = {each: function for each, function in namespace.items() if function.__module__.startswith("triton")}
+    assert {"min", "max", "print"} <= found.keys()
+    assert all(function is getattr(triton.language.core, function.__name__) for function in found.values())

@@ -14,6 +14,9 @@ from fp8compile.testing.explain.roofline import PEAKS
 from fp8compile.testing.gpu.gpus import GPUS
 
 pytest.importorskip("triton", reason="generated GPU code needs Triton")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
+)
 ADA = Target("cuda", (8, 9))
 BLOCKS = {
     "rtx4090": f8.recipes.rowwise(),

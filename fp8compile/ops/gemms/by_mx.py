@@ -1,0 +1,110 @@
+"""Products by the MX GEMM, which takes a power of two for 32 values along k, of codes with other scales.
+
+blockwise_by_mx   blocks of 128: the exponent of a scale is repeated for each 32 values; scales are powers of two
+scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1, and the scales are applied after it
+
+The first is the only product of such blocks from compute capability 10.0 on. The second is an option of a recipe for
+GeForce cards of 12.0, whose tensor cores sum plain FP8 products in float32 at half the rate of MX products. A scale
+of 1 changes no bit of the sum (github.com/triton-lang/triton/pull/11320).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import FLOAT32_MANTISSA_BITS
+from fp8compile.inductor import constant
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemms.blockwise import BLOCK, takes_blocks
+from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind, scaled_mm
+from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.mx import MX_BLOCK
+from fp8compile.ops.inductor_hints import realize
+from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
+from fp8compile.scale_layouts import for_each_row, swizzled, tiles_numel
+
+__all__ = ["BLOCKWISE_BY_MX", "SCALED_BY_MX", "may_run_by_mx"]
+
+ONE = 127  # the E8M0 byte of 2**0
+
+
+def _has_powers_of_two(quantizer: Quantizer) -> bool:
+    return quantizer.stores_e8m0() or (isinstance(quantizer, CurrentScaling) and quantizer.scale == "pow2")
+
+
+def _takes_blocks(a: Quantizer, b: Quantizer) -> bool:
+    return takes_blocks(a, b) and _has_powers_of_two(a) and _has_powers_of_two(b)
+
+
+def _takes_rows(a: Quantizer, b: Quantizer) -> bool:
+    return float8_kind(a, b) in ("tensorwise", "rowwise")
+
+
+def may_run_by_mx(a: Quantizer, b: Quantizer, config: GemmConfig) -> bool:
+    """Whether one of these GEMMs multiplies codes of two quantizers on a GPU that has it."""
+    return _takes_blocks(a, b) or (config.by_mx and _takes_rows(a, b))
+
+
+def _lacks_blocks(problem: GemmProblem) -> str | None:
+    return lacks_tensor_cores(problem) or why_not("blockwise, powers of two", problem)
+
+
+def _lacks_rows(problem: GemmProblem) -> str | None:
+    lacking = lacks_tensor_cores(problem) or why_not("scaled by MX", problem)
+    return lacking or (None if problem.config.by_mx else "is multiplied by MX only if the recipe has by_mx=True.")
+
+
+def _exponents(operand: Quantized) -> Tensor:
+    """E8M0 bytes of the scales of blocks: the exponents of float32, whose bias is the same; 255 for NaN."""
+    if operand.quantizer.stores_e8m0():
+        return operand.scale
+    # multipliers end at 2**127, so scales begin at 2**-127, which is byte 0 and the largest subnormal power of two
+    return (operand.scale.contiguous().view(torch.int32) >> FLOAT32_MANTISSA_BITS).to(torch.uint8)
+
+
+def _block_scales(operand: Quantized) -> Tensor:
+    """The byte of each block of 128 values, for each 32 of them and for each row of the codes, in tiles."""
+    rows, k = operand.codes.shape
+    along = _exponents(operand).repeat_interleave(BLOCK // MX_BLOCK, 1)[:, : -(-k // MX_BLOCK)]
+    return swizzled(for_each_row(along, operand.quantizer.block[0], rows))
+
+
+def _scales(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
+    return _block_scales(a), _block_scales(b.t())
+
+
+def _ones(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
+    blocks = (a.codes.shape[1] + MX_BLOCK - 1) // MX_BLOCK
+    left, right = (constant(ONE, torch.uint8, a.codes, (tiles_numel(rows, blocks),)) for rows in (m, n))
+    # `realize`, because Inductor would fold the view into a constant of a dtype for which it has no kernel
+    return realize(left).view(torch.float8_e8m0fnu), realize(right).view(torch.float8_e8m0fnu)
+
+
+def _multiply_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    return scaled_mm(a, b, out_dtype, _scales, rows_to=ALIGNMENT, sum_to=MX_BLOCK)
+
+
+def _multiply_rows(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    product = scaled_mm(a, b, torch.float32, _ones, rows_to=ALIGNMENT, sum_to=MX_BLOCK)
+    return (product * a.scale_values() * b.scale_values()).to(out_dtype)
+
+
+BLOCKWISE_BY_MX = GemmKernel(
+    name="blockwise_by_mx",
+    detail="native, MX GEMM, each scale for four blocks of 32",
+    takes=_takes_blocks,
+    lacks=_lacks_blocks,
+    multiply=_multiply_blocks,
+    calls=("_scaled_mm",),
+    rounds_in_call=True,
+)
+SCALED_BY_MX = GemmKernel(
+    name="scaled_by_mx",
+    detail="native, MX GEMM with scales of 1, scales applied after it",
+    takes=_takes_rows,
+    lacks=_lacks_rows,
+    multiply=_multiply_rows,
+    calls=("_scaled_mm",),
+)
