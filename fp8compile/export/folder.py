@@ -79,12 +79,13 @@ class Shards:
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder: Path = folder
+        self.limit: int = limit
         self._held: dict[str, Tensor] = {}
         self._metadata: dict[str, str] = {}
         self._size = 0
         self._names: list[list[str]] = []  # of each file
-        self.total = 0
+        self.total: int = 0
 
     def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Add tensors that belong together; they go into one file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,8 @@ class ConversionRow:
     def _gathered_cell(self) -> Cell:
         """The cell for what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
         if self.sharded or not self.gathered:
-            kind, colon, why = self.gathered.partition(": ")
-            return Note(why, kind) if colon else self.gathered
+            kind, *why = re.split("; |: ", self.gathered, maxsplit=1)
+            return Note(why[0], kind) if why else kind
         plain = [words for words in self.gathered.split("; ") if words.startswith(f"{PLAIN}:")]
         return Note(f"then {'; then '.join(plain)}", NOT_SHARDED) if plain else NOT_SHARDED
 

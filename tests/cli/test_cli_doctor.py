@@ -75,6 +75,7 @@ def test_each_recipe_on_each_device(capability, capsys, pretended):
         if name.endswith(", experts"):
             continue
         assert way.startswith("can't run ") == ("needs" in way)
+        assert "TwoLevelScaling" not in way, "codes are named by their format"
         short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_POWERS, NO_MX, NO_NV) if w in way), way)
         merged[name, short] = ", ".join(filter(None, [merged.get((name, short)), gemms]))
     every = {"output", "grad_input", "grad_weight"}
