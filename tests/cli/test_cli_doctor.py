@@ -49,6 +49,7 @@ def pretended(monkeypatch):
     def pretend(capability):
         monkeypatch.setattr(checks, "run_checks", lambda: iter([{"name": "left out", "ok": True, "detail": "slow"}]))
         monkeypatch.setattr(doctor, "_devices", lambda: [{"device": "cpu" if capability is None else "cuda:0"}])
+        monkeypatch.setattr(doctor, "_products", lambda devices: [])  # test_cli_products.py
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
     return pretend
