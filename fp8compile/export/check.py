@@ -19,13 +19,12 @@ from fp8compile.export.save import RECORD
 from fp8compile.export.scheme import Scheme
 from fp8compile.export.stream import positions
 from fp8compile.export.table import FORMATS
+from fp8compile.nn.shared_scales import FUSED
 
 __all__ = ["CheckReport", "check"]
 
 # A reader may divide by a reciprocal, and may multiply two scales first: three roundings of float32 of 2**-24 each.
 TOLERANCE = 2.0**-22
-# layers that vLLM and SGLang multiply as one; they take the largest of the outer scales, and keep the codes
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
 OUTER = {"nvfp4": 2, "tensor": 1, "static_tensor": 1}  # index of the outer scale among a scheme's suffixes
 PROBLEMS = 8  # the most problems in an error; it tells how many there are
 
@@ -142,7 +141,8 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
     return [
         f"{len(differ)} groups of layers that vLLM and SGLang multiply as one have different outer scales, by up to "
         f"{ratio:.4g} ({above}: {', '.join(own)}). They take the largest for all: they quantize e4m3 weights anew, "
-        "and read four-bit codes with another scale than training has."
+        "and read four-bit codes with another scale than training has. convert(..., share_outer_scale=True) trains "
+        "with one scale for them."
     ]
 
 
