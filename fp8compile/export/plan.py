@@ -134,7 +134,9 @@ def _is_ragged(place: Place, scheme: Scheme) -> bool:
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
 
 
-def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
+def _wrong_size(place: Place, columns: int, scheme: Scheme, block: int) -> str | None:
+    if block > 1 and place.start % block:
+        return f"has blocks of {block} rows, and {place.name} begins within one of them, at row {place.start}"
     rows, (of_rows, of_columns) = place.stop - place.start, scheme.multiples
     fits = rows % of_rows == 0 or _is_ragged(place, scheme)
     if not fits or columns % of_columns or place.start % of_rows:
@@ -160,7 +162,7 @@ def _scheme_or_reason(
         return reason
     if isinstance(found := places(model, name, weight), str):
         return found
-    reasons = (_wrong_size(place, weight.shape[-1], scheme) for place in found)
+    reasons = (_wrong_size(place, weight.shape[-1], scheme, layer.recipe.weight.block[0]) for place in found)
     return next((reason for reason in reasons if reason is not None), None) or (scheme, found)
 
 
