@@ -74,8 +74,8 @@ def _format_of(folder: Path) -> Format:
     method = own.get("quant_method") if isinstance(own, dict) else None
     if method not in METHODS:
         raise ValueError(
-            f"load_quantized: {folder} has quant_method {method!r}; it is one of {', '.join(map(repr, METHODS))}. Load "
-            "a checkpoint in high precision by the model's own library, and convert it by fp8compile.convert."
+            f"load_quantized: {folder} has quant_method {method!r}; it is one of {', '.join(map(repr, METHODS))}. "
+            "Load a checkpoint in high precision by the model's own library, and convert it by fp8compile.convert."
         )
     return FORMATS[METHODS[method]]
 
@@ -119,8 +119,8 @@ class _Stored:
                 found.append(f"{name} is missing")
             elif (shape := files.shape(name)) != tuple(tensor.shape) and (tensor.numel(), *shape) != (1, 1):
                 found.append(
-                    f"{name} has shape {shape}; the recipe's weight, {rows} x {self.columns} by {self.quantizer!r}, has "
-                    f"{tuple(tensor.shape)}"
+                    f"{name} has shape {shape}; the recipe's weight, {rows} x {self.columns} by {self.quantizer!r}, "
+                    f"has {tuple(tensor.shape)}"
                 )
         return found
 
@@ -342,7 +342,7 @@ def _check_real(model: nn.Module) -> list[str]:
     if not left:
         return []
     return [
-        f"{', '.join(left[:3])}{' and more' if len(left) > 3 else ''} stay on the meta device: no checkpoint has them. "
+        f"{', '.join(left[:3])}{' and more' if len(left) > 3 else ''} stay on the meta device: no folder has them. "
         "Make such buffers on a real device, for example by accelerate.init_empty_weights(include_buffers=False)."
     ]
 
@@ -353,11 +353,11 @@ def load_quantized(
     """Load a checkpoint in a serving format: weights that it has as codes become parameters that are codes.
 
     The forward then multiplies the codes and scales of the folder. Parameters keep their ``requires_grad``: freeze
-    them, or train them by `fp8compile.MasterWeights`. Weights that the folder has in high precision stay so. Parameters
-    are new objects, so make optimizers afterwards, and spread the model over ranks afterwards.
+    them, or train them by `fp8compile.MasterWeights`. Weights that the folder has in high precision stay so.
+    Parameters are new objects, so make optimizers afterwards, and spread the model over ranks afterwards.
 
-    No weight is there in high precision in between, if the model is on the meta device; ``fp8compile.convert`` works on
-    it. Recipes that multiply different codes in forward and backward (`rowwise`, `mxfp8`) get the second set from the
+    If the model is on the meta device, no weight is there in high precision in between; ``fp8compile.convert`` works
+    on such a model. Recipes that multiply different codes in forward and backward (`rowwise`, `mxfp8`) get the second set from the
     values of the first, one weight at a time.
 
     Args:

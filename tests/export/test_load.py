@@ -82,7 +82,7 @@ def test_codes_are_trained_by_master_weights_or_frozen(tmp_path):
     case = "fine_grained_fp8 block"
     saved("qwen3_moe", case, tmp_path / "x")
     back = other("qwen3_moe", case)
-    frozen = back.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    frozen = back.model.layers[0].self_attn.q_proj.weight.requires_grad_(requires_grad=False)
     f8.load_quantized(back, tmp_path / "x")
     weight = back.model.layers[0].self_attn.q_proj.weight
     assert weight is not frozen
