@@ -357,8 +357,8 @@ def load_quantized(
     Parameters are new objects, so make optimizers afterwards, and spread the model over ranks afterwards.
 
     If the model is on the meta device, no weight is there in high precision in between; ``fp8compile.convert`` works
-    on such a model. Recipes that multiply different codes in forward and backward (`rowwise`, `mxfp8`) get the second set from the
-    values of the first, one weight at a time.
+    on such a model. Recipes that multiply different codes in forward and backward (`rowwise`, `mxfp8`) get
+    the second set from the values of the first, one weight at a time.
 
     Args:
         model: A model that `fp8compile.convert` has converted, whose recipes quantize weights as the folder has them.
