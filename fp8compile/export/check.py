@@ -96,9 +96,9 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
     ratio = max(own.values()) / min(own.values())
     return [
         f"{len(differ)} groups of layers that vLLM and SGLang multiply as one have different outer scales, by up to "
-        f"{ratio:.4g} ({above}: {', '.join(own)}). They take the largest for all: they quantize e4m3 weights anew, "
-        "and read four-bit codes with another scale than training has. convert(..., share_outer_scale=True) trains "
-        "with one scale for them."
+        f"{ratio:.4g} ({above}: {', '.join(own)}). They take the largest number for all: they quantize e4m3 weights "
+        "anew, and read four-bit codes with another scale than training has. convert(..., share_outer_scale=True) "
+        "trains with one scale for them."
     ]
 
 

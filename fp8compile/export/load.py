@@ -26,8 +26,9 @@ from fp8compile.export.plan import Plan, Weight, plan_of
 from fp8compile.export.scheme import Format, Scheme, numbers_of
 from fp8compile.export.stored_files import StoredFiles, read_json
 from fp8compile.export.table import FORMATS
-from fp8compile.layout.packing import packed_in_rows
+from fp8compile.layout.packing import one_a_byte, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
+from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
 from fp8compile.nn.quantized_weights import put_codes, quantizers_of_sets
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
@@ -110,7 +111,9 @@ class _Stored:
 
     def problems(self, files: StoredFiles) -> list[str]:
         """What is missing or has another shape, by the headers of the files."""
-        rows = self.place.stop - self.place.start
+        rows, step = self.place.rows, self.quantizer.block[0]
+        if step > 1 and (self.place.step > 1 or self.place.start % step):
+            return [f"{self.place.name} has rows of several blocks {self.quantizer.block}: take weight_block=(1, n)"]
         wanted = self.scheme.write(_empty_matrix(self.quantizer, rows, self.columns, "meta"))
         found = []
         for suffix, tensor in wanted.items():
@@ -127,7 +130,7 @@ class _Stored:
     def _grid(self, scale: Tensor) -> Tensor:
         """The scales as the quantizer has them; those of square blocks stand in the file for each of their rows."""
         if self.scheme.kind not in ("mx", "nvfp4"):
-            rows = self.place.stop - self.place.start
+            rows = self.place.rows
             return numbers_of(scale).reshape(self.quantizer.scale_shape((rows, self.columns)))
         scale, step = scale.view(torch.uint8), self.quantizer.block[0]
         grid = scale[::step].contiguous()
@@ -150,7 +153,7 @@ class _Stored:
         of_matrix: Any = outer[0].float().reshape(1) if outer and outer[0] is not None else None
         if of_matrix is not None and self.scheme.stores_divisor:
             of_matrix = 1.0 / of_matrix
-        quantizer = packed_in_rows(self.quantizer, (self.place.stop - self.place.start, self.columns))
+        quantizer = packed_in_rows(self.quantizer, (self.place.rows, self.columns))
         return Quantized(
             codes=codes.view(torch.uint8), scale=self._grid(scale), quantizer=quantizer, outer_scale=of_matrix
         )
@@ -178,7 +181,7 @@ def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> 
 
 def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> Quantized:
     """The codes of a matrix or of a stack, assembled from the matrices of the checkpoint."""
-    rows, columns = weight.tensor.shape[-2:]
+    rows, columns = _sizes(weight)
     quantizer, filled = stored[0].quantizer, set()
     whole = _empty_matrix(quantizer, rows, columns, device)
     if weight.tensor.ndim == 3:
@@ -188,17 +191,40 @@ def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
         part, place = each.read(files), each.place
         own = whole if place.expert is None else whole.each(lambda t, index=place.expert: t[index])  # type: ignore[misc]
         is_new, step = place.expert not in filled, quantizer.block[0]
-        own.codes[place.start : place.stop].copy_(part.codes)
+        own.codes[place.start : place.stop : place.step].copy_(part.codes)
         if step == -1:
             _put(own.scale, part.scale, place.name, "scale", is_new=is_new)
         else:
-            own.scale[place.start // step : -(-place.stop // step)].copy_(part.scale)
+            rows_of_grid = slice(place.start // step, -(-place.stop // step), place.step)
+            own.scale[rows_of_grid].copy_(part.scale)
         if own.outer_scale is not None and part.outer_scale is not None:
             _put(own.outer_scale, part.outer_scale, place.name, "outer scale", is_new=is_new)
         filled.add(place.expert)
     if whole.outer_scale is not None and weight.tensor.ndim == 3:
         whole = replace(whole, outer_scale=whole.outer_scale.flatten())
     return whole
+
+
+def _sizes(weight: Weight) -> tuple[int, int]:
+    """N and K of a weight's matrices."""
+    first, second = weight.tensor.shape[-2:]
+    return (second, first) if weight.layer is not None and is_transposed(weight.layer) else (first, second)
+
+
+def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
+    """Codes (E, N, K) as a module has them in memory, which may keep matrices as (in_features, out_features)."""
+    if weight.layer is None or not is_transposed(weight.layer):
+        return codes
+    single, quantizer = one_a_byte(codes.codes, codes.quantizer)
+    turned = replace(codes, codes=single, quantizer=quantizer).t()
+    quantizer = packed_in_rows(as_it_lies(weight.layer, codes.quantizer), weight.tensor.shape)
+    packed = two_a_byte(turned.codes.contiguous(), quantizer)
+    return replace(turned, codes=packed, scale=turned.scale.contiguous(), quantizer=quantizer, layout=STACK)
+
+
+def _has_rows(tensor: Tensor, index: Mapping[str, Tensor]) -> bool:
+    """Whether numbers that `_index_of_rows` returned are those of rows, and not of elements."""
+    return tensor.ndim > 1 and sum(each.numel() for each in index.values()) != tensor.numel()
 
 
 def _values_of(codes: Quantized, dtype: torch.dtype) -> Tensor:
@@ -210,7 +236,7 @@ def _values_of(codes: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> QuantizedParameter:
-    first, dtype = _first_set(weight, stored, files, device), weight.tensor.dtype
+    first, dtype = _as_it_lies(_first_set(weight, stored, files, device), weight), weight.tensor.dtype
     _, *others = quantizers_of_sets(weight.layer)
     sets, batch = [replace(first, layout=WHOLE)], first.layout.batch
     for quantizer in others:  # forward and backward multiply different codes
@@ -219,10 +245,17 @@ def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
     return QuantizedParameter.of_sets(sets, dtype, batch=batch)
 
 
-def _index_of_rows(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that make up a parameter, each with the numbers of the rows that it has."""
+def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that make up a parameter, each with the numbers of the rows that it has.
+
+    The rows of a vector, and of biases that a checkpoint has one by one, are its elements.
+    """
+    tensor = weight.tensor
+    if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:
+        index = torch.arange(tensor.numel()).view(tensor.shape)
+        return {f"{each.name}.bias": index[each.expert, each.start : each.stop : each.step] for each in weight.places}
     shape = (*tensor.shape[:-1], 1) if tensor.ndim > 1 else tensor.shape
-    return in_checkpoint(model, name, torch.arange(int(torch.Size(shape).numel())).view(shape))
+    return in_checkpoint(model, weight.name, torch.arange(int(torch.Size(shape).numel())).view(shape))
 
 
 # ---------------------------------------------------------------------------------- the model
@@ -257,7 +290,7 @@ class _Loader:
         if weight.scheme is None:
             return []
         layer: Any = weight.layer
-        return [_Stored(place, weight.scheme, layer.recipe.weight, weight.tensor.shape[-1]) for place in weight.places]
+        return [_Stored(place, weight.scheme, layer.recipe.weight, _sizes(weight)[1]) for place in weight.places]
 
     def _look_at_codes(self, weight: Weight, stored: list[_Stored]) -> None:
         layer: Any = weight.layer
@@ -275,8 +308,8 @@ class _Loader:
         self.codes.append((weight, stored))
 
     def _look_at_values(self, weight: Weight) -> None:
-        rows = _index_of_rows(self.plan.model, weight.name, weight.tensor)
-        columns = weight.tensor.shape[-1:] if weight.tensor.ndim > 1 else ()
+        rows = _index_of_rows(self.plan.model, weight, self.files.names())
+        columns = weight.tensor.shape[-1:] if _has_rows(weight.tensor, rows) else ()
         for name, index in rows.items():
             shape = (*index.shape[:-1], *columns) if columns else tuple(index.shape)
             if name not in self.files.names():
@@ -313,10 +346,11 @@ class _Loader:
         target = parameter
         if parameter.is_meta or is_quantized_parameter(parameter):
             target = torch.empty(parameter.shape, dtype=parameter.dtype, device=_device_of(parameter, self.device))
-        flat = target.detach().view(-1, *target.shape[-1:]) if target.ndim > 1 else target.detach()
+        has_rows = _has_rows(target, rows)
+        flat = target.detach().view(-1, *(target.shape[-1:] if has_rows else ()))
         for name, index in rows.items():
             found: Any = self.files.get(name)
-            found = found.view(-1, *found.shape[-1:]) if target.ndim > 1 else found
+            found = found.view(-1, *(found.shape[-1:] if has_rows else ()))
             if index.ndim == 0:
                 flat.copy_(found)
             else:

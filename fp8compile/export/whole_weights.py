@@ -16,7 +16,7 @@ from fp8compile import ops
 from fp8compile._compat import local_itself, replicated
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.nn.experts.known_modules import as_it_lies
+from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
 from fp8compile.nn.linear import Linear
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.over_ranks import gather
@@ -106,14 +106,7 @@ def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
     return torch.cat(found).amax(0, keepdim=True)
 
 
-def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
-    """The codes of a converted layer's weight as its forward multiplies them, whole; a stack for experts.
-
-    Args:
-        layer: The layer.
-        parameter: Its weight; a tensor or a DTensor, of values or of codes.
-        dtype: Dtype to which the forward casts values before it quantizes them; None if it does not.
-    """
+def _codes_as_they_lie(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
     if has_codes(local_itself(parameter)):  # a parameter that is codes, or one that FSDP2 has gathered as codes
         return _codes_of_parameter(parameter)
     recipe: Any = layer.recipe
@@ -123,6 +116,21 @@ def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) 
     batch = 1 if parameter.ndim == 3 else 0
     part = Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter), batch))
     return _gathered(quantize_part(part, quantizer, outer_amax=_shared_amax(layer, dtype)))
+
+
+def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
+    """The codes of a converted layer's weight as its forward multiplies them, whole; a stack for experts.
+
+    Args:
+        layer: The layer.
+        parameter: Its weight; a tensor or a DTensor, of values or of codes.
+        dtype: Dtype to which the forward casts values before it quantizes them; None if it does not.
+
+    Returns:
+        Codes (N, K) or (E, N, K), also for modules that keep matrices as (in_features, out_features).
+    """
+    found = _codes_as_they_lie(layer, parameter, dtype)
+    return found.t() if is_transposed(layer) else found
 
 
 def scale_of_input(layer: Linear) -> Tensor:

@@ -54,6 +54,21 @@ def test_logits_are_those_of_the_model_that_was_saved(case, tmp_path, assert_bit
     assert len(str(report).splitlines()) == 1
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama4"])
+@pytest.mark.parametrize("case", ["compressed-tensors tensor", "modelopt nvfp4 rows", "modelopt mxfp8"])
+def test_transposed_experts_come_back(kind, case, tmp_path, assert_bits_equal):
+    model = saved(kind, case, tmp_path / "x")
+    back = other(kind, case)
+    assert "model.layers.0.self_attn.q_proj.weight" in f8.load_quantized(back, tmp_path / "x").codes
+    assert_bits_equal(models.logits(back), models.logits(model))
+    codes = other(kind, case, quantized_parameters=True)  # lie in memory as those that convert makes
+    f8.load_quantized(codes, tmp_path / "x")
+    for name, each in codes.named_parameters():
+        if isinstance(each, f8.QuantizedTensor):
+            own = models.converted(models.make(kind), FORMATS[case], quantized_parameters=True).get_parameter(name)
+            assert [a.quantizer for a in each.sets()] == [b.quantizer for b in own.sets()]
+
+
 @pytest.mark.parametrize("case", ["fine_grained_fp8 block", "compressed-tensors nvfp4"])
 def test_the_stream_of_a_loaded_model_is_its_file(case, tmp_path, assert_bits_equal):
     saved("deepseek_v3", case, tmp_path / "x")
