@@ -17,10 +17,13 @@ __all__ = ["LAZY"]
 
 PACKAGE = __name__.partition(".")[0]
 LAZY = ("parallel", "export", "testing")
+FUNCTIONS = {"load_quantized": "export"}  # functions of these packages that the package itself has too
 
 
 def __getattr__(name: str) -> Any:
     """Import a submodule that the package's ``__init__`` does not import."""
+    if name in FUNCTIONS:
+        return getattr(importlib.import_module(f"{PACKAGE}.{FUNCTIONS[name]}"), name)
     if name in LAZY:
         return importlib.import_module(f"{PACKAGE}.{name}")
     raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
@@ -28,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The names of the package's ``__init__``, and the submodules that it does not import."""
-    return sorted({*vars(sys.modules[PACKAGE]), *LAZY})
+    return sorted({*vars(sys.modules[PACKAGE]), *LAZY, *FUNCTIONS})
 
 
 def _register_on_dtensors() -> None:

@@ -29,11 +29,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from fp8compile.integrations.accelerate import MasterWeights, converted, fsdp2_plugin
 from fp8compile.integrations.conversion import Conversion
+from fp8compile.integrations.transformers_quantizer import F8Config
 from fp8compile.nn import conversion_report
 from fp8compile.nn.assignment import Recipes
 from fp8compile.nn.report import ConversionReport
 
-__all__ = ["F8Callback", "master_weights"]
+__all__ = ["F8Callback", "F8Config", "master_weights"]
 
 OPTIMIZER_IS_MADE = (
     "F8Callback: the Trainer was given an optimizer, and the parameters that it updates are replaced: FSDP2 is told "

@@ -16,7 +16,7 @@ from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedParameter, assign, in_place_of
 
-__all__ = ["check_weights", "not_codes", "quantize_weights"]
+__all__ = ["check_weights", "not_codes", "put_codes", "quantize_weights", "quantizers_of_sets"]
 
 
 def _check_placed(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
@@ -126,6 +126,27 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 "filter."
             )
         _check_shared(names, recipes, module, weight, users[weight])
+
+
+def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
+    """The quantizers of a converted layer's weight, one for each set of codes, as the weight lies in memory.
+
+    Raises:
+        ValueError: The weight can't be kept as codes; the text says why.
+    """
+    if (reason := not_codes(layer.recipe)) is not None:
+        raise ValueError(reason)
+    return _sets_as_it_lies(layer, layer.recipe)
+
+
+def put_codes(layer: Any, name: str, codes: QuantizedParameter) -> None:
+    """Make codes the weight ``name`` of a converted layer."""
+    made = in_place_of(getattr(layer, name), codes)
+    local = local_itself(made)
+    if local.gathers is not None:
+        local.gathers.name = name
+    setattr(layer, name, made)
+    layer.reach_codes()
 
 
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:

@@ -32,6 +32,7 @@ from fp8compile.ops.layer.placements import (
     RowsOverFsdpBase,
     RowsOverFsdpForGradInput,
     RowsOverFsdpForGradWeight,
+    SharedScale,
     Whole,
 )
 from fp8compile.ops.layer.products import multiply_parts
@@ -46,7 +47,7 @@ from fp8compile.tensor import check_serves, has_codes
 __all__ = ["HANDLERS"]
 
 OVER_FSDP = RowsOverFsdpBase, RowsOverFsdpForGradInput, RowsOverFsdpForGradWeight
-ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # other placements take no DTensors
+ON_MESHES = Whole, SharedScale, Delayed, DelayedForGradient, *OVER_FSDP  # other placements take no DTensors
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
         right = _kept(codes, scale, outer_scale, recipe, a.local.shape[0])
     else:
         right = _rows(gemm, left, tensors[1], place) if over_fsdp else _weight(gemm, tensors[1], recipe)
+        if (shared := place.given().get("outer_amax")) is not None:
+            right.given["outer_amax"] = _whole_state(shared)
     operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **right.given)
     if gemm is GRAD_WEIGHT:
         whole = _grad_weight(left, a, right, operands)

@@ -53,7 +53,7 @@ class Cell(NamedTuple):
     optimisation: str
 
 
-PLACES = ("whole", "group", "group of two", "FSDP", "DTensor")
+PLACES = ("whole", "shared scale", "group", "group of two", "FSDP", "DTensor")
 KINDS = ("dense", "grouped")
 SOURCES = ("own amax", "multiplier", "given amax", "given codes", "given pair")
 LEVELS = ("one", "two")
@@ -180,6 +180,10 @@ CALLS: dict[tuple[str, str, bool], tuple[layers.Layer | None, Call]] = {
         layers.DELAYED,
         lambda x, w, given: layers.delayed_linear(x, w, None, *_state(), None, given.recipe)[0],
     ),
+    ("shared scale", "dense", False): (
+        layers.SHARED_SCALE,
+        lambda x, w, given: layers.shared_scale_linear(x, w, None, given.amaxes[0], given.recipe),
+    ),
     ("whole", "grouped", False): (
         layers.GROUPED,
         lambda x, w, given: layers.grouped_linear(x, w, given.ends, None, given.recipe),
@@ -216,7 +220,7 @@ CALLS: dict[tuple[str, str, bool], tuple[layers.Layer | None, Call]] = {
 def takes_amax(place: str, kind: str) -> bool:
     """Whether the ranks of a placement may know the weight's amax: then it is an argument."""
     layer, _ = CALLS.get((place, kind, False), (None, None))
-    return layer is not None and "amax" in layer.placement.__match_args__
+    return layer is not None and bool({"amax", "outer_amax"} & set(layer.placement.__match_args__))
 
 
 GIVEN = ("given codes", "given pair")
@@ -224,6 +228,8 @@ CELLS = [
     cell
     for cell in (Cell(*each) for each in product(PLACES, KINDS, SOURCES, LEVELS, OPTIMISATIONS))
     if (cell.source != "given amax" or takes_amax(cell.place, cell.kind))
+    # without a given amax the layer is the one whose tensors are whole
+    and (cell.place != "shared scale" or cell[1:3] == ("dense", "given amax"))
     and (cell.place != "group of two" or cell[1:4] == ("grouped", "own amax", "two"))
     # codes have no gradient, so a weight that is given as codes is a frozen one
     and not (cell.source in GIVEN and cell.optimisation in ("all gradients", "input without gradient"))
@@ -336,7 +342,8 @@ def _measure(cell: Cell, *, graph: bool, is_plain: bool = False) -> Measured:
     place, amaxes = "whole" if is_plain else cell.place, []
     if cell.source == "given amax" and not is_plain:
         slots = recipe.weight, recipe.quantizer_read("weight_for_grad_input")
-        amaxes = [amax(weight, each) for each in slots]
+        is_shared = cell.place == "shared scale"
+        amaxes = [weight.float().abs().amax().view(1)] if is_shared else [amax(weight, each) for each in slots]
     if cell.source in GIVEN and not is_plain:
         weight = _codes(weight, recipe, is_pair=cell.source == "given pair")
     else:

@@ -36,6 +36,7 @@ from fp8compile.ops.layer.quantize import (
     PYTHON_OF_STEPS,
     Steps,
     dequantized,
+    has_one_scale,
     in_whole_blocks,
     is_cut_within,
     quantize_part,
@@ -115,6 +116,7 @@ class Operands:
         weight_in_turns: Whether forward and backward find different codes of the weight in the same memory, so that
             each has to read the memory itself.
         weight_amax: Amaxes of the whole weight for this product, if they are known.
+        outer_amax: The amax, (1,) float32, for the one scale that the whole weight has, if several weights share it.
         rows: How FSDP cuts the weight along its first dim, so that codes are gathered before the product; else None.
     """
 
@@ -126,6 +128,7 @@ class Operands:
     weight: Quantized | None = None
     weight_in_turns: bool = False
     weight_amax: Tensor | None = None
+    outer_amax: Tensor | None = None
     rows: Rows | None = None
 
     # ------------------------------------------------------------------ operands
@@ -228,6 +231,8 @@ class Operands:
             return self._by_multiplier(part, quantizer, slot)
         if self.weight_amax is not None and slot in WEIGHT_SLOTS:
             return quantize_part(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
+        if self.outer_amax is not None and slot in WEIGHT_SLOTS and has_one_scale(quantizer):
+            return quantize_part(part, quantizer, self._steps(part, slot), outer_amax=self.outer_amax)
         if part.layout.batch and quantizer.has_outer_scale():
             quantizer = _as_summed(part, quantizer, slot)
             if self.phase is Phase.FORWARD:

@@ -37,6 +37,7 @@ __all__ = [
     "RowsOverFsdpBase",
     "RowsOverFsdpForGradInput",
     "RowsOverFsdpForGradWeight",
+    "SharedScale",
     "Whole",
     "WholeGroups",
     "sum_of_tokens",
@@ -170,6 +171,33 @@ class Whole(Placement):
                 "given. Keep one for each layer, fp8compile.DelayedState.initial(recipe), and pass state=; or use "
                 "fp8compile.Linear or fp8compile.convert, which keep it in buffers."
             )
+
+
+@dataclass(slots=True)
+class SharedScale(Whole):
+    """Every tensor is whole, and the weight shares its one scale with other weights, such as q with k and v.
+
+    Attributes:
+        outer_amax: The largest magnitude of all these weights, (1,) float32; None while autograd keeps it.
+    """
+
+    outer_amax: Tensor | None
+
+    def given(self) -> dict[str, Any]:
+        """Keyword arguments of `Operands`: the amax that the weights have in common."""
+        return {"outer_amax": self.outer_amax}
+
+    def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
+        """The placement of the op for grad_weight, which does not read the weight."""
+        return Whole()
+
+    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
+        """This placement without the amax, and the amax, which autograd saves for grad_input."""
+        return replace(self, outer_amax=None), (self.outer_amax,)
+
+    def restored(self, saved: Sequence[Tensor | None]) -> Placement:
+        """This placement with the saved amax."""
+        return replace(self, outer_amax=saved[0])
 
 
 @dataclass(slots=True)
