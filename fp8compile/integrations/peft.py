@@ -32,12 +32,13 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from fp8compile._compat import is_dtensor
+from fp8compile.nn.calibrate import set_row
 from fp8compile.nn.experts.added import add_to_product, no_longer_add, takes_additions
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.grouped import grouped_linear
-from fp8compile.nn.linear import Linear
+from fp8compile.nn.linear import STATE, Linear
 from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.tensor import has_codes, is_quantized_parameter
 
 __all__ = ["register"]
@@ -51,14 +52,14 @@ SPREAD = (
 
 
 class _Base:
-    """What a base layer had before adapters were merged into it: its weight, bias and the amax of delayed scaling."""
+    """What a base layer had before adapters were merged: its weight, its bias, the weight's row of delayed scaling."""
 
     def __init__(self, layer: Any, name: str) -> None:
         self.weight: nn.Parameter = layer._parameters[name]
         bias = layer._parameters.get("bias") if name == "weight" else None
         self.bias: Tensor | None = None if bias is None else bias.detach().clone()
-        history = layer._buffers.get("amax_history")
-        self.amax: Tensor | None = None if history is None else history[ROW_OF_WEIGHT, 0].clone()
+        state = [layer._buffers[each] for each in STATE if each in layer._buffers]
+        self.rows: list[Tensor] = [each[ROW_OF_WEIGHT].clone() for each in state]
 
     def put_back(self, layer: Any, name: str) -> None:
         """Give a layer all of it again: the same parameter, not a copy."""
@@ -66,8 +67,8 @@ class _Base:
         with torch.no_grad():
             if self.bias is not None:
                 layer.bias.copy_(self.bias)
-            if self.amax is not None:
-                layer.amax_history[ROW_OF_WEIGHT, 0] = self.amax
+            for key, row in zip(STATE, self.rows, strict=False):
+                layer._buffers[key][ROW_OF_WEIGHT] = row
 
 
 def _values_of(weight: Tensor) -> Tensor:
@@ -76,13 +77,18 @@ def _values_of(weight: Tensor) -> Tensor:
 
 
 def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
-    """Give a layer codes of new values, made by the quantizers of the codes that it had."""
+    """Give a layer codes of new values, made by the quantizers of the codes that it had.
+
+    With delayed scaling the weight's scale is that of the new values, because adapters may enlarge the amax.
+    """
     made = copy.deepcopy(weight)
     is_frozen, made.frozen = made.frozen, False
     setattr(layer, name, made)
-    if isinstance(layer, Linear):
-        layer.own_weight()
     with torch.no_grad():
+        if isinstance(layer, Linear):
+            layer.own_weight()
+            if isinstance(quantizer := layer.recipe.weight, DelayedScaling):
+                set_row(layer, ROW_OF_WEIGHT, quantizer, values.abs().amax().float())
         made.copy_(values)
     made.frozen = is_frozen
 
@@ -232,8 +238,8 @@ class LoraLinear(_OverCodes, lora.Linear):
             self.lora_magnitude_vector[adapter_name].__class__ = _DoraOverCodes
 
 
-class LoraExperts(_OverCodes, lora.ParamWrapper):
-    """PEFT's LoRA layer over a stack of experts' matrices.
+class ParamWrapper(_OverCodes, lora.ParamWrapper):
+    """PEFT's LoRA layer over a stack of experts' matrices; PEFT knows it by the name of its own class.
 
     PEFT's own adds the product of A and B, of the stack's size, to the weight in each forward. Here each row is
     multiplied by A and then by B of its expert, and the result is added, so that the base's codes stay what they are.
@@ -290,7 +296,7 @@ class LoraExperts(_OverCodes, lora.ParamWrapper):
         """The experts without adapters, merged or not."""
         layer: Any = self
         found: nn.Module = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
-        while isinstance(layer, LoraExperts):
+        while isinstance(layer, ParamWrapper):
             no_longer_add(found, layer.parameter_name)
             layer = layer.base_layer
         return found
@@ -322,7 +328,7 @@ def register(config: LoraConfig, *, merge_to: str = "codes") -> LoraConfig:
         raise ValueError(f"register: merge_to is {merge_to!r}; it is 'codes' or 'values'.")
     makers: dict[Any, Any] = {
         Linear: partial(LoraLinear, merge_to=merge_to),
-        ConvertedExperts: partial(LoraExperts, merge_to=merge_to),
+        ConvertedExperts: partial(ParamWrapper, merge_to=merge_to),
     }
     config._register_custom_module(makers)
     return config

@@ -17,7 +17,7 @@ from fp8compile.nn.model_type import Model, check_model
 from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "set_row"]
 
 ROW_OF_INPUT = 0  # in a state of delayed scaling
 
@@ -83,7 +83,7 @@ def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module
             )
 
 
-def _set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
+def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
     """Set one tensor's multiplier by an amax, and make that the only amax of its history."""
     history, multiplier = torch.zeros_like(layer.amax_history[row]), torch.ones_like(layer.multiplier[row])
     history[0] = layer.amax_history[row, 0]  # that of a quantized weight
@@ -131,7 +131,7 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
         for layer, recipe in layers.items():
             if layer.recipe.history():
                 quantizer: Any = layer.recipe.input
-                _set_row(layer, ROW_OF_INPUT, quantizer, amaxes[layer])
+                set_row(layer, ROW_OF_INPUT, quantizer, amaxes[layer])
                 continue
             become_float8(layer, recipe, None)
             for row, own, amax in (
@@ -139,5 +139,5 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
                 (ROW_OF_WEIGHT, recipe.weight, layer.weight.abs().amax().float()),
             ):
                 assert isinstance(own, DelayedScaling)
-                _set_row(layer, row, own, amax)
+                set_row(layer, row, own, amax)
     return model
