@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from gloo_ranks import shared_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -223,3 +225,35 @@ def test_what_is_not_taken_is_said():
         f8peft.register(1)
     with pytest.raises(ValueError, match="merge_to is 'bf16'; it is 'codes' or 'values'"):
         f8peft.register(peft.LoraConfig(), merge_to="bf16")
+
+
+# ------------------------------------------------------------------------------------------------- ranks
+
+
+def losses_under_fsdp2(name, use_dora):
+    """On a rank: whether training over a base in codes that FSDP2 shards has the losses of one process."""
+    from gloo_ranks import GROUPS
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = adapted(base_of(f8.recipes.by_name(name)), use_dora=use_dora)
+    expected = trained(adapted(base_of(f8.recipes.by_name(name)), use_dora=use_dora))
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = trained(model)
+    try:
+        model.merge_adapter()
+    except RuntimeError as error:
+        assert "spread over ranks" in str(error)
+    else:
+        raise AssertionError("merged a shard")
+    return found == expected or (found, expected)
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups of ranks in a subclass need PyTorch 2.12")
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_fsdp2_shards_a_base_in_codes(use_dora):
+    # all ranks have the same rows, so that the mean of their gradients is each rank's
+    assert shared_ranks().run(losses_under_fsdp2, "blockwise", use_dora) == [True] * 4
