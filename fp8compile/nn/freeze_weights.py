@@ -40,6 +40,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
         input=recipe.input,
         weight=recipe.weight,
         fast_accumulation_output=recipe.fast_accumulation_output,
+        dequantized_output=recipe.dequantized_output,
         dequantized_gradients=True,
         emulate=recipe.emulate,
     )
