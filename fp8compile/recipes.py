@@ -37,6 +37,7 @@ __all__ = [
     "rowwise",
     "rowwise_bf16_wgrad",
     "tensorwise",
+    "weight_only",
 ]
 
 TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
@@ -369,6 +370,24 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
         grad_output_for_grad_weight=turned,
         input_for_grad_weight=turned,
     )
+
+
+def weight_only(quantizer: Quantizer | None = None) -> Recipe:
+    """Codes for the weight alone: W4A16, to train for serving with four-bit weights (QAT), and W8A16.
+
+    The output multiplies x by the values of the weight's codes in high precision. Gradients are those of that function
+    for x, and pass straight through the rounding for the weight: ``dy @ values`` and ``dy^T @ x``.
+
+    Args:
+        quantizer: Quantizer of w_NK, with current scaling. By default that of NVFP4, four bits with a scale for 16
+            values of a row; ``fp8compile.CurrentScaling(...)`` for eight bits.
+
+    Raises:
+        TypeError: The argument is not a quantizer.
+        ValueError: The quantizer has delayed scaling or a transform.
+    """
+    own = TwoLevelScaling(block=NV_LINE) if quantizer is None else quantizer
+    return Recipe(weight=own, dequantized_output=True, dequantized_gradients=True)
 
 
 READY: dict[str, Callable[..., Recipe]] = {

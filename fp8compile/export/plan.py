@@ -212,7 +212,10 @@ class _Planner:
             self.plan.notes.append(text)
 
     def _note_scheme(self, scheme: Scheme, layer: Any) -> None:
-        self.note(scheme.served)
+        if layer.recipe.input is not None:
+            self.note(scheme.served)
+        elif not scheme.served:
+            self.note(f"{scheme.name} quantizes inputs too, which training multiplies in high precision.")
         block = layer.recipe.weight.block
         if scheme.kind in ("mx", "nvfp4") and block[0] > 1:
             self.note(

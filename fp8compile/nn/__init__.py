@@ -1,7 +1,9 @@
 """The FP8 linear layer, and the functions that convert a model's layers to FP8."""
 
+from fp8compile.nn.calibrate import calibrate
 from fp8compile.nn.convert import convert, revert
 from fp8compile.nn.delayed_states import reset_delayed_scaling
+from fp8compile.nn.freeze_weights import freeze_weights
 from fp8compile.nn.functional import linear
 from fp8compile.nn.grouped import grouped_linear, grouped_mm
 from fp8compile.nn.linear import Linear
@@ -17,9 +19,11 @@ __all__ = [
     "DelayedState",
     "Linear",
     "MasterWeights",
+    "calibrate",
     "compile",
     "conversion_report",
     "convert",
+    "freeze_weights",
     "grouped_linear",
     "grouped_mm",
     "linear",

@@ -27,6 +27,14 @@ from fp8compile.tensor import GATHERED, PLAIN, shown
 __all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
 
 
+def _why_no_gemm(recipe: Recipe | None) -> str:
+    """The reason why a converted layer multiplies nothing in FP8."""
+    if recipe is None or not recipe.dequantized_output:
+        return "every slot of the recipe is None"
+    read = " and ".join(slot for slot in ("input", "weight") if getattr(recipe, slot) is not None)
+    return f"the output multiplies the values of the codes of {read} in high precision (dequantized_output)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConversionRow:
     """The report on one layer: a linear, a module of experts, or a weight that other code multiplies.
@@ -94,7 +102,7 @@ class ConversionRow:
             return Note(f"the forward never called {what}", "none")
         names = self.float8_gemms()
         if not names:
-            return Note("every slot of the recipe is None", "none")
+            return Note(_why_no_gemm(self.recipe), "none")
         words = [ALL_GEMMS if len(names) == len(GEMMS) else ", ".join(names)]
         words += ["weight kept as codes"] if self.quantized_weight else []
         text = "; ".join(words)

@@ -23,8 +23,14 @@ def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
         weight=taken.weight,
         keep_weight_codes=keeps,
         fast_accumulation_output=taken.fast_accumulation_output,
-        dequantized_gradients=taken.input is not None and _dequantizes(recipe, taken),
+        dequantized_output=taken.dequantized_output,
+        dequantized_gradients=_has_codes(taken) and _dequantizes(recipe, taken),
     )
+
+
+def _has_codes(recipe: Recipe) -> bool:
+    """Whether the output reads codes."""
+    return recipe.input is not None or recipe.weight is not None
 
 
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
@@ -32,7 +38,7 @@ def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
 
     The layer's recipe decides. If its forward is in high precision and has no codes, the new recipe decides.
     """
-    if recipe.input is not None:
+    if _has_codes(recipe):
         return recipe.dequantized_gradients
     return forward.dequantized_gradients and any(recipe.quantizers(gemm) is None for gemm in GEMMS[1:])
 

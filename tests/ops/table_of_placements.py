@@ -63,6 +63,7 @@ OPTIMISATIONS = (
     "input without gradient",
     "kept weight codes",
     "dequantized gradients",
+    "weight's codes alone",
 )
 
 # ---------------------------------------------------------------------------------- recipes
@@ -92,6 +93,9 @@ def recipe_of(cell: Cell) -> Recipe:
     if cell.optimisation == "dequantized gradients":
         slots = dict.fromkeys(slot for gemm in GEMMS[1:] for slot in (gemm.a, gemm.b))
         return replace(recipe, **slots, dequantized_gradients=True)
+    if cell.optimisation == "weight's codes alone":  # of one-sided products: W4A16, W8A16
+        slots = dict.fromkeys(slot for gemm in GEMMS[1:] for slot in (gemm.a, gemm.b))
+        return replace(recipe, **slots, input=None, dequantized_output=True, dequantized_gradients=True)
     return recipe
 
 
@@ -296,7 +300,7 @@ LISTED = (
         reason="gradients read the values of the forward's codes: a second set serves nobody",
         text="weight has codes of",
         source=("given pair",),
-        optimisation=("dequantized gradients",),
+        optimisation=("dequantized gradients", "weight's codes alone"),
     ),
     Listed(
         reason="ends of groups are those of one rank's rows, and no dim of a DTensor",
@@ -316,6 +320,13 @@ LISTED = (
         is_meaning=False,
         source=("multiplier",),
         optimisation=("dequantized gradients",),
+    ),
+    Listed(
+        reason="delayed scaling has no recipe whose output stays in high precision",
+        text="Recipe: dequantized_output",
+        is_meaning=False,
+        source=("multiplier",),
+        optimisation=("weight's codes alone",),
     ),
     Listed(
         reason="ranks that share an expert's matrix do not reduce its outer amax, and noise is that of a rank's place",

@@ -53,6 +53,7 @@ __all__ = ["Operands", "Phase"]
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}  # slot -> row of a layer's state
 WEIGHT_SLOTS = (OUTPUT.b, GRAD_INPUT.b)
+GRADIENT_SLOTS = TENSORS["grad_output"]
 
 
 class Phase(Enum):
@@ -172,9 +173,10 @@ class Operands:
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
     def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
-        """The right operand of a product in high precision; a weight that FSDP cuts is gathered.
+        """An operand of a product in high precision; a weight that FSDP cuts is gathered.
 
-        With ``dequantized_gradients`` the operand holds the values of the codes that the forward multiplied.
+        With ``dequantized_output`` the operand holds the values of its codes; with ``dequantized_gradients`` those of
+        the codes that the forward read.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
@@ -237,13 +239,18 @@ class Operands:
             quantizer = _as_summed(part, quantizer, slot)
             if self.phase is Phase.FORWARD:
                 return _codes_of_stack(part.local, part.layout, quantizer)
-        elif self._reads_once(part) and not self.recipe.is_dequantized(slot):
+        elif self._reads_once(part) and self._shares_read(slot):
             return by_one_read(part, slot, self.recipe, self._steps(part, slot))
         return quantize_part(part, quantizer, self._steps(part, slot))
 
     def _reads_once(self, part: Plain) -> bool:
         """Whether kernels may read a tensor once for two purposes: in compiled code on a GPU, with gradients."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local)
+
+    def _shares_read(self, slot: str) -> bool:
+        """Whether one kernel may read the tensor for both GEMMs that multiply its codes."""
+        recipe = self.recipe
+        return not recipe.is_dequantized(slot) and (not recipe.dequantized_output or slot in GRADIENT_SLOTS)
 
     def _groups(self, part: Plain, slot: str) -> Quantized:
         recipe = self.recipe
