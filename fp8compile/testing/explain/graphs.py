@@ -24,7 +24,7 @@ from fp8compile.testing.explain.unfolded_graph import Value
 from fp8compile.testing.explain.weight_flow import LAYER_OPS, PRODUCTS
 from fp8compile.testing.graphs.recording import node_value, user_place
 
-__all__ = ["GraphGemm", "describe", "graph_gemms"]
+__all__ = ["GraphGemm", "code_sizes", "describe", "graph_gemms"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
@@ -97,7 +97,7 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
     return _described(a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b)
 
 
-def _code_sizes(a: Quantizer, b: Quantizer) -> dict[str, int]:
+def code_sizes(a: Quantizer, b: Quantizer) -> dict[str, int]:
     """The values of ``code_bits`` and ``sum_to`` of a `GraphGemm` for two quantizers."""
     bits = max(a.code_bits(), b.code_bits())
     return {"code_bits": bits, "sum_to": MX_BLOCK if is_mx(a) and is_mx(b) else ALIGNMENT * 8 // bits}
@@ -126,7 +126,7 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
     parameters: tuple[bool, ...] = ()
     codes: dict[str, int] = {}
     if quantizers is not None:
-        codes = _code_sizes(*quantizers)
+        codes = code_sizes(*quantizers)
         operands = [value.operand(0), value.operand(1)]
         casts = tuple(
             (owners.source(operand), quantizer, tensor.numel())
@@ -157,7 +157,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
     codes, left, right = {}, a.shape, b.shape
     if value.op == "fp8compile::scaled_mm":  # part of a decomposed layer op, as on DTensors; has its quantizers
         quantizers: Any = value.node.args[4:6]
-        is_fp8, runs, codes = True, _described(*quantizers), _code_sizes(*quantizers)
+        is_fp8, runs, codes = True, _described(*quantizers), code_sizes(*quantizers)
         # two codes may share a byte
         left, right = (each.values_shape(shape) for each, shape in zip(quantizers, (left, right), strict=True))
     return {
