@@ -49,7 +49,7 @@ def _alone(call: ModuleCall, given: ModuleCall, seed: int) -> tuple[Tensor | Non
         wanted = [*([x] if x is not None and x.requires_grad else []), *parameters]
         if y is None or given.grad_output is None or not y.requires_grad or not wanted:
             return y, None, []
-        grads = list(torch.autograd.grad(y, wanted, given.grad_output, allow_unused=True))
+        grads: list[Tensor | None] = list(torch.autograd.grad(y, wanted, given.grad_output, allow_unused=True))
     grad_x = grads.pop(0) if len(grads) > len(parameters) else None
     return y, grad_x, grads
 

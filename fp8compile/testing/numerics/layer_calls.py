@@ -117,9 +117,9 @@ class _Listening(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in (linear, grouped_linear) or id(kwargs.get("recipe")) not in self.names:
             return func(*args, **kwargs)
-        if func is linear:
-            return self._multiplied(self.names[id(kwargs["recipe"])], *args[:2], None, args[2])
-        return self._multiplied(self.names[id(kwargs["recipe"])], *args[:4])
+        x, weight, *rest = args
+        offsets, bias = (None, rest[0]) if func is linear else rest[:2]
+        return self._multiplied(self.names[id(kwargs["recipe"])], x, weight, offsets, bias)
 
     def _multiplied(self, name: str, x: Tensor, weight: Tensor, offsets: Tensor | None, bias: Tensor | None) -> Tensor:
         given = in_dtype_of_autocast("advise", {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})})

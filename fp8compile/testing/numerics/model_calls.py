@@ -43,6 +43,7 @@ def loss_of(function: str, output: Any, loss: Loss | None) -> Tensor:
     Raises:
         TypeError: ``output`` has no loss, or ``loss`` returns no scalar that requires grad.
     """
+    found: Any
     if loss is not None:
         found = loss(output)
     elif isinstance(output, Mapping):

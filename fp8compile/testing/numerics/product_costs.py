@@ -84,10 +84,12 @@ def _product(gemm: Gemm, recipe: Recipe | None, sizes: _Sizes, peaks: Peaks) -> 
         return Cost(moved, least_seconds(operations, moved, peak, peaks))
     codes = code_sizes(*quantizers)
     bits, to = codes["code_bits"], codes["sum_to"]
-    padding = (summed + -summed % to) / summed * (columns + -columns % ALIGNMENT) / columns if summed * columns else 1
-    moved = read * bits / 8 + written
+    padding: float = 1
+    if summed and columns:
+        padding = (summed + -summed % to) / summed * (columns + -columns % ALIGNMENT) / columns
+    moved_codes = read * bits / 8 + written
     peak = peaks.of_codes(bits, is_mx=to == MX_BLOCK)
-    return Cost(moved, least_seconds(operations * padding, moved, peak, peaks))
+    return Cost(moved_codes, least_seconds(operations * padding, moved_codes, peak, peaks))
 
 
 def _casts(gemms: Iterable[Gemm], recipe: Recipe, sizes: _Sizes) -> float:
