@@ -27,8 +27,8 @@ from fp8compile.layout.quantized import Plain
 from fp8compile.ops.inductor_hints import after
 from fp8compile.ops.layer.elements import elements_of, total
 from fp8compile.ops.layer.layer import operands_of, part_of_tokens
-from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Operands, Phase
 from fp8compile.ops.layer.one_read import ALONG_ROWS
+from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Operands, Phase
 from fp8compile.ops.layer.placements import Placement
 from fp8compile.ops.layer.statistics import columns_of
 from fp8compile.ops.registry import register_op

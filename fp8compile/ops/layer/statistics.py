@@ -151,9 +151,7 @@ STATISTICS: dict[str, Statistic] = {
         Statistic("scale_min", ("scale_min",), lambda totals: -totals["scale_min"]),
         _as_it_is("scale_max"),
         _as_it_is("square_error"),
-        Statistic(
-            "mse", ("square_error",), lambda t: t["square_error"] / t[NUMEL] if t[NUMEL] else math.nan
-        ),
+        Statistic("mse", ("square_error",), lambda t: t["square_error"] / t[NUMEL] if t[NUMEL] else math.nan),
         Statistic("sqnr", ("square", "square_error"), _sqnr),
         Statistic("range", ("amax", "smallest"), _range),
         Statistic("exponents", EACH_EXPONENT, lambda totals: [totals[name] for name in EACH_EXPONENT]),
