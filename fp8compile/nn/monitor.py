@@ -71,11 +71,11 @@ class Monitor:
             name: Observer.empty(totals, 1, layer.weight.device) for name, layer in self._layers.items()
         }
         self._step = 0
-        self._reads(True)
+        self._give(self._observers)
 
-    def _reads(self, reads: bool) -> None:
+    def _give(self, observers: dict[str, Observer]) -> None:
         for name, layer in self._layers.items():
-            layer._observer = self._observers[name] if reads else None
+            layer._observer = observers.get(name)
 
     @property
     def is_reading(self) -> bool:
@@ -88,7 +88,7 @@ class Monitor:
         if self.is_reading:
             for observer in self._observers.values():
                 observer.reset()
-        self._reads(self.is_reading)
+        self._give(self._observers if self.is_reading else {})
 
     def read(self) -> Reading:
         """The statistics of the last step that was read, micro-batches together; this waits for the device.

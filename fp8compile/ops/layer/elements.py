@@ -184,7 +184,7 @@ def total(elements: Elements, each: Tensor, combine: str) -> Tensor:
 
 
 def _pieces(each: Tensor, combine: str, block: Block) -> Tensor:
-    rows, columns = block
+    _, columns = block
     if columns == 1:
         return _reduced(each, combine, 0)
     if columns > 1 and guard_or_false(each.shape[1] % columns == 0):

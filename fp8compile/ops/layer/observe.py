@@ -7,8 +7,8 @@
 They ask `Operands` for the same codes that the products ask for. In a graph both make the same nodes, so codes are
 made once, and what is counted of them fuses with the cast. In eager mode codes are made a second time.
 
-The buffer is written in the backward, as the state of delayed scaling is: once, whatever checkpointing repeats. Without
-a backward nothing is written.
+The buffer is written in the backward, as the state of delayed scaling is: once, whatever checkpointing repeats.
+Without a backward nothing is written.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ the step below F, n the number of elements of the whole tensor.
     range           log2 amax - log2 of the smallest |x| that is not 0
     exponents       how many elements have the code of each exponent field, a list of 32
 
-A statistic is made of totals. A total is a number of each element, added up (``"sum"``) or its maximum (``"max"``): over
-this rank's elements in the graph, over backwards in a buffer, over ranks when it is read.
+A statistic is made of totals. A total is a number of each element, added up (``"sum"``) or its maximum (``"max"``):
+over this rank's elements in the graph, over backwards in a buffer, over ranks when it is read.
 """
 
 from __future__ import annotations
