@@ -6,6 +6,7 @@ from fp8compile.nn.functional import linear
 from fp8compile.nn.grouped import grouped_linear, grouped_mm
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.master_weights import MasterWeights
+from fp8compile.nn.monitor import Monitor
 from fp8compile.nn.regions import compile, repeated_blocks
 from fp8compile.nn.report import ConversionReport, ConversionRow, conversion_report
 from fp8compile.nn.set_recipe import set_recipe
@@ -17,6 +18,7 @@ __all__ = [
     "DelayedState",
     "Linear",
     "MasterWeights",
+    "Monitor",
     "compile",
     "conversion_report",
     "convert",

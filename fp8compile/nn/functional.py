@@ -10,6 +10,8 @@ from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.nn.state import DelayedState, check_state
 from fp8compile.ops import delayed_linear
 from fp8compile.ops import linear as linear_op
+from fp8compile.ops.layer.layers import DELAYED, LINEAR
+from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
 
@@ -119,8 +121,18 @@ def checked_operands(
     return x, weight, bias
 
 
+def _given(observer: Observer | None) -> dict[str, Observer]:
+    return {} if observer is None else {"observer": observer}
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, state: DelayedState | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    state: DelayedState | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, as the recipe says.
 
@@ -135,6 +147,7 @@ def linear(
         bias: Shape (out_features,), the dtype of ``x``, or None. It is added in that dtype.
         recipe: Quantizers for the operands of each GEMM.
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
+        observer: Where the backward adds up statistics of the operands; `fp8compile.Monitor` gives layers one.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
@@ -148,12 +161,16 @@ def linear(
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
-        return handle_torch_function(linear, (x, weight, bias), x, weight, bias, recipe=recipe, state=state)
+        return handle_torch_function(
+            linear, (x, weight, bias), x, weight, bias, recipe=recipe, state=state, **_given(observer)
+        )
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)
     check_state(state)
     if has_codes(weight):
         check_serves("linear", weight, recipe)  # the op checks too, but torch.compile would wrap its error
     if state is None:
-        return linear_op(x, weight, bias, recipe)
-    return delayed_linear(x, weight, bias, *state, recipe)[0]
+        y = linear_op(x, weight, bias, recipe)
+        return y if observer is None else LINEAR.observe(y, x, weight, observer=observer, recipe=recipe)
+    y, used, *_ = delayed_linear(x, weight, bias, *state, recipe)
+    return y if observer is None else DELAYED.observe(y, x, weight, used, observer=observer, recipe=recipe)

@@ -19,6 +19,7 @@ from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
+from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
 
@@ -63,6 +64,7 @@ class Linear(CodesInState, nn.Linear):
     amax_group: str | None = None  # the group's name: a group can be neither copied nor pickled
     amax_history: Tensor  # this and `multiplier` exist only if the recipe has delayed scaling
     multiplier: Tensor
+    _observer: Observer | None = None  # only in a step whose statistics a `fp8compile.Monitor` reads
     _plain: ClassVar[type[nn.Linear]] = nn.Linear  # the class that `revert` restores; made subclasses set their own
 
     def __init__(
@@ -145,7 +147,10 @@ class Linear(CodesInState, nn.Linear):
         """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
         recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
         warn_if_not_sharded(self)
-        return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state())
+        given: Any = {"recipe": recipe, "state": self.delayed_state()}
+        if self._observer is not None:
+            given["observer"] = self._observer
+        return linear(input, self.weight, self.bias, **given)
 
     def delayed_state(self) -> DelayedState | None:
         """The state of delayed scaling, made of the layer's buffers; None if the recipe has no delayed scaling."""

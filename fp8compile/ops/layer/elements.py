@@ -1,0 +1,192 @@
+"""The elements of an operand beside their codes and scales, for statistics of what a cast does to them.
+
+    operand                     values, codes, scales                       totals
+    a matrix                    (M, K)                                      (1,)
+    a stack                     (E, N, K)                                   (E,)
+    groups, codes along rows    (R, K), a row belongs to a group            (E,)
+    groups, codes along tokens  (C, K), a column of codes is a row here     (E,)
+
+A sum goes through a matrix as the cast does, so that Inductor makes one kernel of both: along rows, within the blocks
+of a row, or along columns. A second, small kernel adds the pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile._compat import guard_or_false
+from fp8compile.formats import Float4Format, Float8Format
+from fp8compile.layout.cuts import SIDES
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.groups.layout import (
+    alignment,
+    group_of_rows,
+    group_to_read,
+    row_of_columns,
+    sizes_of_groups,
+)
+from fp8compile.ops.layer.over_ranks import as_operand
+from fp8compile.ops.layer.quantize import expanded_scales
+from fp8compile.ops.layer.quantize_groups import as_values_of_rows
+from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.blocks import Block, as_matrix
+from fp8compile.quantizers.hadamard import random_hadamard
+
+__all__ = ["Elements", "elements_of", "total"]
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of an operand on this rank.
+
+    Attributes:
+        values: What was cast, float32: the values, after the quantizer's transform if it has one.
+        codes: Their codes, one a byte.
+        scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
+            broadcasts against ``values``.
+        format: Format of the codes.
+        block: Block of the quantizer, over a matrix as ``values`` has it.
+        group: The group of each row; the number of groups for a row that belongs to none. None without groups.
+        numel: Number of elements, padding left out, shape (1,) or (E,), float64.
+    """
+
+    values: Tensor
+    codes: Tensor
+    scale: Tensor
+    format: Float8Format | Float4Format
+    block: Block
+    group: Tensor | None
+    numel: Tensor
+
+    def decoded(self) -> Tensor:
+        """The numbers that codes stand for, before scales, float32."""
+        return self.format.decode(self.codes)
+
+    def dequantized(self) -> Tensor:
+        """The values that the product multiplies: codes times scales, float32."""
+        return self.decoded() * self.scale
+
+
+def elements_of(part: Plain, found: Quantized, numel: int, *, along_tokens: bool) -> Elements:
+    """Lay values, codes and scales of an operand beside each other.
+
+    Args:
+        part: The values on this rank.
+        found: Their codes, before ranks gather them.
+        numel: Number of elements of a matrix, or of each matrix of a stack, without padding.
+        along_tokens: Whether codes of groups lie along tokens.
+    """
+    if part.layout.ends is not None:
+        return _of_groups(part, found, along_tokens=along_tokens)
+    operand, *windows = as_operand(found)
+    values = part.local if part.layout.batch else as_matrix(part.local)
+    for dim, window in zip(SIDES, windows, strict=True):
+        values = values if window is None else window.embed(values, dim)
+    scale = operand.scale if part.layout.batch or operand.scale.ndim != 1 else operand.grid()
+    codes, quantizer = one_a_byte(operand.codes if part.layout.batch else as_matrix(operand.codes), operand.quantizer)
+    scales = expanded_scales(codes, scale, quantizer)
+    if (outer := operand.outer_scale) is not None:
+        scales = scales * (outer.view(-1, 1, 1) if part.layout.batch else outer)
+    matrices = part.local.shape[0] if part.layout.batch else 1
+    count = torch.full((matrices,), numel, dtype=torch.float64, device=values.device)
+    values = _transformed(values.float(), quantizer)
+    return Elements(values, codes, scales, quantizer.element_format(), quantizer.block, None, count)
+
+
+def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
+    if not (signs := quantizer.transform()):
+        return values
+    dim = 0 if quantizer.block[1] == 1 else 1
+    if values.ndim == 2:
+        return random_hadamard(values, dim, signs)
+    stack = values.transpose(-2, -1) if dim == 0 else values  # along rows no group has elements of two matrices
+    found = random_hadamard(stack.flatten(0, 1), 1, signs).view(*stack.shape[:2], -1)
+    return found.transpose(-2, -1) if dim == 0 else found
+
+
+def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements:
+    ends: Any = part.layout.ends  # the caller has asked
+    x, groups = part.local, ends.shape[0]
+    numel = sizes_of_groups(ends).double() * x.shape[1]
+    if not along_tokens:
+        operand, _, window = as_operand(as_values_of_rows(found, x.shape[1]))
+        values = x if window is None else window.embed(x, SIDES[1])
+        scale = expanded_scales(operand.codes, operand.scale, operand.quantizer)
+        if operand.outer_scale is not None:
+            scale = scale * operand.outer_scale[group_to_read(ends, x.shape[0])].unsqueeze(1)
+        group, codes, quantizer = group_of_rows(ends, x.shape[0]), operand.codes, operand.quantizer
+        values = torch.where((group < groups).unsqueeze(1), values, 0)  # rows behind the groups may hold anything
+    else:
+        codes, quantizer = one_a_byte(found.codes, found.quantizer)
+        codes, rows = codes.t(), quantizer.block[0]
+        row, group = row_of_columns(ends, alignment(quantizer), codes.shape[0])
+        values = torch.where((row >= 0).unsqueeze(1), pad(x, (0, 0, 0, 1))[row], 0)
+        place = group if rows == -1 else torch.arange(codes.shape[0], device=codes.device) // rows
+        scale = quantizer.scale_values(_grid_along_tokens(found, rows, codes.shape))[place]
+        if found.outer_scale is not None:
+            scale = scale * found.outer_scale[group].unsqueeze(1)
+        if not quantizer.transform():  # which fills a group's last block
+            group = torch.where(row >= 0, group, groups)
+    values = _transformed(values.float(), quantizer)
+    return Elements(values, codes, scale, quantizer.element_format(), (1, quantizer.block[1]), group, numel)
+
+
+def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
+    """Scales of blocks of tokens as rows: (blocks, features) or (E, features or 1)."""
+    if rows == -1 or found.scale.ndim == 2:
+        return found.scale
+    from fp8compile.scale_layouts import untiled
+
+    return untiled(found.scale, shape[1], shape[0] // rows).t()
+
+
+# ---------------------------------------------------------------------------------- totals
+
+
+def _reduced(values: Tensor, combine: str, dim: int) -> Tensor:
+    if combine == "max":
+        return values.amax(dim)
+    return values.sum(dim, dtype=torch.int32 if values.dtype in (torch.bool, torch.int32) else torch.float32)
+
+
+def total(elements: Elements, each: Tensor, combine: str) -> Tensor:
+    """Reduce a number of each element to one number for a matrix, for each matrix of a stack, or for each group.
+
+    Args:
+        elements: The elements.
+        each: The numbers, shape of ``elements.values``: bool or int32 to be counted, or float32.
+        combine: ``"sum"`` or ``"max"``.
+
+    Returns:
+        (1,) or (E,): float64 for a sum, float32 for a maximum, which is -inf without elements.
+    """
+    matrices = elements.numel.shape[0]
+    neutral, dtype = (0, torch.float64) if combine == "sum" else (-torch.inf, torch.float32)
+    if guard_or_false(each.numel() == 0):
+        return each.new_full((matrices,), neutral, dtype=dtype)
+    if elements.group is not None:
+        rows = _reduced(each, combine, -1)
+        groups = torch.arange(matrices, device=rows.device).unsqueeze(1)
+        pieces = torch.where(groups == elements.group, rows, torch.full((), neutral, dtype=rows.dtype).to(rows.device))
+    elif each.ndim == 3:
+        pieces = _reduced(each, combine, -1)
+    else:
+        pieces = _pieces(each, combine, elements.block).view(1, -1)
+    if combine == "sum":
+        return pieces.to(dtype).sum(-1)
+    return pad(pieces.to(dtype), (0, 1), value=neutral).amax(-1)  # amax of no rows raises
+
+
+def _pieces(each: Tensor, combine: str, block: Block) -> Tensor:
+    _, columns = block
+    if columns == 1:
+        return _reduced(each, combine, 0)
+    if columns > 1 and guard_or_false(each.shape[1] % columns == 0):
+        return _reduced(each.view(each.shape[0], -1, columns), combine, -1)
+    return _reduced(each, combine, -1)

@@ -1,0 +1,364 @@
+"""Ops that look at the operands of a layer's products, beside the layer's own ops.
+
+    y = linear(x, weight, bias, recipe)                       the plain op, as ever
+    y, sums, maxima = observe(y, x, weight, ..., recipe)      y again; totals of input and weight
+        its backward: observe_gradient(grad_output)           totals of grad_output; then all of them into the buffer
+
+They ask `Operands` for the same codes that the products ask for. In a graph both make the same nodes, so codes are
+made once, and what is counted of them fuses with the cast. In eager mode codes are made a second time.
+
+The buffer is written in the backward, as the state of delayed scaling is: once, whatever checkpointing repeats.
+Without a backward nothing is written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fp8compile import inductor
+from fp8compile.layout.quantized import Plain
+from fp8compile.ops.inductor_hints import after
+from fp8compile.ops.layer.elements import elements_of, total
+from fp8compile.ops.layer.layer import operands_of, part_of_tokens
+from fp8compile.ops.layer.one_read import ALONG_ROWS
+from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Operands, Phase
+from fp8compile.ops.layer.placements import Placement
+from fp8compile.ops.layer.statistics import columns_of
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import TENSORS, Recipe
+from fp8compile.quantizers.recipe import SLOTS
+
+__all__ = ["OBSERVE_OPS", "Observe", "ObserveOp", "Observer", "register_observe", "totals"]
+
+FORWARD_TENSORS = ("input", "weight")
+BACKWARD_TENSORS = ("grad_output",)
+
+
+class Observer(NamedTuple):
+    """Where the totals of one product's operands go.
+
+    Attributes:
+        sums: (slots, sums, E) float64, a row for each of the recipe's fields: numel and the totals that are added.
+        maxima: (slots, maxima, E) float32.
+        totals: Names of the totals, joined by commas.
+        first: Index of this rank's first matrix among the E.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+    totals: str
+    first: int = 0
+
+    @classmethod
+    def empty(cls, totals: str, matrices: int, device: torch.device, first: int = 0) -> Observer:
+        """A buffer without elements."""
+        sums, maxima = columns_of(totals)
+        shape = len(SLOTS), 1 + len(sums), matrices
+        return cls(
+            torch.zeros(shape, dtype=torch.float64, device=device),
+            torch.full((len(SLOTS), len(maxima), matrices), -torch.inf, device=device),
+            totals,
+            first,
+        )
+
+    def reset(self) -> None:
+        """Forget all elements."""
+        self.sums.zero_()
+        self.maxima.fill_(-torch.inf)
+
+
+Totals = tuple[Tensor, Tensor]
+
+
+def totals(
+    parts: dict[str, Plain | None], operands: Operands, names: str, matrices: int, counts: dict[str, bool]
+) -> Totals:
+    """The totals of tensors of a layer, for each slot of the recipe.
+
+    Args:
+        parts: This rank's part of each tensor, by its key in ``TENSORS``; None if its values are not known.
+        operands: Makes the codes.
+        names: Names of the totals, joined by commas.
+        matrices: Number of matrices, or of groups; 1 without.
+        counts: Whether this rank's elements of each tensor are added to sums.
+
+    Returns:
+        (slots, sums, E) float64 and (slots, maxima, E) float32.
+    """
+    rows: list[Totals] = []
+    device = next(part.local.device for part in parts.values() if part is not None)
+    sums, maxima = columns_of(names)
+    nothing = (
+        torch.zeros((1 + len(sums), matrices), dtype=torch.float64, device=device),
+        torch.full((len(maxima), matrices), -torch.inf, dtype=torch.float32, device=device),
+    )
+    for tensor, part in parts.items():
+        known: dict[Any, Totals] = {}
+        for slot in TENSORS[tensor]:
+            quantizer = getattr(operands.recipe, slot)
+            if quantizer is None or part is None:
+                rows.append(nothing)
+                continue
+            if quantizer not in known:
+                known[quantizer] = _of_slot(part, slot, operands, names, matrices, counts=counts[tensor])
+            rows.append(known[quantizer])
+    return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+
+
+def _of_slot(part: Plain, slot: str, operands: Operands, names: str, matrices: int, *, counts: bool) -> Totals:
+    numel = part.local.shape[part.layout.batch :].numel()
+    own, found = operands.own(part, slot)
+    seen = elements_of(own, found, numel, along_tokens=slot in ALONG_ROWS)
+    sums, maxima = columns_of(names)
+    added = [seen.numel, *(total(seen, each.compute(seen), "sum") for each in sums)]
+    most = [total(seen, each.compute(seen), "max") for each in maxima]
+    columns = torch.stack(added)
+    return (
+        columns if counts else torch.zeros_like(columns),
+        torch.stack(most) if most else columns.new_empty((0, columns.shape[1]), dtype=torch.float32),
+    )
+
+
+# ---------------------------------------------------------------------------------- ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveOp:
+    """An op that observes a layer's tensors.
+
+    Attributes:
+        names: Names of the tensor arguments before the placement.
+        placement: Class of the placement, whose fields follow.
+        ends: Whether rows are in groups.
+        gradient: Whether it observes grad_output.
+    """
+
+    names: tuple[str, ...]
+    placement: type[Placement]
+    ends: bool
+    gradient: bool
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """The op's parameters, from which its schema is inferred."""
+        hints = get_type_hints(self.placement)
+        fields: tuple[str, ...] = self.placement.__match_args__
+        found: dict[str, Any] = dict.fromkeys(self.names, Tensor)
+        found |= {"weight": Tensor | None} if "weight" in found else {}
+        found |= {name: hints[name] for name in fields} | {"first": int, "totals": str, "recipe": Recipe}
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
+
+    def split(self, args: tuple[Any, ...]) -> tuple[dict[str, Any], Placement, int, str, Recipe]:
+        """Split flat arguments: tensors by name, the placement, the first matrix, names of totals, the recipe."""
+        count = len(self.names)
+        return dict(zip(self.names, args[:count], strict=True)), self.placement(*args[count:-3]), *args[-3:]
+
+    def totals(self, phase: Phase, args: tuple[Any, ...]) -> Totals:
+        """The totals of all tensors that the op observes."""
+        given, place, _, names, recipe = self.split(args)
+        ends = given.get("offsets")
+        operands = operands_of(recipe, phase, ends, place.given())
+        tokens: Tensor = given["grad_output" if self.gradient else "x"]
+        layouts, matrices = place.layouts(tokens.ndim, ends), 1 if ends is None else ends.shape[0]
+        if self.gradient:
+            counts = {"grad_output": place.counts(layouts.output)}
+            return totals({"grad_output": part_of_tokens(tokens, layouts.output)}, operands, names, matrices, counts)
+        counts = {"input": place.counts(layouts.input), "weight": place.counts(layouts.weight)}
+        x, weight = part_of_tokens(tokens, layouts.input), given["weight"]
+        if weight is None:
+            return totals({"input": x, "weight": None}, operands, names, matrices, counts)
+        own = Plain(place.cast(weight, tokens.dtype), layouts.weight)
+        before, has = place.first_matrix(), weight.shape[0]
+        if ends is None or has == matrices:
+            return totals({"input": x, "weight": own}, operands, names, matrices, counts)
+        one = totals({"input": x}, operands, names, matrices, counts)
+        other = totals({"weight": own}, operands, names, has, counts)
+        placed = widened(other, before, matrices)
+        return torch.cat((one[0], placed[0])), torch.cat((one[1], placed[1]))
+
+    def run(self, phase: Phase, args: tuple[Any, ...]) -> Any:
+        """Run the op."""
+        found = self.totals(phase, args)
+        if self.gradient:
+            return found
+        y = args[0]
+        if phase is Phase.EAGER:
+            return y.clone(), *found
+        # Only the backward reads the totals. Unless the forward needs them, the partitioner computes them there.
+        return after(after(y, found[0]), found[1]), *found
+
+    def empty(self, args: tuple[Any, ...]) -> Any:
+        """Results without values, for tracing."""
+        given, _, _, names, _ = self.split(args)
+        sums, maxima = columns_of(names)
+        ends, like = given.get("offsets"), args[0]
+        rows = sum(len(TENSORS[name]) for name in (BACKWARD_TENSORS if self.gradient else FORWARD_TENSORS))
+        matrices = 1 if ends is None else ends.shape[0]
+        found = (
+            like.new_empty((rows, 1 + len(sums), matrices), dtype=torch.float64),
+            like.new_empty((rows, len(maxima), matrices), dtype=torch.float32),
+        )
+        return found if self.gradient else (torch.empty_like(like), *found)
+
+
+def widened(found: Totals, first: int, matrices: int) -> Totals:
+    """Place the totals of some matrices among those of all; the others have no elements."""
+    sums, maxima = found
+    behind = matrices - first - sums.shape[-1]
+    if not first and not behind:
+        return found
+    return (
+        torch.nn.functional.pad(sums, (first, behind)),
+        torch.nn.functional.pad(maxima, (first, behind), value=-torch.inf),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observe:
+    """The ops that observe the layers of one placement.
+
+    Attributes:
+        output: Takes and returns the layer's output.
+        gradient: Observes grad_output.
+        op: What ``output`` does.
+    """
+
+    output: torch._ops.OpOverload
+    gradient: torch._ops.OpOverload
+    op: ObserveOp
+
+    def __call__(
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        *offsets_and_fields: Any,
+        observer: Observer,
+        recipe: Recipe,
+    ) -> Tensor:
+        """Observe one call of a layer; returns its output.
+
+        Args:
+            y: The output.
+            x: The input.
+            weight: The weight, or None if only its codes are known.
+            offsets_and_fields: The ends of groups if there are any, and the fields of the placement.
+            observer: Where totals go.
+            recipe: Recipe of the layer.
+        """
+        ends, fields = offsets_and_fields[: self.op.ends], offsets_and_fields[self.op.ends :]
+        buffers = observer.sums, observer.maxima
+        weight = None if weight is None else weight.detach()
+        return self.output(y, x.detach(), weight, *ends, *buffers, *fields, observer.first, observer.totals, recipe)[0]
+
+
+OBSERVE_OPS: dict[torch._ops.OpOverload, ObserveOp] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Derivative:
+    op: ObserveOp
+    gradient: torch._ops.OpOverload
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        given, place, ctx.first, ctx.totals, ctx.recipe = self.op.split(inputs)
+        ctx.buffers = given["sums"], given["maxima"]
+        _, sums, maxima = output
+        ctx.mark_non_differentiable(sums, maxima)
+        ctx.set_materialize_grads(False)
+        inductor.never_recompute(sums)
+        inductor.never_recompute(maxima)
+        fields: tuple[str, ...] = place.__match_args__
+        values = [getattr(place, name) for name in fields]
+        ctx.fields = [None if isinstance(each, Tensor) else each for each in values]
+        tensors = [each if isinstance(each, Tensor) else None for each in values]
+        ctx.save_for_backward(sums, maxima, given.get("offsets"), *tensors)
+
+    @torch.no_grad()
+    def backward(self, ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        sums, maxima, ends, *tensors = ctx.saved_tensors
+        others = (None,) * (len(self.op.parameters()) - 1)
+        if grad_output is None:
+            return None, *others
+        fields = [one if two is None else two for one, two in zip(ctx.fields, tensors, strict=True)]
+        offsets = () if ends is None else (ends,)
+        found = self.gradient(grad_output, *offsets, *fields, ctx.first, ctx.totals, ctx.recipe)
+        both = torch.cat((sums, found[0])), torch.cat((maxima, found[1]))
+        own_sums, own_maxima = ctx.buffers
+        both = widened(both, ctx.first, own_sums.shape[-1])
+        own_sums.copy_(own_sums + both[0])
+        own_maxima.copy_(torch.maximum(own_maxima, both[1]))
+        return grad_output, *others
+
+
+def _loose(op: ObserveOp, function: Callable[[tuple[Any, ...]], Any], returns: Any) -> Callable[..., Any]:
+    def loose(*args: Any) -> Any:
+        return function(args)
+
+    parameters = op.parameters()
+    loose.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    loose.__annotations__ = {**{each.name: each.annotation for each in parameters}, "return": returns}
+    return loose
+
+
+def register_observe(
+    prefix: str, placement: type[Placement], *, ends: bool, samples: Callable[[], Iterable[tuple[Any, ...]]]
+) -> Observe:
+    """Register the ops that observe the layers of one placement.
+
+    Args:
+        prefix: Prefix of the layer's ops.
+        placement: Class of the placement of the layer's op for grad_input, which has no state.
+        ends: Whether rows are in groups.
+        samples: Yields x, the weight, offsets or None, the placement and the recipe.
+    """
+    groups = ("offsets",) if ends else ()
+    of_output = ObserveOp(
+        names=("y", "x", "weight", *groups, "sums", "maxima"), placement=placement, ends=ends, gradient=False
+    )
+    of_gradient = ObserveOp(names=("grad_output", *groups), placement=placement, ends=ends, gradient=True)
+
+    def examples(op: ObserveOp) -> Iterator[tuple[Any, ...]]:
+        names = "amax,underflow,square"
+        for x, weight, offsets, place, recipe in samples():
+            tokens = place.tokens_of_output(x.shape[:-1])
+            grad = x.new_ones((*tokens, place.out_features(weight.shape, offsets)))
+            given, fields = () if offsets is None else (offsets,), [getattr(place, n) for n in place.__match_args__]
+            if op.gradient:
+                yield grad, *given, *fields, 0, names, recipe
+                continue
+            buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
+            yield grad, x, weight, *given, buffer.sums, buffer.maxima, *fields, 0, names, recipe
+
+    def register(name: str, op: ObserveOp, gemm: Any, returns: Any, **derivative: Any) -> torch._ops.OpOverload:
+        found = register_op(
+            f"fp8compile::{name}",
+            _loose(op, partial(op.run, Phase.EAGER), returns),
+            fake=_loose(op, op.empty, returns),
+            decompose=_loose(op, lambda args: op.run(Phase.compiled(gemm), args), returns),
+            sharding=None,  # `fp8compile.parallel.dtensor_layer` handles DTensors
+            samples=partial(examples, op),
+            **{"backward": None, **derivative},
+        )
+        OBSERVE_OPS[found] = op
+        return found
+
+    gradient = register(f"{prefix}observe_gradient", of_gradient, GRAD_INPUT, tuple[Tensor, Tensor])
+    derivative = _Derivative(op=of_output, gradient=gradient)
+    output = register(
+        f"{prefix}observe",
+        of_output,
+        OUTPUT,
+        tuple[Tensor, Tensor, Tensor],
+        setup_context=derivative.setup_context,
+        backward=derivative.backward,
+        updates=("sums", "maxima"),
+    )
+    return Observe(output=output, gradient=gradient, op=of_output)
