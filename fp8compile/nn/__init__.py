@@ -7,6 +7,7 @@ from fp8compile.nn.grouped import grouped_linear, grouped_mm
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.master_weights import MasterWeights
 from fp8compile.nn.monitor import Monitor
+from fp8compile.nn.observed import Observed
 from fp8compile.nn.regions import compile, repeated_blocks
 from fp8compile.nn.report import ConversionReport, ConversionRow, conversion_report
 from fp8compile.nn.set_recipe import set_recipe
@@ -19,6 +20,7 @@ __all__ = [
     "Linear",
     "MasterWeights",
     "Monitor",
+    "Observed",
     "compile",
     "conversion_report",
     "convert",

@@ -15,7 +15,7 @@ from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
 
-__all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear"]
+__all__ = ["check_recipe", "check_tensor", "checked_operands", "given_observer", "in_dtype_of_autocast", "linear"]
 
 TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
@@ -121,7 +121,8 @@ def checked_operands(
     return x, weight, bias
 
 
-def _given(observer: Observer | None) -> dict[str, Observer]:
+def given_observer(observer: Observer | None) -> dict[str, Observer]:
+    """The observer as a keyword argument; without one nothing, because other packages' modes know no such argument."""
     return {} if observer is None else {"observer": observer}
 
 
@@ -162,7 +163,7 @@ def linear(
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
         return handle_torch_function(
-            linear, (x, weight, bias), x, weight, bias, recipe=recipe, state=state, **_given(observer)
+            linear, (x, weight, bias), x, weight, bias, recipe=recipe, state=state, **given_observer(observer)
         )
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)

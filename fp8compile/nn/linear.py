@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -19,7 +19,6 @@ from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
-from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
 
@@ -62,9 +61,9 @@ class Linear(CodesInState, nn.Linear):
     """
 
     amax_group: str | None = None  # the group's name: a group can be neither copied nor pickled
+    observed_weights: ClassVar[Sequence[str]] = ("weight",)
     amax_history: Tensor  # this and `multiplier` exist only if the recipe has delayed scaling
     multiplier: Tensor
-    _observer: Observer | None = None  # only in a step whose statistics a `fp8compile.Monitor` reads
     _plain: ClassVar[type[nn.Linear]] = nn.Linear  # the class that `revert` restores; made subclasses set their own
 
     def __init__(
@@ -147,10 +146,8 @@ class Linear(CodesInState, nn.Linear):
         """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
         recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
         warn_if_not_sharded(self)
-        given: Any = {"recipe": recipe, "state": self.delayed_state()}
-        if self._observer is not None:
-            given["observer"] = self._observer
-        return linear(input, self.weight, self.bias, **given)
+        state = self.delayed_state()
+        return linear(input, self.weight, self.bias, recipe=recipe, state=state, observer=self.observer("weight"))
 
     def delayed_state(self) -> DelayedState | None:
         """The state of delayed scaling, made of the layer's buffers; None if the recipe has no delayed scaling."""
@@ -252,7 +249,7 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
 def become_plain(layer: nn.Linear) -> None:
     """Remove the attributes that `become_float8` gave a layer."""
-    for name in ("_recipe", "_recipe_under_fsdp", "amax_group"):
+    for name in ("_recipe", "_recipe_under_fsdp", "_observers", "amax_group"):
         vars(layer).pop(name, None)
     CONVERTED.discard(layer)
     for name in STATE:

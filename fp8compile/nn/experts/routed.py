@@ -32,10 +32,11 @@ DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals
 
 
 def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
+    observer = self.observer(name, getattr(self, name))
     weight = local_stack(self, name)
     bias: Any = local_stack(self, f"{name}_bias") if self.has_bias else None
     matrices: Any = weight.transpose(-2, -1) if self.is_transposed else weight
-    return grouped_linear(x.to(weight.dtype), matrices, offsets, bias, recipe=self.recipe)
+    return grouped_linear(x.to(weight.dtype), matrices, offsets, bias, recipe=self.recipe, observer=observer)
 
 
 def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:

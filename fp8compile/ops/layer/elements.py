@@ -28,6 +28,7 @@ from fp8compile.ops.groups.layout import (
     alignment,
     group_of_rows,
     group_to_read,
+    padded_offsets,
     row_of_columns,
     sizes_of_groups,
 )
@@ -38,7 +39,7 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import Block, as_matrix
 from fp8compile.quantizers.hadamard import random_hadamard
 
-__all__ = ["Elements", "elements_of", "total"]
+__all__ = ["Elements", "elements_of", "elements_of_codes", "total"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Elements:
         block: Block of the quantizer, over a matrix as ``values`` has it.
         group: The group of each row; the number of groups for a row that belongs to none. None without groups.
         numel: Number of elements, padding left out, shape (1,) or (E,), float64.
+        has_values: Whether values are what was cast. If a weight is kept as codes, they are what the codes stand for.
     """
 
     values: Tensor
@@ -63,6 +65,7 @@ class Elements:
     block: Block
     group: Tensor | None
     numel: Tensor
+    has_values: bool = True
 
     def decoded(self) -> Tensor:
         """The numbers that codes stand for, before scales, float32."""
@@ -84,19 +87,33 @@ def elements_of(part: Plain, found: Quantized, numel: int, *, along_tokens: bool
     """
     if part.layout.ends is not None:
         return _of_groups(part, found, along_tokens=along_tokens)
-    operand, *windows = as_operand(found)
     values = part.local if part.layout.batch else as_matrix(part.local)
+    return _of_matrices(values, found, numel)
+
+
+def elements_of_codes(found: Quantized, numel: int) -> Elements:
+    """The elements of a weight that is kept as codes; see `elements_of`."""
+    return _of_matrices(None, found, numel)
+
+
+def _of_matrices(values: Tensor | None, found: Quantized, numel: int) -> Elements:
+    operand, *windows = as_operand(found)
+    batch = found.layout.batch
     for dim, window in zip(SIDES, windows, strict=True):
-        values = values if window is None else window.embed(values, dim)
-    scale = operand.scale if part.layout.batch or operand.scale.ndim != 1 else operand.grid()
-    codes, quantizer = one_a_byte(operand.codes if part.layout.batch else as_matrix(operand.codes), operand.quantizer)
+        values = values if window is None or values is None else window.embed(values, dim)
+    scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
+    codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
     scales = expanded_scales(codes, scale, quantizer)
     if (outer := operand.outer_scale) is not None:
-        scales = scales * (outer.view(-1, 1, 1) if part.layout.batch else outer)
-    matrices = part.local.shape[0] if part.layout.batch else 1
-    count = torch.full((matrices,), numel, dtype=torch.float64, device=values.device)
-    values = _transformed(values.float(), quantizer)
-    return Elements(values, codes, scales, quantizer.element_format(), quantizer.block, None, count)
+        scales = scales * (outer.view(-1, 1, 1) if batch else outer)
+    fmt = quantizer.element_format()
+    if values is not None and quantizer.transform():  # fills the last sixteen
+        values = _transformed(values.float(), quantizer)
+        numel = values.shape[batch:].numel()
+    count = torch.full((codes.shape[0] if batch else 1,), numel, dtype=torch.float64, device=codes.device)
+    has_values = values is not None
+    values = fmt.decode(codes) * scales if values is None else values.float()
+    return Elements(values, codes, scales, fmt, quantizer.block, None, count, has_values)
 
 
 def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
@@ -131,7 +148,12 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
         scale = quantizer.scale_values(_grid_along_tokens(found, rows, codes.shape))[place]
         if found.outer_scale is not None:
             scale = scale * found.outer_scale[group].unsqueeze(1)
-        if not quantizer.transform():  # which fills a group's last block
+        if quantizer.transform():  # fills a group's last sixteen
+            numel = torch.diff(padded_offsets(ends, alignment(quantizer)), prepend=ends.new_zeros(1)).double()
+            numel = numel * x.shape[1]
+            behind = torch.arange(codes.shape[0], device=ends.device) >= padded_offsets(ends, alignment(quantizer))[-1]
+            group = torch.where(behind, groups, group)
+        else:
             group = torch.where(row >= 0, group, groups)
     values = _transformed(values.float(), quantizer)
     return Elements(values, codes, scale, quantizer.element_format(), (1, quantizer.block[1]), group, numel)
@@ -152,6 +174,8 @@ def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor
 def _reduced(values: Tensor, combine: str, dim: int) -> Tensor:
     if combine == "max":
         return values.amax(dim)
+    if values.dtype == torch.float64:
+        return values.sum(dim)
     return values.sum(dim, dtype=torch.int32 if values.dtype in (torch.bool, torch.int32) else torch.float32)
 
 
@@ -160,7 +184,7 @@ def total(elements: Elements, each: Tensor, combine: str) -> Tensor:
 
     Args:
         elements: The elements.
-        each: The numbers, shape of ``elements.values``: bool or int32 to be counted, or float32.
+        each: The numbers, shape of ``elements.values``: bool or int32 to be counted, float32 or float64.
         combine: ``"sum"`` or ``"max"``.
 
     Returns:

@@ -14,8 +14,9 @@ Without a backward nothing is written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
@@ -23,19 +24,19 @@ import torch
 from torch import Tensor
 
 from fp8compile import inductor
-from fp8compile.layout.quantized import Plain
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import after
-from fp8compile.ops.layer.elements import elements_of, total
+from fp8compile.ops.layer.elements import elements_of, elements_of_codes, total
 from fp8compile.ops.layer.layer import operands_of, part_of_tokens
 from fp8compile.ops.layer.one_read import ALONG_ROWS
 from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Operands, Phase
 from fp8compile.ops.layer.placements import Placement
-from fp8compile.ops.layer.statistics import columns_of
+from fp8compile.ops.layer.statistics import FIRST_SUMS, columns_of
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 
-__all__ = ["OBSERVE_OPS", "Observe", "ObserveOp", "Observer", "register_observe", "totals"]
+__all__ = ["OBSERVE_OPS", "Observe", "ObserveOp", "Observer", "Seen", "register_observe", "returned", "totals"]
 
 FORWARD_TENSORS = ("input", "weight")
 BACKWARD_TENSORS = ("grad_output",)
@@ -45,7 +46,8 @@ class Observer(NamedTuple):
     """Where the totals of one product's operands go.
 
     Attributes:
-        sums: (slots, sums, E) float64, a row for each of the recipe's fields: numel and the totals that are added.
+        sums: (slots, sums, E) float64, a row for each of the recipe's fields: `FIRST_SUMS`, then the totals that are
+            added.
         maxima: (slots, maxima, E) float32.
         totals: Names of the totals, joined by commas.
         first: Index of this rank's first matrix among the E.
@@ -57,16 +59,19 @@ class Observer(NamedTuple):
     first: int = 0
 
     @classmethod
-    def empty(cls, totals: str, matrices: int, device: torch.device, first: int = 0) -> Observer:
+    def empty(cls, totals: str, matrices: int, device: torch.device) -> Observer:
         """A buffer without elements."""
         sums, maxima = columns_of(totals)
-        shape = len(SLOTS), 1 + len(sums), matrices
+        shape = len(SLOTS), len(FIRST_SUMS) + len(sums), matrices
         return cls(
             torch.zeros(shape, dtype=torch.float64, device=device),
             torch.full((len(SLOTS), len(maxima), matrices), -torch.inf, device=device),
             totals,
-            first,
         )
+
+    def placed(self, first: int) -> Observer:
+        """The same buffer, for a rank whose first matrix has this index."""
+        return Observer(self.sums, self.maxima, self.totals, first)
 
     def reset(self) -> None:
         """Forget all elements."""
@@ -77,53 +82,95 @@ class Observer(NamedTuple):
 Totals = tuple[Tensor, Tensor]
 
 
-def totals(
-    parts: dict[str, Plain | None], operands: Operands, names: str, matrices: int, counts: dict[str, bool]
-) -> Totals:
+@dataclass(frozen=True)
+class Seen:
+    """One tensor of a layer, as this rank sees it.
+
+    Attributes:
+        part: This rank's part of the values; None if they are not known.
+        counts: Whether this rank adds its elements to sums. It does not if another rank adds the same.
+        codes: Codes that are known already, by the recipe's field.
+    """
+
+    part: Plain | None
+    counts: bool = True
+    codes: Mapping[str, Quantized] = field(default_factory=dict)
+
+
+def totals(tensors: dict[str, Seen], operands: Operands, names: str, matrices: int) -> Totals:
     """The totals of tensors of a layer, for each slot of the recipe.
 
     Args:
-        parts: This rank's part of each tensor, by its key in ``TENSORS``; None if its values are not known.
-        operands: Makes the codes.
+        tensors: The tensors, by their keys in ``TENSORS``.
+        operands: Makes the codes that are not known.
         names: Names of the totals, joined by commas.
         matrices: Number of matrices, or of groups; 1 without.
-        counts: Whether this rank's elements of each tensor are added to sums.
 
     Returns:
         (slots, sums, E) float64 and (slots, maxima, E) float32.
     """
     rows: list[Totals] = []
-    device = next(part.local.device for part in parts.values() if part is not None)
+    device = next(each.device for seen in tensors.values() for each in _tensors_of(seen))
     sums, maxima = columns_of(names)
     nothing = (
-        torch.zeros((1 + len(sums), matrices), dtype=torch.float64, device=device),
+        torch.zeros((len(FIRST_SUMS) + len(sums), matrices), dtype=torch.float64, device=device),
         torch.full((len(maxima), matrices), -torch.inf, dtype=torch.float32, device=device),
     )
-    for tensor, part in parts.items():
+    for tensor, seen in tensors.items():
         known: dict[Any, Totals] = {}
         for slot in TENSORS[tensor]:
             quantizer = getattr(operands.recipe, slot)
-            if quantizer is None or part is None:
+            if quantizer is None or (seen.part is None and slot not in seen.codes):
                 rows.append(nothing)
                 continue
-            if quantizer not in known:
-                known[quantizer] = _of_slot(part, slot, operands, names, matrices, counts=counts[tensor])
-            rows.append(known[quantizer])
+            key = quantizer if seen.part is not None else slot
+            if key not in known:
+                known[key] = _of_slot(seen, slot, operands, names)
+            rows.append(known[key])
     return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
 
 
-def _of_slot(part: Plain, slot: str, operands: Operands, names: str, matrices: int, *, counts: bool) -> Totals:
-    numel = part.local.shape[part.layout.batch :].numel()
-    own, found = operands.own(part, slot)
-    seen = elements_of(own, found, numel, along_tokens=slot in ALONG_ROWS)
-    sums, maxima = columns_of(names)
-    added = [seen.numel, *(total(seen, each.compute(seen), "sum") for each in sums)]
-    most = [total(seen, each.compute(seen), "max") for each in maxima]
-    columns = torch.stack(added)
+def _tensors_of(seen: Seen) -> list[Tensor]:
     return (
-        columns if counts else torch.zeros_like(columns),
+        []
+        if seen.part is None and not seen.codes
+        else [*([] if seen.part is None else [seen.part.local]), *(each.codes for each in seen.codes.values())]
+    )
+
+
+def _of_slot(seen: Seen, slot: str, operands: Operands, names: str) -> Totals:
+    if seen.part is None:
+        found = seen.codes[slot]
+        layout, elements = found.layout, elements_of_codes(found, _size(found.shape, found.layout))
+    else:
+        own, found = operands.own(seen.part, slot)
+        size = _size(seen.part.local.shape, own.layout)
+        layout, elements = own.layout, elements_of(own, found, size, along_tokens=slot in ALONG_ROWS)
+    sums, maxima = columns_of(names)
+    first = torch.stack(
+        (
+            elements.numel,
+            elements.numel if elements.has_values else torch.zeros_like(elements.numel),
+            torch.full_like(elements.numel, _part_of_all(layout)),
+        )
+    )
+    added = [total(elements, each.compute(elements), "sum") for each in sums]
+    most = [total(elements, each.compute(elements), "max") for each in maxima]
+    columns = torch.cat((first, torch.stack(added))) if added else first
+    return (
+        columns if seen.counts else torch.zeros_like(columns),
         torch.stack(most) if most else columns.new_empty((0, columns.shape[1]), dtype=torch.float32),
     )
+
+
+def _size(shape: Sequence[int], layout: TensorLayout) -> int:
+    return math.prod(shape[layout.batch :])
+
+
+def _part_of_all(layout: TensorLayout) -> float:
+    """The part of a matrix's elements that this rank has, or of each matrix's that it has."""
+    cuts = [cut for cut in layout.cuts if cut is not None and cut.dim >= layout.batch]
+    return math.prod([cut.length / cut.total if cut.total else 0.0 for cut in cuts])
 
 
 # ---------------------------------------------------------------------------------- ops
@@ -150,7 +197,6 @@ class ObserveOp:
         hints = get_type_hints(self.placement)
         fields: tuple[str, ...] = self.placement.__match_args__
         found: dict[str, Any] = dict.fromkeys(self.names, Tensor)
-        found |= {"weight": Tensor | None} if "weight" in found else {}
         found |= {name: hints[name] for name in fields} | {"first": int, "totals": str, "recipe": Recipe}
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
@@ -160,39 +206,37 @@ class ObserveOp:
         count = len(self.names)
         return dict(zip(self.names, args[:count], strict=True)), self.placement(*args[count:-3]), *args[-3:]
 
-    def totals(self, phase: Phase, args: tuple[Any, ...]) -> Totals:
-        """The totals of all tensors that the op observes."""
+    def totals(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Totals:
+        """The totals of all tensors that the op observes.
+
+        Args:
+            phase: The kind of code in which the op runs.
+            args: The op's arguments.
+            weight: The weight, if it is kept as codes.
+        """
         given, place, _, names, recipe = self.split(args)
         ends = given.get("offsets")
         operands = operands_of(recipe, phase, ends, place.given())
         tokens: Tensor = given["grad_output" if self.gradient else "x"]
         layouts, matrices = place.layouts(tokens.ndim, ends), 1 if ends is None else ends.shape[0]
         if self.gradient:
-            counts = {"grad_output": place.counts(layouts.output)}
-            return totals({"grad_output": part_of_tokens(tokens, layouts.output)}, operands, names, matrices, counts)
-        counts = {"input": place.counts(layouts.input), "weight": place.counts(layouts.weight)}
-        x, weight = part_of_tokens(tokens, layouts.input), given["weight"]
+            seen = Seen(part_of_tokens(tokens, layouts.output), place.counts(layouts.output))
+            return totals({"grad_output": seen}, operands, names, matrices)
+        x = Seen(part_of_tokens(tokens, layouts.input), place.counts(layouts.input))
         if weight is None:
-            return totals({"input": x, "weight": None}, operands, names, matrices, counts)
-        own = Plain(place.cast(weight, tokens.dtype), layouts.weight)
-        before, has = place.first_matrix(), weight.shape[0]
-        if ends is None or has == matrices:
-            return totals({"input": x, "weight": own}, operands, names, matrices, counts)
-        one = totals({"input": x}, operands, names, matrices, counts)
-        other = totals({"weight": own}, operands, names, has, counts)
-        placed = widened(other, before, matrices)
+            own = Plain(place.cast(given["weight"], tokens.dtype), layouts.weight)
+            weight = Seen(own, place.counts(layouts.weight))
+        has = matrices if ends is None or weight.part is None else weight.part.local.shape[0]
+        if has == matrices:
+            return totals({"input": x, "weight": weight}, operands, names, matrices)
+        one, other = totals({"input": x}, operands, names, matrices), totals({"weight": weight}, operands, names, has)
+        placed = widened(other, place.first_matrix(), matrices)
         return torch.cat((one[0], placed[0])), torch.cat((one[1], placed[1]))
 
-    def run(self, phase: Phase, args: tuple[Any, ...]) -> Any:
-        """Run the op."""
-        found = self.totals(phase, args)
-        if self.gradient:
-            return found
-        y = args[0]
-        if phase is Phase.EAGER:
-            return y.clone(), *found
-        # Only the backward reads the totals. Unless the forward needs them, the partitioner computes them there.
-        return after(after(y, found[0]), found[1]), *found
+    def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
+        """Run the op; arguments as those of `totals`."""
+        found = self.totals(phase, args, weight)
+        return found if self.gradient else (returned(args[0], found, phase), *found)
 
     def empty(self, args: tuple[Any, ...]) -> Any:
         """Results without values, for tracing."""
@@ -202,10 +246,18 @@ class ObserveOp:
         rows = sum(len(TENSORS[name]) for name in (BACKWARD_TENSORS if self.gradient else FORWARD_TENSORS))
         matrices = 1 if ends is None else ends.shape[0]
         found = (
-            like.new_empty((rows, 1 + len(sums), matrices), dtype=torch.float64),
+            like.new_empty((rows, len(FIRST_SUMS) + len(sums), matrices), dtype=torch.float64),
             like.new_empty((rows, len(maxima), matrices), dtype=torch.float32),
         )
         return found if self.gradient else (torch.empty_like(like), *found)
+
+
+def returned(y: Tensor, found: Totals, phase: Phase) -> Tensor:
+    """The output, as the op that observes it returns it."""
+    if phase is Phase.EAGER:
+        return y.clone()
+    # Only the backward reads the totals. Unless the forward needs them, the partitioner computes them there.
+    return after(after(y, found[0]), found[1])
 
 
 def widened(found: Totals, first: int, matrices: int) -> Totals:
@@ -238,7 +290,7 @@ class Observe:
         self,
         y: Tensor,
         x: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         *offsets_and_fields: Any,
         observer: Observer,
         recipe: Recipe,
@@ -248,15 +300,16 @@ class Observe:
         Args:
             y: The output.
             x: The input.
-            weight: The weight, or None if only its codes are known.
+            weight: The weight.
             offsets_and_fields: The ends of groups if there are any, and the fields of the placement.
             observer: Where totals go.
             recipe: Recipe of the layer.
         """
         ends, fields = offsets_and_fields[: self.op.ends], offsets_and_fields[self.op.ends :]
         buffers = observer.sums, observer.maxima
-        weight = None if weight is None else weight.detach()
-        return self.output(y, x.detach(), weight, *ends, *buffers, *fields, observer.first, observer.totals, recipe)[0]
+        return self.output(
+            y, x.detach(), weight.detach(), *ends, *buffers, *fields, observer.first, observer.totals, recipe
+        )[0]
 
 
 OBSERVE_OPS: dict[torch._ops.OpOverload, ObserveOp] = {}

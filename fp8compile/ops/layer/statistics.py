@@ -5,15 +5,16 @@ the step below F, n the number of elements of the whole tensor.
 
     amax            max |x|; NaN if an element is NaN
     underflow       the part of all elements with c = 0 and x != 0
-    saturation      the part with |x| > (F + u / 2) s: a wider format would have rounded to more than F
+    saturation      the part with |x| > (F + u / 2) s and s > 0: a wider format would have rounded to more than F
     subnormal       the part with 0 < |c| < the smallest normal number
     nonfinite       the number of NaN and infinities
     scale_min       smallest and largest scale
     scale_max
+    scale_std       standard deviation of the scales, each as often as it has elements
     square_error    sum of (x - c s)^2; mse is that by n
     sqnr            10 log10(sum of x^2 / square_error), in dB
     range           log2 amax - log2 of the smallest |x| that is not 0
-    exponents       how many elements have the code of each exponent field, a list of 32
+    exponents       how many codes have each exponent field, a list of 32; elements that are NaN are left out
 
 A statistic is made of totals. A total is a number of each element, added up (``"sum"``) or its maximum (``"max"``):
 over this rank's elements in the graph, over backwards in a buffer, over ranks when it is read.
@@ -33,9 +34,25 @@ from torch import Tensor
 from fp8compile.ops.layer.elements import Elements
 from fp8compile.quantizers.constant import salt_with
 
-__all__ = ["NUMEL", "STATISTICS", "Statistic", "Total", "columns_of", "register_statistic", "totals_of"]
+__all__ = [
+    "FIRST_SUMS",
+    "NUMEL",
+    "PASSES",
+    "STATISTICS",
+    "VALUED",
+    "Statistic",
+    "Total",
+    "columns_of",
+    "is_sum",
+    "names_of_columns",
+    "register_statistic",
+    "totals_of",
+]
 
-NUMEL = "numel"  # the first sum of every operand
+NUMEL = "numel"  # number of elements
+VALUED = "valued"  # number of elements of which values are known, and not only codes
+PASSES = "passes"  # how often all elements of the tensor were counted; a rank's part counts as a part of one
+FIRST_SUMS = (NUMEL, VALUED, PASSES)  # the first sums of every operand
 EXPONENTS = 32  # of e5m2; other formats have fewer
 
 
@@ -48,11 +65,13 @@ class Total:
         compute: Function of the operand's `Elements`, returns a tensor of the shape of its values: bool or int32 to be
             counted, or float32.
         combine: ``"sum"`` or ``"max"``.
+        of_codes: Whether it is known without values, as those of a weight that is kept as codes.
     """
 
     name: str
     compute: Callable[[Elements], Tensor]
     combine: str
+    of_codes: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,10 @@ class Statistic:
     totals: tuple[str, ...]
     finish: Callable[[Mapping[str, float]], Any]
 
+    def of_codes(self) -> bool:
+        """Whether it is known of an operand whose values are not."""
+        return all(TOTALS[name].of_codes for name in self.totals)
+
 
 def _magnitude(seen: Elements) -> Tensor:
     return seen.decoded().abs()
@@ -77,7 +100,7 @@ def _magnitude(seen: Elements) -> Tensor:
 def _beyond(seen: Elements) -> Tensor:
     fmt = seen.format
     limit = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
-    return seen.values.abs() > seen.scale * limit
+    return (seen.values.abs() > seen.scale * limit) & (seen.scale > 0)
 
 
 def _is_subnormal(seen: Elements) -> Tensor:
@@ -92,7 +115,16 @@ def _field(seen: Elements) -> Tensor:
 
 
 def _has_exponent(field: int) -> Callable[[Elements], Tensor]:
-    return lambda seen: (_field(seen) == field) & (seen.values == seen.values)
+    return lambda seen: (_field(seen) == field) & ~_is_nan(seen)
+
+
+def _is_nan(seen: Elements) -> Tensor:
+    decoded = seen.decoded()
+    return (decoded != decoded) | (seen.values != seen.values)
+
+
+def _scales(seen: Elements) -> Tensor:
+    return seen.scale.expand(seen.values.shape)
 
 
 def _smallest(seen: Elements) -> Tensor:
@@ -101,21 +133,26 @@ def _smallest(seen: Elements) -> Tensor:
     return -torch.where(magnitude == 0, torch.inf, magnitude)
 
 
-EACH_EXPONENT = tuple(f"exponent_{field}" for field in range(EXPONENTS))
+# codes of the exponent field 0 are the rest: what pads blocks is zeros, and would count among them
+EACH_EXPONENT = tuple(f"exponent_{field}" for field in range(1, EXPONENTS))
 TOTALS: dict[str, Total] = {
     total.name: total
     for total in (
         Total("amax", lambda seen: seen.values.abs(), "max"),
         Total("underflow", lambda seen: (seen.decoded() == 0) & (seen.values.abs() > 0), "sum"),
         Total("saturation", _beyond, "sum"),
-        Total("subnormal", _is_subnormal, "sum"),
+        Total("subnormal", _is_subnormal, "sum", of_codes=True),
         Total("nonfinite", lambda seen: ~(seen.values.abs() < torch.inf), "sum"),
-        Total("scale_min", lambda seen: -seen.scale.expand(seen.values.shape), "max"),
-        Total("scale_max", lambda seen: seen.scale.expand(seen.values.shape), "max"),
+        Total("nan", _is_nan, "sum", of_codes=True),
+        Total("scale_min", lambda seen: -_scales(seen), "max", of_codes=True),
+        Total("scale_max", _scales, "max", of_codes=True),
+        Total("scale", lambda seen: _scales(seen).double(), "sum", of_codes=True),
+        Total("scale_square", lambda seen: _scales(seen).double().square(), "sum", of_codes=True),
+        Total("scaled", lambda seen: torch.ones_like(seen.values, dtype=torch.bool), "sum", of_codes=True),
         Total("square", lambda seen: seen.values * seen.values, "sum"),
         Total("square_error", lambda seen: (seen.values - seen.dequantized()).square(), "sum"),
         Total("smallest", _smallest, "max"),
-        *(Total(name, _has_exponent(field), "sum") for field, name in enumerate(EACH_EXPONENT)),
+        *(Total(name, _has_exponent(field), "sum", of_codes=True) for field, name in enumerate(EACH_EXPONENT, 1)),
     )
 }
 
@@ -135,6 +172,18 @@ def _sqnr(totals: Mapping[str, float]) -> float:
     return 10 * math.log10(square / error) if square > 0 and math.isfinite(square / error) else math.nan
 
 
+def _scale_std(totals: Mapping[str, float]) -> float:
+    if not (count := totals["scaled"]):
+        return math.nan
+    variance = totals["scale_square"] / count - (totals["scale"] / count) ** 2
+    return math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else math.nan
+
+
+def _exponents(totals: Mapping[str, float]) -> list[float]:
+    others = [totals[name] for name in EACH_EXPONENT]
+    return [totals[NUMEL] - totals["nan"] - sum(others), *others]
+
+
 def _range(totals: Mapping[str, float]) -> float:
     amax, smallest = totals["amax"], -totals["smallest"]
     return math.log2(amax / smallest) if 0 < smallest < math.inf and amax < math.inf else math.nan
@@ -150,11 +199,12 @@ STATISTICS: dict[str, Statistic] = {
         _as_it_is("nonfinite"),
         Statistic("scale_min", ("scale_min",), lambda totals: -totals["scale_min"]),
         _as_it_is("scale_max"),
+        Statistic("scale_std", ("scale", "scale_square", "scaled"), _scale_std),
         _as_it_is("square_error"),
         Statistic("mse", ("square_error",), lambda t: t["square_error"] / t[NUMEL] if t[NUMEL] else math.nan),
         Statistic("sqnr", ("square", "square_error"), _sqnr),
         Statistic("range", ("amax", "smallest"), _range),
-        Statistic("exponents", EACH_EXPONENT, lambda totals: [totals[name] for name in EACH_EXPONENT]),
+        Statistic("exponents", ("nan", *EACH_EXPONENT), _exponents),
     )
 }
 
@@ -175,7 +225,7 @@ def register_statistic(
         name: The statistic's name, an identifier.
         compute: Takes the operand's elements: ``.values`` and ``.scale`` (float32), ``.codes`` (uint8, one a byte),
             ``.format``, ``.decoded()``, ``.dequantized()``. Returns a number of each element, of the shape of
-            ``values``: bool or int32 to be counted, or float32.
+            ``values``: bool or int32 to be counted, or float32. Padding, whose values and codes are 0, must add 0.
         combine: ``"sum"`` or ``"max"``.
         finish: Makes the statistic of a dict with ``name`` and ``"numel"``; by default the total itself.
 
@@ -185,7 +235,7 @@ def register_statistic(
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"register_statistic: {name!r} is no name of a statistic; write an identifier.")
-    if name in TOTALS or name in STATISTICS or name == NUMEL:
+    if name in TOTALS or name in STATISTICS or name in FIRST_SUMS:
         raise ValueError(f"register_statistic: {name} is registered already; choose another name.")
     if combine not in ("sum", "max"):
         raise ValueError(f"register_statistic: {name}: combine is {combine!r}; it is 'sum' or 'max'.")
@@ -204,6 +254,16 @@ def totals_of(statistics: Sequence[str]) -> str:
 
 @cache
 def columns_of(totals: str) -> tuple[tuple[Total, ...], tuple[Total, ...]]:
-    """The sums behind ``numel``, and the maxima, in the order of a buffer's columns."""
+    """The sums after `FIRST_SUMS`, and the maxima, in the order of a buffer's columns."""
     found = [TOTALS[name] for name in totals.split(",") if name]
     return tuple(t for t in found if t.combine == "sum"), tuple(t for t in found if t.combine == "max")
+
+
+def names_of_columns(totals: str) -> list[str]:
+    """Names of a buffer's columns: its sums, then its maxima."""
+    return [*FIRST_SUMS, *(total.name for each in columns_of(totals) for total in each)]
+
+
+def is_sum(name: str) -> bool:
+    """Whether the total with this name is a sum, and not a maximum."""
+    return name in FIRST_SUMS or TOTALS[name].combine == "sum"
