@@ -12,6 +12,7 @@ of a row, or along columns. A second, small kernel adds the pieces.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,44 +77,47 @@ class Elements:
         return self.decoded() * self.scale
 
 
-def elements_of(part: Plain, found: Quantized, numel: int, *, along_tokens: bool) -> Elements:
+def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool) -> Elements:
     """Lay values, codes and scales of an operand beside each other.
 
     Args:
         part: The values on this rank.
         found: Their codes, before ranks gather them.
-        numel: Number of elements of a matrix, or of each matrix of a stack, without padding.
+        shape: Shape of the values without the rows that pad each matrix of a stack to whole blocks.
         along_tokens: Whether codes of groups lie along tokens.
     """
     if part.layout.ends is not None:
         return _of_groups(part, found, along_tokens=along_tokens)
     values = part.local if part.layout.batch else as_matrix(part.local)
-    return _of_matrices(values, found, numel)
+    return _of_matrices(values, found, shape[-2] if part.layout.batch else None)
 
 
-def elements_of_codes(found: Quantized, numel: int) -> Elements:
+def elements_of_codes(found: Quantized) -> Elements:
     """The elements of a weight that is kept as codes; see `elements_of`."""
-    return _of_matrices(None, found, numel)
+    return _of_matrices(None, found, None)
 
 
-def _of_matrices(values: Tensor | None, found: Quantized, numel: int) -> Elements:
-    operand, *windows = as_operand(found)
-    batch = found.layout.batch
-    for dim, window in zip(SIDES, windows, strict=True):
-        values = values if window is None or values is None else window.embed(values, dim)
+def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None) -> Elements:
+    batch, (operand, *windows) = found.layout.batch, as_operand(found)
     scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
     codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
     scales = expanded_scales(codes, scale, quantizer)
     if (outer := operand.outer_scale) is not None:
         scales = scales * (outer.view(-1, 1, 1) if batch else outer)
-    fmt = quantizer.element_format()
-    if values is not None and quantizer.transform():  # fills the last sixteen
+    for dim, window in zip(SIDES, windows, strict=True):
+        if window is not None:  # what is before this rank's elements belongs to other ranks
+            codes, scales = window.extract(codes, dim), window.extract(scales.expand(codes.shape), dim)
+    fmt, has_values = quantizer.element_format(), values is not None
+    if values is None:
+        values = fmt.decode(codes) * scales
+    elif quantizer.transform():  # fills the last sixteen
         values = _transformed(values.float(), quantizer)
-        numel = values.shape[batch:].numel()
+    elif rows is not None:
+        scales = scales.expand(codes.shape)
+        values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
+    numel = values.shape[batch:].numel()
     count = torch.full((codes.shape[0] if batch else 1,), numel, dtype=torch.float64, device=codes.device)
-    has_values = values is not None
-    values = fmt.decode(codes) * scales if values is None else values.float()
-    return Elements(values, codes, scales, fmt, quantizer.block, None, count, has_values)
+    return Elements(values.float(), codes, scales, fmt, quantizer.block, None, count, has_values)
 
 
 def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, get_type_hints
@@ -141,11 +141,11 @@ def _tensors_of(seen: Seen) -> list[Tensor]:
 def _of_slot(seen: Seen, slot: str, operands: Operands, names: str) -> Totals:
     if seen.part is None:
         found = seen.codes[slot]
-        layout, elements = found.layout, elements_of_codes(found, _size(found.shape, found.layout))
+        layout, elements = found.layout, elements_of_codes(found)
     else:
         own, found = operands.own(seen.part, slot)
-        size = _size(seen.part.local.shape, own.layout)
-        layout, elements = own.layout, elements_of(own, found, size, along_tokens=slot in ALONG_ROWS)
+        shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
+        layout, elements = own.layout, elements_of(own, found, shape, along_tokens=along_tokens)
     sums, maxima = columns_of(names)
     first = torch.stack(
         (
@@ -161,10 +161,6 @@ def _of_slot(seen: Seen, slot: str, operands: Operands, names: str) -> Totals:
         columns if seen.counts else torch.zeros_like(columns),
         torch.stack(most) if most else columns.new_empty((0, columns.shape[1]), dtype=torch.float32),
     )
-
-
-def _size(shape: Sequence[int], layout: TensorLayout) -> int:
-    return math.prod(shape[layout.batch :])
 
 
 def _part_of_all(layout: TensorLayout) -> float:

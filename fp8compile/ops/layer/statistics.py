@@ -133,7 +133,7 @@ def _smallest(seen: Elements) -> Tensor:
     return -torch.where(magnitude == 0, torch.inf, magnitude)
 
 
-# codes of the exponent field 0 are the rest: what pads blocks is zeros, and would count among them
+# codes of the exponent field 0 are the rest
 EACH_EXPONENT = tuple(f"exponent_{field}" for field in range(1, EXPONENTS))
 TOTALS: dict[str, Total] = {
     total.name: total
@@ -225,7 +225,7 @@ def register_statistic(
         name: The statistic's name, an identifier.
         compute: Takes the operand's elements: ``.values`` and ``.scale`` (float32), ``.codes`` (uint8, one a byte),
             ``.format``, ``.decoded()``, ``.dequantized()``. Returns a number of each element, of the shape of
-            ``values``: bool or int32 to be counted, or float32. Padding, whose values and codes are 0, must add 0.
+            ``values``: bool or int32 to be counted, or float32.
         combine: ``"sum"`` or ``"max"``.
         finish: Makes the statistic of a dict with ``name`` and ``"numel"``; by default the total itself.
 
