@@ -91,7 +91,7 @@ def read(model, monitor, parts, planted=None, backend=None, wrap=lambda tensor: 
 def alone(recipe, parts, planted=None, statistics=EVERYTHING):
     """What one process reads, before any group of ranks is asked."""
     model = mlp(recipe)
-    with mock.patch.object(dist, "is_initialized", lambda: False):
+    with mock.patch.object(dist, "is_initialized", return_value=False):
         return read(model, f8.Monitor(model, statistics), parts, planted)
 
 
@@ -119,10 +119,13 @@ def check_dense(place, name, backend, planted):
         fully_shard(model)
     elif place == "graph_fsdp 4":
         parallel.graph_fsdp(model, models.mesh_1d("all"))
+    if recipe.history():  # a second micro-batch would have other scales than the first
+        statistics = tuple(each for each in EVERYTHING if each not in ("nonfinite", "square_error", "exponents"))
+        part, parts = 0, [0]
     monitor = f8.Monitor(model, statistics)
     found = read(model, monitor, [part], planted, backend)
     monitor.remove()
-    return difference(alone(recipe, parts, planted), found)
+    return difference(alone(recipe, parts, planted, statistics), found)
 
 
 DENSE = ("replicas", "FSDP 4", "graph_fsdp 4", "TP 2 x replicas", "TP 2 x FSDP 2", "TP 2 x graph_fsdp")
@@ -219,7 +222,7 @@ def experts_alone(recipe):
     x, grad = (torch.cat([pieces[p][i][e] for e in range(EXPERTS) for p in range(2)]) for i in range(2))
     monitor = f8.Monitor(module, EVERYTHING)
     module(x.requires_grad_(), parts[0][2] + parts[1][2]).backward(grad)
-    with mock.patch.object(dist, "is_initialized", lambda: False):
+    with mock.patch.object(dist, "is_initialized", return_value=False):
         return monitor.read()
 
 
@@ -260,7 +263,7 @@ def check_experts_of_fsdp(name, how):
     found = monitor.read()
 
     whole = OwnExperts(values(EXPERTS, HIDDEN, IN, seed=3), recipe)
-    with mock.patch.object(dist, "is_initialized", lambda: False):
+    with mock.patch.object(dist, "is_initialized", return_value=False):
         monitor = f8.Monitor(whole, EVERYTHING)
         for each in range(4):
             x, grad, sizes = rows_of(each % 2, EXPERTS)
@@ -320,7 +323,8 @@ def check_disagreement():
 
 def test_ranks_with_different_arguments_are_told_so(ranks):
     for text in ranks.run(check_disagreement):
-        assert text.startswith("Monitor: rank 0 has ") and "all ranks read the same" in text
+        assert text.startswith("Monitor: rank 0 has ")
+        assert "all ranks read the same" in text
 
 
 def check_messages():

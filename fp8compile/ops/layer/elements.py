@@ -12,7 +12,7 @@ of a row, or along columns. A second, small kernel adds the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +68,32 @@ class Elements:
     numel: Tensor
     has_values: bool = True
 
+    def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
+        """What a function computes of the elements; several statistics share one computation."""
+        known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
+        if compute not in known:
+            known[compute] = compute(self)
+        return known[compute]
+
     def decoded(self) -> Tensor:
         """The numbers that codes stand for, before scales, float32."""
-        return self.format.decode(self.codes)
+        return self.once(_decoded)
+
+    def magnitude(self) -> Tensor:
+        """The magnitudes of the values."""
+        return self.once(_magnitude)
 
     def dequantized(self) -> Tensor:
         """The values that the product multiplies: codes times scales, float32."""
         return self.decoded() * self.scale
+
+
+def _decoded(elements: Elements) -> Tensor:
+    return elements.format.decode(elements.codes)
+
+
+def _magnitude(elements: Elements) -> Tensor:
+    return elements.values.abs()
 
 
 def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool) -> Elements:
@@ -183,38 +202,39 @@ def _reduced(values: Tensor, combine: str, dim: int) -> Tensor:
     return values.sum(dim, dtype=torch.int32 if values.dtype in (torch.bool, torch.int32) else torch.float32)
 
 
-def total(elements: Elements, each: Tensor, combine: str) -> Tensor:
-    """Reduce a number of each element to one number for a matrix, for each matrix of a stack, or for each group.
+def total(elements: Elements, numbers: Sequence[Tensor], combine: str) -> Tensor:
+    """Reduce numbers of each element to one for a matrix, for each matrix of a stack, or for each group.
 
     Args:
         elements: The elements.
-        each: The numbers, shape of ``elements.values``: bool or int32 to be counted, float32 or float64.
+        numbers: Tensors of the shape of ``elements.values``: bool or int32 to be counted, float32 or float64.
         combine: ``"sum"`` or ``"max"``.
 
     Returns:
-        (1,) or (E,): float64 for a sum, float32 for a maximum, which is -inf without elements.
+        (numbers, E), and E is 1 for a matrix: float64 for sums, float32 for maxima, which are -inf without elements.
     """
-    matrices = elements.numel.shape[0]
+    matrices, like = elements.numel.shape[0], elements.values
     neutral, dtype = (0, torch.float64) if combine == "sum" else (-torch.inf, torch.float32)
-    if guard_or_false(each.numel() == 0):
-        return each.new_full((matrices,), neutral, dtype=dtype)
+    if not numbers or guard_or_false(like.numel() == 0):
+        return like.new_full((len(numbers), matrices), neutral, dtype=dtype)
+    pieces = torch.stack([_pieces(each, combine, elements).to(dtype) for each in numbers])
     if elements.group is not None:
-        rows = _reduced(each, combine, -1)
-        groups = torch.arange(matrices, device=rows.device).unsqueeze(1)
-        pieces = torch.where(groups == elements.group, rows, torch.full((), neutral, dtype=rows.dtype).to(rows.device))
-    elif each.ndim == 3:
-        pieces = _reduced(each, combine, -1)
-    else:
-        pieces = _pieces(each, combine, elements.block).view(1, -1)
+        groups = torch.arange(matrices, device=like.device).unsqueeze(1)
+        pieces = torch.where(groups == elements.group, pieces.unsqueeze(1), neutral)
     if combine == "sum":
-        return pieces.to(dtype).sum(-1)
-    return pad(pieces.to(dtype), (0, 1), value=neutral).amax(-1)  # amax of no rows raises
+        return pieces.sum(-1)
+    return pad(pieces, (0, 1), value=neutral).amax(-1)  # amax of no rows raises
 
 
-def _pieces(each: Tensor, combine: str, block: Block) -> Tensor:
-    _, columns = block
+def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
+    """Reduce as the cast goes through memory: (rows,) with groups, else (E, pieces)."""
+    if elements.group is not None or each.ndim == 3:
+        return _reduced(each, combine, -1)
+    _, columns = elements.block
     if columns == 1:
-        return _reduced(each, combine, 0)
-    if columns > 1 and guard_or_false(each.shape[1] % columns == 0):
-        return _reduced(each.view(each.shape[0], -1, columns), combine, -1)
-    return _reduced(each, combine, -1)
+        found = _reduced(each, combine, 0)
+    elif columns > 1 and guard_or_false(each.shape[1] % columns == 0):
+        found = _reduced(each.view(each.shape[0], -1, columns), combine, -1)
+    else:
+        found = _reduced(each, combine, -1)
+    return found.reshape(1, -1)

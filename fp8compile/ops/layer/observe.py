@@ -154,13 +154,9 @@ def _of_slot(seen: Seen, slot: str, operands: Operands, names: str) -> Totals:
             torch.full_like(elements.numel, _part_of_all(layout)),
         )
     )
-    added = [total(elements, each.compute(elements), "sum") for each in sums]
-    most = [total(elements, each.compute(elements), "max") for each in maxima]
-    columns = torch.cat((first, torch.stack(added))) if added else first
-    return (
-        columns if seen.counts else torch.zeros_like(columns),
-        torch.stack(most) if most else columns.new_empty((0, columns.shape[1]), dtype=torch.float32),
-    )
+    columns = torch.cat((first, total(elements, [each.compute(elements) for each in sums], "sum")))
+    most = total(elements, [each.compute(elements) for each in maxima], "max")
+    return columns if seen.counts else torch.zeros_like(columns), most
 
 
 def _part_of_all(layout: TensorLayout) -> float:

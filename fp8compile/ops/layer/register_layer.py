@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any, get_type_hints
 
 import torch
@@ -345,8 +344,15 @@ class _Samples:
             yield grad, x, *offsets, *_fields_of(place.for_grad_weight(weight.dtype, used)), recipe
 
     def of_observe(self) -> Iterator[tuple[Any, ...]]:
-        """A sample layer for the ops that observe: x, weight, offsets or None, placement, recipe."""
-        for _, x, weight, offsets, place, recipe, used in islice(self._each(), 1):
+        """Sample layers for the ops that observe: x, weight, offsets or None, placement, recipe.
+
+        These are the first one, and the first one without elements.
+        """
+        seen = set()
+        for _, x, weight, offsets, place, recipe, used in self._each():
+            if (is_empty := x.numel() == 0) in seen:
+                continue
+            seen.add(is_empty)
             yield x, weight, *(offsets or (None,)), place.for_grad_input(used), recipe
 
     def of_keep(self) -> Iterator[tuple[Any, ...]]:

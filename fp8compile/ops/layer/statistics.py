@@ -93,29 +93,26 @@ class Statistic:
         return all(TOTALS[name].of_codes for name in self.totals)
 
 
-def _magnitude(seen: Elements) -> Tensor:
-    return seen.decoded().abs()
-
-
 def _beyond(seen: Elements) -> Tensor:
     fmt = seen.format
     limit = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
-    return (seen.values.abs() > seen.scale * limit) & (seen.scale > 0)
+    return (seen.magnitude() > seen.scale * limit) & (seen.scale > 0)
 
 
 def _is_subnormal(seen: Elements) -> Tensor:
-    found = _magnitude(seen)
+    found = seen.decoded().abs()
     return (found > 0) & (found < 2.0**seen.format.min_exponent)
 
 
 def _field(seen: Elements) -> Tensor:
-    """The exponent field of each code, int32."""
+    """The exponent field of each code, int32; -1 for NaN."""
     sign = 1 << (seen.format.bits - 1)
-    return (seen.codes.to(torch.int32) & (sign - 1)) >> seen.format.mantissa_bits
+    found = (seen.codes.to(torch.int32) & (sign - 1)) >> seen.format.mantissa_bits
+    return torch.where(_is_nan(seen), -1, found)
 
 
 def _has_exponent(field: int) -> Callable[[Elements], Tensor]:
-    return lambda seen: (_field(seen) == field) & ~_is_nan(seen)
+    return lambda seen: seen.once(_field) == field
 
 
 def _is_nan(seen: Elements) -> Tensor:
@@ -129,7 +126,7 @@ def _scales(seen: Elements) -> Tensor:
 
 def _smallest(seen: Elements) -> Tensor:
     """Minus the smallest magnitude that is not 0, because totals are maxima."""
-    magnitude = seen.values.abs()
+    magnitude = seen.magnitude()
     return -torch.where(magnitude == 0, torch.inf, magnitude)
 
 
@@ -138,11 +135,11 @@ EACH_EXPONENT = tuple(f"exponent_{field}" for field in range(1, EXPONENTS))
 TOTALS: dict[str, Total] = {
     total.name: total
     for total in (
-        Total("amax", lambda seen: seen.values.abs(), "max"),
-        Total("underflow", lambda seen: (seen.decoded() == 0) & (seen.values.abs() > 0), "sum"),
+        Total("amax", lambda seen: seen.magnitude(), "max"),
+        Total("underflow", lambda seen: (seen.decoded() == 0) & (seen.magnitude() > 0), "sum"),
         Total("saturation", _beyond, "sum"),
         Total("subnormal", _is_subnormal, "sum", of_codes=True),
-        Total("nonfinite", lambda seen: ~(seen.values.abs() < torch.inf), "sum"),
+        Total("nonfinite", lambda seen: ~(seen.magnitude() < torch.inf), "sum"),
         Total("nan", _is_nan, "sum", of_codes=True),
         Total("scale_min", lambda seen: -_scales(seen), "max", of_codes=True),
         Total("scale_max", _scales, "max", of_codes=True),
