@@ -8,6 +8,8 @@ from fp8compile.nn.functional import linear
 from fp8compile.nn.grouped import grouped_linear, grouped_mm
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.master_weights import MasterWeights
+from fp8compile.nn.monitor import Monitor
+from fp8compile.nn.observed import Observed
 from fp8compile.nn.regions import compile, repeated_blocks
 from fp8compile.nn.report import ConversionReport, ConversionRow, conversion_report
 from fp8compile.nn.set_recipe import set_recipe
@@ -20,6 +22,8 @@ __all__ = [
     "Linear",
     "MasterWeights",
     "calibrate",
+    "Monitor",
+    "Observed",
     "compile",
     "conversion_report",
     "convert",

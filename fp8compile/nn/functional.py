@@ -10,10 +10,12 @@ from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.nn.state import DelayedState, check_state
 from fp8compile.ops import delayed_linear, shared_scale_linear
 from fp8compile.ops import linear as linear_op
+from fp8compile.ops.layer.layers import DELAYED, LINEAR, SHARED_SCALE
+from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
 
-__all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear"]
+__all__ = ["check_recipe", "check_tensor", "checked_operands", "given_observer", "in_dtype_of_autocast", "linear"]
 
 TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
@@ -131,6 +133,11 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
         )
 
 
+def given_observer(observer: Observer | None) -> dict[str, Observer]:
+    """The observer as a keyword argument; without one nothing, because other packages' modes know no such argument."""
+    return {} if observer is None else {"observer": observer}
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -139,6 +146,7 @@ def linear(
     recipe: Recipe,
     state: DelayedState | None = None,
     outer_amax: Tensor | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, as the recipe says.
 
@@ -155,6 +163,7 @@ def linear(
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
         outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's one scale, or its
             outer scale, is made of it. Weights that share this scale are given the same one. Other scales ignore it.
+        observer: Where the backward adds up statistics of the operands; `fp8compile.Monitor` gives layers one.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
@@ -169,7 +178,9 @@ def linear(
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
-        given = {"recipe": recipe, "state": state, **({} if outer_amax is None else {"outer_amax": outer_amax})}
+        given = {"recipe": recipe, "state": state, **given_observer(observer)}
+        if outer_amax is not None:
+            given["outer_amax"] = outer_amax
         return handle_torch_function(linear, (x, weight, bias), x, weight, bias, **given)
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)
@@ -178,7 +189,12 @@ def linear(
         check_serves("linear", weight, recipe)  # the op checks too, but torch.compile would wrap its error
     if outer_amax is not None:
         _check_outer_amax(outer_amax, weight, state)
-        return shared_scale_linear(x, weight, bias, outer_amax, recipe)
+        y = shared_scale_linear(x, weight, bias, outer_amax, recipe)
+        return (
+            y if observer is None else SHARED_SCALE.observe(y, x, weight, outer_amax, observer=observer, recipe=recipe)
+        )
     if state is None:
-        return linear_op(x, weight, bias, recipe)
-    return delayed_linear(x, weight, bias, *state, recipe)[0]
+        y = linear_op(x, weight, bias, recipe)
+        return y if observer is None else LINEAR.observe(y, x, weight, observer=observer, recipe=recipe)
+    y, used, *_ = delayed_linear(x, weight, bias, *state, recipe)
+    return y if observer is None else DELAYED.observe(y, x, weight, used, observer=observer, recipe=recipe)

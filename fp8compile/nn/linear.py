@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -64,6 +64,7 @@ class Linear(CodesInState, nn.Linear):
     amax_group: str | None = None  # the group's name: a group can be neither copied nor pickled
     # the layers with which this one shares an outer scale, itself among them; a tuple, so that they are no submodules
     scale_group: tuple[nn.Module, ...] = ()
+    observed_weights: ClassVar[Sequence[str]] = ("weight",)
     amax_history: Tensor  # this and `multiplier` exist only if the recipe has delayed scaling
     multiplier: Tensor
     _plain: ClassVar[type[nn.Linear]] = nn.Linear  # the class that `revert` restores; made subclasses set their own
@@ -148,9 +149,10 @@ class Linear(CodesInState, nn.Linear):
         """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
         recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
         warn_if_not_sharded(self)
+        observer = self.observer("weight")
         if self.scale_group and (outer_amax := self.outer_amax()) is not None:
-            return linear(input, self.weight, self.bias, recipe=recipe, outer_amax=outer_amax)
-        return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state())
+            return linear(input, self.weight, self.bias, recipe=recipe, outer_amax=outer_amax, observer=observer)
+        return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state(), observer=observer)
 
     def outer_amax(self) -> Tensor | None:
         """The largest magnitude of all weights that share this layer's outer scale, (1,) float32.
@@ -263,7 +265,7 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
 def become_plain(layer: nn.Linear) -> None:
     """Remove the attributes that `become_float8` gave a layer."""
-    for name in ("_recipe", "_recipe_under_fsdp", "amax_group", "scale_group"):
+    for name in ("_recipe", "_recipe_under_fsdp", "_observers", "amax_group", "scale_group"):
         vars(layer).pop(name, None)
     CONVERTED.discard(layer)
     for name in STATE:

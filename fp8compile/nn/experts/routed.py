@@ -33,11 +33,13 @@ DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals
 
 
 def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
+    observer = self.observer(name, getattr(self, name))
     weight = local_stack(self, name)
     bias: Any = local_stack(self, f"{name}_bias") if self.has_bias else None
     matrices: Any = weight.transpose(-2, -1) if self.is_transposed else weight
     x = x.to(weight.dtype)
-    return with_additions(self, name, x, offsets, grouped_linear(x, matrices, offsets, bias, recipe=self.recipe))
+    y = grouped_linear(x, matrices, offsets, bias, recipe=self.recipe, observer=observer)
+    return with_additions(self, name, x, offsets, y)
 
 
 def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:

@@ -149,10 +149,7 @@ class Operands:
     def _of_weight(self, part: Plain, slot: str) -> Quantized:
         quantizer: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
         rows = part.local.shape[-2]
-        if self.rows is not None:
-            part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
-        if part.layout.batch and not is_cut_within(part):
-            part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
+        part = self._weight_to_quantize(part)
         if self.rows is not None:
             own = self._quantized(part, quantizer, slot)
             own = _without_padding(own, rows) if part.layout.batch else own  # padding is never sent
@@ -166,6 +163,19 @@ class Operands:
         else:
             found = self._quantized(part, quantizer, slot)
         return _without_padding(found, rows) if part.layout.batch else found
+
+    def _weight_to_quantize(self, part: Plain) -> Plain:
+        """The part with FSDP's cut in its layout, and with each matrix of a stack padded to whole blocks."""
+        if self.rows is not None:
+            part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
+        if part.layout.batch and not is_cut_within(part):
+            part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
+        return part
+
+    def own(self, part: Plain, slot: str) -> tuple[Plain, Quantized]:
+        """This rank's elements of an operand and their codes, before ranks gather them, for `statistics`."""
+        part = self._weight_to_quantize(part) if slot in WEIGHT_SLOTS else part
+        return part, self._quantized(part, getattr(self.recipe, slot), slot)
 
     def _rows_of_blocks(self) -> int:
         """The smallest number of rows that is whole blocks for both products; blocks of whole columns don't count."""

@@ -150,6 +150,14 @@ class Placement:
         """The placement of the op that keeps codes of the input; here the input is whole."""
         return Placement()
 
+    def counts(self, layout: TensorLayout) -> bool:
+        """Whether this rank counts its elements of a tensor: all ranks together count each element once."""
+        return True
+
+    def first_matrix(self) -> int:
+        """Index of the first matrix of this rank's part of a stack."""
+        return 0
+
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """Return this placement without its tensors, and those tensors that autograd saves for grad_input."""
         return self, ()
@@ -250,6 +258,10 @@ class _OverGroup(Placement):
     def for_keep(self) -> Placement:
         """The placement of the op that keeps codes: this placement, because ranks may cut the input."""
         return self
+
+    def counts(self: Any, layout: TensorLayout) -> bool:
+        """Whether this rank has elements that no other rank has, or is the first of the ranks that have the same."""
+        return any(layout.cuts) or self.rank == 0
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
         """Make this rank's part of the weight's gradient contiguous."""
@@ -485,6 +497,10 @@ class GroupsOverFsdp(_OverFsdp):
     """A stack that FSDP cuts by matrices. Each matrix is whole on one rank, so ranks exchange no amax."""
 
     rows: Rows
+
+    def first_matrix(self) -> int:
+        """Index of the first matrix that this rank has."""
+        return sum(self.rows.sizes[: self.rows.rank])
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
         """The placement of the op for grad_weight, which holds the dtype of the shard."""

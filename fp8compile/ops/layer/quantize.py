@@ -25,7 +25,7 @@ from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.layer.over_ranks import as_operand, check_not_packed
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
-from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.quantizers.blocks import as_matrix, expand_blocks
 
 Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and with two levels the outer scale
 
@@ -37,6 +37,7 @@ __all__ = [
     "cast_part",
     "dequantized",
     "has_one_scale",
+    "expanded_scales",
     "in_whole_blocks",
     "is_aligned",
     "is_cut_within",
@@ -455,3 +456,14 @@ def _values_of_stack(
     for matrix, own, outer in zip(codes.split(1), scale.split(1), outer_scale.split(1), strict=True):
         found.append(_by_blocks(matrix, own, quantizer, lambda *each, outer=outer: dequantize(*each, dtype, outer)))
     return torch.cat(found)
+
+
+def expanded_scales(codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
+    """The scale of each element, float32, broadcast against the codes of a matrix or of a stack (E, N, K)."""
+    if codes.ndim == 2:
+        return expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
+
+    def expanded(matrix: Tensor, grid: Tensor, own: Quantizer) -> Tensor:
+        return expand_blocks(own.scale_values(grid), matrix.shape, own.block).expand(matrix.shape)
+
+    return _by_blocks(codes, scale, quantizer, expanded)
