@@ -163,6 +163,22 @@ def _forget_devices() -> None:
 
 
 @contextmanager
+def pretend_triton(gpu: Gpu) -> Iterator[None]:
+    """While this runs, Dynamo believes that Triton has this GPU, so that it traces kernels that a function launches.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+    """
+    import triton
+
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", _triton_driver(gpu)),
+        mock.patch("torch.utils._triton.has_triton", return_value=True),
+    ):
+        yield
+
+
+@contextmanager
 def pretend_gpu(gpu: Gpu) -> Iterator[None]:
     """While this runs, PyTorch believes that device ``cuda:0`` is this GPU, and Triton generates code for it.
 

@@ -32,7 +32,7 @@ SECONDS_BETWEEN = 5  # between lines that say which kernel is being generated
 SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which the second tracing keeps
 GPU = torch.device("cuda", 0)
 LAUNCH = re.compile(
-    r"^\s+(?:\w+ = )?(?:(?P<triton>triton_\w+)\.run|extern_kernels\.(?P<extern>\w+)|"
+    r"^\s+(?:\w+ = )?(?:(?P<triton>\w+)\.run|extern_kernels\.(?P<extern>\w+)|"
     r"(?:torch\.ops\.|(?=aten\.))(?P<op>[\w.]+))\(",
     re.MULTILINE,
 )
@@ -181,6 +181,7 @@ def _reads(parts: Sequence[Any], made: dict[str, Any]) -> Iterator[str]:
 
 
 def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
+    from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     name = call["triton"] or call["extern"] or call["op"]
@@ -190,7 +191,14 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
     # all results of a template but the first are buffers that it is given to write to
     names = [each.get_name() for part in parts for each in getattr(part.node, "mutated_inputs", None) or ()]
     given = [V.graph.name_to_buffer[name] for name in names]
-    made = {buffer.get_name(): _node_of(buffer) for buffer in (*(part.node for part in parts), *given)}
+    if own := [part.node for part in parts if isinstance(part.node, ir.UserDefinedTritonKernel)]:
+        buffers = [buffer for kernel in own for buffer in kernel.mutable_args]  # it returns nothing
+    else:
+        buffers = [*(part.node for part in parts), *given]
+    made = {buffer.get_name(): _node_of(buffer) for buffer in buffers}
+    for kernel in own:  # readers name its arguments after what it wrote
+        written_to = zip(kernel.mutation_outputs, kernel.mutable_args, strict=True)
+        made |= {output.get_name(): _node_of(buffer) for output, buffer in written_to}
     written += sum(_bytes(buffer) for buffer in given)
     unread = _unread_bytes(node)
     return ScheduledLaunch(

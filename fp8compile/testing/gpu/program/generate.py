@@ -103,7 +103,8 @@ class _Compared:
         """
         settings = self._settings
         reference = Reference(self._graph, settings.gpu, self.schedule, rounds_each=settings.precision_casts)
-        with torch.no_grad(), pretend_target(Target("cpu")):  # ops run their PyTorch code, not their Triton kernels
+        alone = Interpreter(settings.arithmetic, elements=1)  # of kernels that the function's author wrote
+        with torch.no_grad(), pretend_target(Target("cpu")), alone.active():  # our ops run their PyTorch code
             return reference, reference.run(*given), given
 
     def run(self) -> GraphRun:

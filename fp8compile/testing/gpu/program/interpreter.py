@@ -24,8 +24,10 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -183,6 +185,14 @@ class Interpreter:
         yield jitted, "run", run
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
+    def _place(self) -> str:
+        """File and line of the kernel, or of the function it called, that runs now."""
+        codes = {function.__code__ for function in self._rewritten.values()}
+        frame: Any = sys._getframe()
+        while frame.f_code not in codes:
+            frame = frame.f_back
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
     def _memory(self) -> Iterator[tuple[Any, ...]]:
         def watched(
             kind: str, original: Callable[..., Any], pointers: int, value: int, mask: int
@@ -194,7 +204,10 @@ class Interpreter:
                     data = data if kind == "load" else self._batch.of_each(data)
                     given[at] = Handle(stored(data), args[at].dtype)
                 width = max(1, args[pointers].get_element_ty().primitive_bitwidth // 8)
-                self._access.record(kind, given[pointers].data, given[mask].data, width)
+                try:
+                    self._access.record(kind, given[pointers].data, given[mask].data, width)
+                except IndexError as error:
+                    raise IndexError(f"{error} The access is at {self._place()}.") from None
                 if kind != "load":
                     self._batch.keep(given[pointers].data, given[mask].data, width)
                 return original(builder, *given, **options)

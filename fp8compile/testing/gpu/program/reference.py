@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.messages import message
 from fp8compile.testing.gpu.program.operators import computed
+from fp8compile.testing.gpu.program.own_kernels import implementation_on_gpu, launched
 from fp8compile.testing.gpu.program.products import PRODUCTS, Products
 from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch
 
@@ -102,6 +104,8 @@ class Reference(fx.Interpreter):
 
     def _is_called(self, node: fx.Node) -> bool:
         """Whether generated code calls an operator, which is then a matrix product or one of a library."""
+        if node.target is triton_kernel_wrapper_functional:
+            return True
         if not isinstance(node.target, torch._ops.OpOverload):
             return False
         namespace, _, name = node.target._schema.name.partition("::")
@@ -110,9 +114,13 @@ class Reference(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute an operator by the rules of generated code."""
+        if target is triton_kernel_wrapper_functional:
+            return launched(**kwargs)
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
         namespace, _, name = target._schema.name.partition("::")
+        if own := implementation_on_gpu(target):
+            return own(*args, **kwargs)
         if namespace == "_c10d_functional":
             return message(target, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
         if name in PRODUCTS:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8compile.formats import CASTS_BY_FLOAT16
 from fp8compile.target import pretend_target
-from fp8compile.testing.gpu.gpus import gpu_called
+from fp8compile.testing.gpu.gpus import gpu_called, pretend_triton
 from fp8compile.testing.gpu.program.step import step
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run_gpu_program(
     try:
         with tempfile.TemporaryDirectory() as folder:
             backend = GpuBackend(settings, folder)
-            with pretend_target(settings.gpu.target):
+            with pretend_target(settings.gpu.target), pretend_triton(settings.gpu):
                 outputs, gradients = step(backend.compile(fn), fn, args, grad_outputs)
     finally:
         torch._dynamo.reset()

@@ -4,8 +4,8 @@ what the wrapper uses    what it gets here
 async_compile.triton     `Kernel`, which interprets the kernel in one of its configurations
 extern_kernels.NAME      `Products`, which computes the matrix product
 empty_strided_cuda       memory that is filled with one byte, so that reads of it show
-torch.ops.*              emulated collectives; this library's ops by their interpreted GPU kernels; aten operators
-                         by PyTorch's CPU kernels, which is recorded; any other operator raises
+torch.ops.*              emulated collectives; this library's ops and custom operators by their interpreted GPU
+                         kernels; aten operators by PyTorch's CPU kernels, which is recorded; any other raises
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
 from fp8compile.testing.gpu.program.interpreter import Interpreter
 from fp8compile.testing.gpu.program.memory import poisoned
 from fp8compile.testing.gpu.program.messages import message
+from fp8compile.testing.gpu.program.own_kernels import KNOWN, implementation_on_gpu
 from fp8compile.testing.gpu.program.products import Products, is_product
 
 __all__ = ["KernelLaunch", "Program", "Way"]
@@ -111,7 +112,8 @@ class Kernel:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         self._program, self._name, self._tuner = program, name, getattr(module, name)
-        self._multiplies = "tl.dot(" in source
+        # a kernel that the function itself launches is its own reference
+        self._multiplies = "tl.dot(" in source and not getattr(self._tuner, "custom_kernel", False)
         program.configurations = max(program.configurations, len(self._tuner.configs))
 
     def run(self, *args: Any, stream: Any, **kwargs: Any) -> None:
@@ -124,14 +126,16 @@ class Kernel:
                 f"run_gpu_program: {self._name} is made from one of Inductor's templates (flex attention, autotuned "
                 "products), which multiplies parts of matrices: its sums have an order that no reference has."
             )
-        names = [name for name in tuner.fn.arg_names if name not in tuner.configs[0].kwargs]
+        declared = {name for name, kind in tuner.fn.fn.__annotations__.items() if "constexpr" in str(kind)}
+        constants = {name: value for name, value in tuner.triton_meta["constants"].items() if name in declared}
+        names = [name for name in tuner.fn.arg_names if name not in {**tuner.configs[0].kwargs, **constants}]
         names += tuner.inductor_meta.get("extra_launcher_args", ())  # a template's grid is known before it is launched
         given = dict(zip(names, args, strict=True))
         grids = self._grids(given)
         number = program.way.choose(grids)
         config, grid = tuner.configs[number], grids[number]
         blocks = {name: value for name, value in config.kwargs.items() if name in tuner.fn.arg_names}
-        given = {name: value for name, value in given.items() if name in tuner.fn.arg_names}
+        given = {name: value for name, value in given.items() if name in tuner.fn.arg_names} | constants
         program.interpreter.launch(self._name, tuner.fn.fn, grid, given | blocks)
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
@@ -161,7 +165,10 @@ class _Dispatch(TorchDispatchMode):
         if op._schema.name in OPS:
             with self:  # memory that the kernel asks for is poisoned too
                 return OPS[op._schema.name].impl(*args, **(kwargs or {}))
-        if namespace not in ("aten", "prims", "inductor"):
+        if own := implementation_on_gpu(op):
+            with self:
+                return own(*args, **(kwargs or {}))
+        if namespace not in KNOWN:
             raise NotImplementedError(
                 f"run_gpu_program: generated code calls {op}; what a GPU would run is not known."
             )

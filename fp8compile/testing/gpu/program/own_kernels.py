@@ -1,0 +1,60 @@
+"""Triton kernels of the function's author: launched in the function, or by a custom operator.
+
+They are their own reference, one program after the other: what is checked is their memory, that the order of programs
+changes nothing, and what Inductor makes around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+__all__ = ["KNOWN", "implementation_on_gpu", "launched"]
+
+KNOWN = ("aten", "prims", "inductor")  # PyTorch's own namespaces; it defines prims as custom operators
+
+
+def implementation_on_gpu(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """The Python function that a GPU would run for an operator of ``torch.library.custom_op``; None for any other."""
+    from torch._library.custom_ops import OPDEFS
+
+    found = OPDEFS.get(op._schema.name) if op.namespace not in KNOWN else None
+    functions = {} if found is None else found._backend_fns
+    return functions.get("cuda", functions.get(None))
+
+
+def launched(
+    *, kernel_idx: int, constant_args_idx: int, grid: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any],
+    tensors_to_clone: Sequence[str], tma_descriptor_metadata: Mapping[str, Any], launch_kwargs: Sequence[str] = (),
+) -> dict[str, Tensor]:  # fmt: skip
+    """Compute ``torch.ops.higher_order.triton_kernel_wrapper_functional``; arguments are those of the operator.
+
+    Call it while an `Interpreter` is active. The first configuration of an autotuned kernel runs; the program runs all
+    of them if it is asked to.
+
+    Returns:
+        The tensors that the kernel writes, by the kernel's argument, as new tensors.
+
+    Raises:
+        NotImplementedError: The kernel takes a descriptor that the host made.
+    """
+    if tma_descriptor_metadata:
+        raise NotImplementedError(
+            "run_gpu_program: a kernel takes descriptors that the host made, which are not known here. Make them in "
+            "the kernel, by tl.make_tensor_descriptor."
+        )
+    kernel: Any = kernel_side_table.get_kernel(kernel_idx)
+    given = {**kernel_side_table.get_constant_args(constant_args_idx), **kwargs}
+    given |= {name: given[name].clone() for name in tensors_to_clone}
+    while hasattr(kernel, "configs") or hasattr(kernel, "values"):  # autotuned; with heuristics
+        if hasattr(kernel, "configs"):
+            given |= kernel.configs[0].kwargs
+        else:
+            given |= {name: value(given) for name, value in kernel.values.items()}
+        kernel = kernel.fn
+    kernel.run(grid=grid[0], warmup=False, **{name: given[name] for name in kernel.arg_names})  # by the interpreter
+    return {name: given[name] for name in tensors_to_clone}
