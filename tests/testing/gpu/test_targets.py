@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import fp8compile as f8
+from benchmarks.experts import experts_arguments, feed_forward
 from fp8compile import formats
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program
@@ -47,6 +50,27 @@ def test_forward_and_backward_of_a_feed_forward_are_the_graphs_to_the_bit(arch):
     model, x = block(BLOCKS[arch])
     result = run_gpu_program(model, x, arch=arch)
     assert len([product for graph in result.graphs for product in graph.products]) == 9
+    assert result.differences == ()
+
+
+EXPERTS = {
+    "rtx4090": f8.recipes.rowwise(),
+    "h100": f8.recipes.blockwise(),
+    "b300": f8.recipes.mxfp8(),
+    "rtx5090": f8.recipes.blockwise(),
+}
+# 8.9 has a cast and a product of its own
+SLOW = [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("arch", [pytest.param(each, marks=SLOW * (each != "rtx4090")) for each in EXPERTS])
+def test_forward_and_backward_of_experts_are_the_graphs_to_the_bit(arch):
+    torch.manual_seed(0)
+    *arguments, ends = experts_arguments(40, 64, 32, 3)
+    arguments = [torch.randn(each.shape).bfloat16().requires_grad_() for each in arguments]
+    ends = torch.tensor([0, 19, 36], dtype=torch.int32)  # one has no tokens, and four rows no expert
+    result = run_gpu_program(partial(feed_forward, recipe=EXPERTS[arch]), *arguments, ends, arch=arch)
+    assert len([product for graph in result.graphs for product in graph.products]) == 6
     assert result.differences == ()
 
 
