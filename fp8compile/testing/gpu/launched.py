@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fp8compile.ops.registry import OPS
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.compiled import CompiledKernel, compiled_jit
-from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.schedule import Schedule
 from fp8compile.testing.graphs.recording import node_value, op_name
 
@@ -71,6 +71,13 @@ def _recorded() -> Iterator[list[_Launch]]:
         yield found
 
 
+def _on_the_cpu(value: Any) -> Any:
+    """A tensor without data on the CPU, where PyTorch without CUDA does all that a kernel's caller asks."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+
+
 def launched_kernels(found: Schedule, gpu: Gpu) -> Iterator[CompiledKernel]:
     """Compile what this package's operators launch in a graph; each distinct kernel once.
 
@@ -88,8 +95,8 @@ def launched_kernels(found: Schedule, gpu: Gpu) -> Iterator[CompiledKernel]:
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
         mode = next(each.fake_mode for each in args if isinstance(each, Tensor))
-        with pretend_gpu(gpu), pretend_target(gpu.target), mode, _recorded() as launches:
-            op.impl(*args, **kwargs)
+        with pretend_target(gpu.target), mode, _recorded() as launches:
+            op.impl(*map(_on_the_cpu, args), **kwargs)
         for launch in launches:
             kernel = launch.compiled(gpu)
             if kernel.ptx not in compiled:
