@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in under 30 minutes: the tests marked gpu, then the benchmarks; the short tables last.
+# All that needs a GPU, in under 30 minutes: doctor, the tests marked gpu, then the benchmarks; the short tables last.
 #
 #   benchmarks/gpu_all.sh [--rehearse] [FOLDER FOR LOGS]
 #
@@ -11,6 +11,7 @@
 # (benchmarks/machine.py). Each table says that its numbers mean nothing.
 set -u
 cd "$(dirname "$0")/.." || exit 2
+doctor=()
 tests=(-m gpu)
 block=(--rounds 7 --shapes llama3-8b)
 gemm=(--rounds 7 --sizes 16384x4096x14336 16384x8192x8192 4096x4096x4096)
@@ -22,6 +23,7 @@ import_time=(--runs 3)
 if [ "${1:-}" = --rehearse ]; then
     shift
     export FP8COMPILE_REHEARSAL=${FP8COMPILE_REHEARSAL:-program}
+    doctor=(--gpu h200 --products)
     tests=() # those of a GPU are skipped, the same bodies run on the CPU
     # a graph's program takes seconds to run: fewer contenders where graphs are large
     block=(--rounds 1 --shapes tiny --contenders rowwise)
@@ -64,6 +66,7 @@ assert machine().is_rehearsal or torch.cuda.is_available(), "there is no GPU; tr
 print("torch", torch.__version__, "triton", triton.__version__, "on", machine().name())' || exit 2
 [ -z "${FP8COMPILE_REHEARSAL:-}" ] && "$python" -c 'import torchao' 2>/dev/null && train+=("torchao tensorwise")
 
+step doctor 110 "$python" -m fp8compile doctor "${doctor[@]}"
 step tests 300 "$python" -m pytest tests/package/test_gpu.py "${tests[@]}" -q --maxfail=20 --show-capture=no -p no:cacheprovider
 step linear 300 "$python" -m benchmarks.linear "${few[@]}"
 step block 240 "$python" -m benchmarks.block "${block[@]}"
@@ -73,7 +76,7 @@ step compile_time 180 "$python" -m benchmarks.compile_time "${compile_time[@]}"
 step overhead 60 "$python" -m benchmarks.overhead "${overhead[@]}"
 step import_time 60 "$python" -m benchmarks.import_time "${import_time[@]}"
 
-for name in tests linear block gemm train compile_time overhead import_time; do
+for name in doctor tests linear block gemm train compile_time overhead import_time; do
     printf '\n== %s\n' "$name"
     tail -n 40 "$logs/$name.log"
 done

@@ -101,6 +101,7 @@ fast_accumulation_output=True,
 fast_accumulation_grad_input=False,
 fast_accumulation_grad_weight=False,
 keep_weight_codes=False,
+dequantized_output=False,
 dequantized_gradients=False,
 emulate=False,
 by_mx=False))

@@ -33,6 +33,7 @@ def grouped(op, *where):
 
 PLACEMENTS = {
     "linear": (dense(ops.linear), ()),
+    "shared_scale_linear": (dense(ops.shared_scale_linear, torch.ones(1)), ()),
     "sharded_linear": (dense(ops.sharded_linear, 0, [N], None, [0], 0, ""), ()),
     "fsdp_linear": (dense(ops.fsdp_linear, None, None, Rows.alone(N)), ()),
     "delayed_linear": (lambda x, w: delayed_linear(x, w, None, *STATE, None, DELAYED_OUTPUT)[0], ()),

@@ -1,9 +1,10 @@
-"""LoRA by peft over a base in FP8: the base is frozen, so a layer has two FP8 products a step in place of three.
+"""LoRA by peft over a base whose weights are FP8 codes: half the bytes, and FP8 products beside the adapters.
 
 python -m examples.lora
 python -m examples.lora --recipe tensorwise --steps 100
 
-The base is a tiny random Llama; nothing is downloaded. Adapters are small and stay in high precision.
+The base is a tiny random Llama; nothing is downloaded. Adapters are small and stay in high precision. At the end they
+are merged into codes, and the old codes are put back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import transformers
 
 import fp8compile as f8
 from examples.losses import VOCABULARY, batch, device, options, show
+from fp8compile.integrations import peft as f8peft
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=VOCABULARY,
@@ -32,13 +34,21 @@ CONFIG = transformers.LlamaConfig(
 LORA = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
 
+def megabytes(model: torch.nn.Module) -> float:
+    """The memory of a model's parameters; a weight that is codes has those and its scales."""
+    held = [each for p in model.parameters() for each in (p.parts() if isinstance(p, f8.QuantizedTensor) else (p,))]
+    return sum(each.nbytes for each in held) / 1e6
+
+
 def train(recipe: f8.Recipe | None, steps: int) -> list[float]:
     """Losses of the adapters' training."""
     torch.manual_seed(0)
     base = transformers.LlamaForCausalLM(CONFIG).to(device(), torch.bfloat16)
+    before = megabytes(base)
     if recipe is not None:
-        f8.convert(base, recipe)
-    model = peft.get_peft_model(base, LORA)
+        f8.freeze_weights(f8.convert(base, recipe))
+        print(f"the base: {megabytes(base):.2f} MB, in bf16 {before:.2f} MB")
+    model = peft.get_peft_model(base, f8peft.register(LORA))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     # "aot_eager" on a CPU: there Inductor's C++ takes longer than this training
@@ -53,7 +63,9 @@ def train(recipe: f8.Recipe | None, steps: int) -> list[float]:
         losses.append(loss.item())
     if recipe is not None:
         print(f8.conversion_report(model))
-        print(f"{sum(each.numel() for each in trained):,} of {model.num_parameters():,} parameters are trained")
+        print(f"{sum(each.numel() for each in trained):,} parameters are trained")
+        model.merge_adapter()
+        model.unmerge_adapter()  # the codes of before, to the bit
     return losses
 
 

@@ -1,8 +1,8 @@
-"""Submodules that are imported when they are first used.
+"""Submodules that are imported when they are first used, and functions of theirs that are names of the package.
 
 parallel    imports DTensor, which takes half a second
-export      writes files, which a training step does not
-testing     imports the compilers
+export      writes and reads files, which a training step does not; `load_quantized` is a function of it
+testing     imports the compilers; `advise` is a function of it
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from typing import Any
 
 from fp8compile import _compat
 
-__all__ = ["LAZY"]
+__all__ = ["FUNCTIONS", "LAZY"]
 
 PACKAGE = __name__.partition(".")[0]
 LAZY = ("parallel", "export", "testing")
+FUNCTIONS = {"advise": "testing", "load_quantized": "export"}  # names of the package too, each with its module
 
 
 def __getattr__(name: str) -> Any:
-    """Import a submodule that the package's ``__init__`` does not import."""
+    """Import a submodule that the package's ``__init__`` does not import, and return it or a function of it."""
     if name in LAZY:
         return importlib.import_module(f"{PACKAGE}.{name}")
+    if name in FUNCTIONS:
+        return getattr(importlib.import_module(f"{PACKAGE}.{FUNCTIONS[name]}"), name)
     raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """The names of the package's ``__init__``, and the submodules that it does not import."""
-    return sorted({*vars(sys.modules[PACKAGE]), *LAZY})
+    """The names of the package's ``__init__``, and those that it does not import."""
+    return sorted({*vars(sys.modules[PACKAGE]), *LAZY, *FUNCTIONS})
 
 
 def _register_on_dtensors() -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "rowwise",
     "rowwise_bf16_wgrad",
     "tensorwise",
+    "weight_only",
 ]
 
 TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
@@ -241,6 +242,7 @@ def nvfp4(
     hadamard: tuple[int, ...] = SIGNS,
     backward: str = "nvfp4",
     scale: str = "transformer_engine",
+    outer: str = "quotient",
     emulate: bool = False,
 ) -> Recipe:
     """NVFP4: four-bit codes, an e4m3 scale for 16 values along the summed dim, and a float32 scale for the tensor.
@@ -263,6 +265,9 @@ def nvfp4(
             ``"dequantized"`` for the same as ``"bf16"``, but with the values of the forward's codes instead of x and
             the weight.
         scale: The rule for both scales, ``"transformer_engine"`` or ``"torchao"``.
+        outer: ``"reciprocal"`` for outer scales of weights that equal 1 / (1 / scale), because some servers store the
+            reciprocal. It changes only weights whose largest magnitude is below 3.2e-35, and goes with
+            ``"transformer_engine"``. ``"quotient"`` leaves the scale as the rule has it.
         emulate: Whether a GPU without such GEMMs multiplies the exact values in float64, slowly, instead of raising.
 
     Raises:
@@ -274,13 +279,21 @@ def nvfp4(
         raise ValueError(f"nvfp4: weight_block is {weight_block!r}; it is (16, 16) or (1, 16).")
     if backward not in ("nvfp4", "bf16", "dequantized"):
         raise ValueError(f"nvfp4: backward is {backward!r}; it is 'nvfp4', 'bf16' or 'dequantized'.")
+    if outer not in ("quotient", "reciprocal") or (outer == "reciprocal" and scale != "transformer_engine"):
+        raise ValueError(
+            f"nvfp4: outer is {outer!r} with scale {scale!r}; it is 'quotient', or 'reciprocal' with scale "
+            "'transformer_engine'."
+        )
+    of_weight = "reciprocal" if outer == "reciprocal" else scale
     # constructors, because Dynamo can't trace `replace` if a recipe is made in a compiled function
-    line, weight = TwoLevelScaling(scale=scale), TwoLevelScaling(block=weight_block, scale=scale)
+    line, weight = TwoLevelScaling(scale=scale), TwoLevelScaling(block=weight_block, scale=of_weight)
     pillar: dict[str, Any] = {"block": NV_PILLAR, "packed": "columns", "scale": scale}
     gradient: dict[str, Any] = {"rounding": grad_rounding, "seed": seed}
     gradients = {
         "grad_output": TwoLevelScaling(scale=scale, **gradient),
-        "weight_for_grad_input": weight if weight_block == NV_TILE else TwoLevelScaling(**pillar),
+        "weight_for_grad_input": (
+            weight if weight_block == NV_TILE else TwoLevelScaling(**{**pillar, "scale": of_weight})
+        ),
         "grad_output_for_grad_weight": TwoLevelScaling(**pillar, **gradient, hadamard=hadamard),
         "input_for_grad_weight": TwoLevelScaling(**pillar, hadamard=hadamard),
     }
@@ -357,6 +370,24 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
         grad_output_for_grad_weight=turned,
         input_for_grad_weight=turned,
     )
+
+
+def weight_only(quantizer: Quantizer | None = None) -> Recipe:
+    """Codes for the weight alone: W4A16, to train for serving with four-bit weights (QAT), and W8A16.
+
+    The output multiplies x by the values of the weight's codes in high precision. Gradients are those of that function
+    for x, and pass straight through the rounding for the weight: ``dy @ values`` and ``dy^T @ x``.
+
+    Args:
+        quantizer: Quantizer of w_NK, with current scaling. By default that of NVFP4, four bits with a scale for 16
+            values of a row; ``fp8compile.CurrentScaling(...)`` for eight bits.
+
+    Raises:
+        TypeError: The argument is not a quantizer.
+        ValueError: The quantizer has delayed scaling or a transform.
+    """
+    own = TwoLevelScaling(block=NV_LINE) if quantizer is None else quantizer
+    return Recipe(weight=own, dequantized_output=True, dequantized_gradients=True)
 
 
 READY: dict[str, Callable[..., Recipe]] = {

@@ -29,7 +29,9 @@ NARROWEST = 6  # the least width of a column that is wrapped
 BETWEEN = "  "
 SPACES = re.compile(r"(?<!\bx) (?!x\b)")  # "64 x 32" stays together
 # the places at which a word that is too long for its column is broken, the best one first
-BREAKS = tuple(map(re.compile, (r"(?<= )", r"(?<=[^.]\.)(?=[^.])", r"(?<=[._,/:}])")))
+BREAKS = tuple(
+    map(re.compile, (r"(?<= )", r"(?<=[^.]\.)(?=[^.])", r"(?<=[._,/:}])", r"(?<=[a-z0-9])(?=[A-Z])|(?<=[._,/:}])"))
+)
 LONG_WORD = 12  # words up to this length are not broken
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fp8compile._compat import TORCH_VERSION
 
-__all__ = ["Build", "Target", "pretend_target", "target_of"]
+__all__ = ["CAPABILITIES", "Build", "Target", "pretend_target", "target_called", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,33 @@ class Target:
         major = self.capability[0]
         kib = 99 if major == 12 or self.capability in ((8, 6), (8, 9)) else 163 if major == 8 else 227
         return kib << 10
+
+
+# Compute capabilities of GPUs by name. Source: CUDA C++ Programming Guide, table of compute capabilities.
+CAPABILITIES = {
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "b300": (10, 3),
+    "rtx4090": (8, 9),
+    "l40s": (8, 9),
+    "rtx5090": (12, 0),
+    "rtx_pro_6000": (12, 0),
+    "gb10": (12, 1),
+}
+
+
+def target_called(name: str) -> Target:
+    """The target with this name: ``"cpu"``, or a GPU, a key of ``CAPABILITIES``, under the usual build of PyTorch.
+
+    Raises:
+        ValueError: There is no such name.
+    """
+    if name == "cpu":
+        return Target("cpu")
+    if name not in CAPABILITIES:
+        raise ValueError(f"target is {name!r}; it is one of 'cpu', {', '.join(map(repr, CAPABILITIES))}.")
+    return Target("cuda", CAPABILITIES[name])
 
 
 _PRETENDED: ContextVar[Target | None] = ContextVar("pretended target", default=None)

@@ -11,5 +11,6 @@ from fp8compile._compat.imports import *
 from fp8compile._compat.inductor import *
 from fp8compile._compat.modes import *
 from fp8compile._compat.modules import *
+from fp8compile._compat.serialization import *
 from fp8compile._compat.tracing import *
 from fp8compile._compat.versions import *

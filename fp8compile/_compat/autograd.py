@@ -101,7 +101,7 @@ def impl_autograd(
 
 
 def _records_nothing() -> bool:
-    """Whether no derivative of a call can be asked for, by reverse mode, forward mode or a `torch.func` transform."""
+    """Whether a call is not differentiated: reverse mode, forward mode and `torch.func` transforms are all off."""
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None

@@ -25,7 +25,7 @@ __all__ = ["main"]
 
 # Modules or packages of this folder that have add_parser(subparsers), which sets the default `run`: a function of the
 # parsed arguments that returns an exit code.
-SUBCOMMANDS = ("explain", "doctor", "bench")
+SUBCOMMANDS = ("explain", "advise", "monitor", "doctor", "bench")
 # Former subcommands, and where their code is now.
 MOVED = {
     "train": "it is an example now, outside of the package. In a clone of the repository see examples/train/; run "

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+from fp8compile.cli.errors import UserError
 from fp8compile.cli.known_gpus import GPUS
 from fp8compile.cli.section import Section
 from fp8compile.tables import Cell, Note
@@ -112,23 +113,38 @@ def _checks() -> Iterator[dict[str, Any]]:
     return run_checks()
 
 
+def _products(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from fp8compile.cli.products import found_products
+
+    return found_products(devices)
+
+
+def _are_in_order(products: list[dict[str, Any]]) -> bool:
+    from fp8compile.cli.products import are_in_order
+
+    return are_in_order(products)
+
+
 def examine() -> dict[str, Any]:
     """All results of doctor, as plain values for JSON.
 
     Returns:
         A dict with ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM of linears and of experts runs
-        on each device), ``checks`` (each with name, ok and detail) and ``ok``.
+        on each device), ``products`` (of each kind of GPU, each run once), ``checks`` (each with name, ok and detail)
+        and ``ok``.
     """
     log.info("looking for devices")
     devices = _devices()
+    products = _products(devices)
     checks = list(_checks())
     return {
         "versions": _versions(),
         "warnings": _warnings(),
         "devices": devices,
         "recipes": _recipes(devices),
+        "products": products,
         "checks": checks,
-        "ok": all(check["ok"] for check in checks),
+        "ok": all(check["ok"] for check in checks) and _are_in_order(products),
     }
 
 
@@ -161,21 +177,31 @@ def _sections() -> Iterator[Section]:
     yield Section(title="recipes, and how their GEMMs run", columns=("device", "recipe", "GEMMs", "run"), rows=ways)
 
 
+def _print_products(found: list[dict[str, Any]]) -> bool:
+    """Print what products of GPUs gave; returns whether all are right."""
+    from fp8compile.cli.products import are_in_order, product_sections
+    from fp8compile.cli.terminal import print_sections
+
+    print_sections(product_sections(found))
+    return are_in_order(found)
+
+
 def _print() -> bool:
-    """Print section by section; returns whether all checks passed."""
+    """Print section by section; returns whether all checks passed and all products are right."""
     from fp8compile.cli.terminal import print_section
 
     for section in _sections():
         print_section(section)
+    right = _print_products(_products(_devices()))
     checks = list(_checks())
     rows = tuple(("ok" if check["ok"] else "FAILED", check["name"], check["detail"]) for check in checks)
     failed = frozenset(at for at, check in enumerate(checks) if not check["ok"])
     print_section(Section(title="self-checks", rows=rows, loud=failed))
-    return not failed
+    return right and not failed
 
 
 def _on_gpu(gpu: str) -> dict[str, Any]:
-    """What the tables of GEMMs say for a GPU that need not be here: its name, capability, build, and the recipes."""
+    """Describe a GPU that need not be present: name, capability, build, and how each recipe's GEMMs run there."""
     from fp8compile.target import pretend_target
     from fp8compile.testing.gpu.gpus import GPUS as KNOWN
 
@@ -187,6 +213,12 @@ def _on_gpu(gpu: str) -> dict[str, Any]:
     )
     build = f"PyTorch {torch} for CUDA {cuda} on Linux"
     return {"gpu": known.name, "capability": f"{known.major}.{known.minor}", "build": build, "recipes": recipes}
+
+
+def _played_on(gpu: str) -> dict[str, Any]:
+    from fp8compile.cli.products import played_on
+
+    return played_on(gpu)
 
 
 def _gpu_section(found: dict[str, Any]) -> Section:
@@ -204,11 +236,14 @@ def _run(arguments: argparse.Namespace) -> int:
         from fp8compile.cli.terminal import print_section
 
         found = _on_gpu(arguments.gpu)
+        products = [_played_on(arguments.gpu)] if arguments.products else []
         if arguments.json:
-            print(json.dumps(found, indent=2))
-        else:
-            print_section(_gpu_section(found))
-        return 0
+            print(json.dumps({**found, "products": products}, indent=2))
+            return 0 if _are_in_order(products) else 1
+        print_section(_gpu_section(found))
+        return 0 if _print_products(products) else 1
+    if arguments.products:
+        raise UserError("--products is for --gpu; without --gpu the products of this machine's GPUs are run anyway")
     if arguments.json:
         findings = examine()
         print(json.dumps(findings, indent=2))
@@ -218,10 +253,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def add_parser(subparsers: Any) -> None:
     """Add ``doctor`` to the command."""
-    text = "Say which versions and devices are here, which recipe runs how on them, and check fp8compile itself."
+    text = (
+        "Say which versions and devices are here and which recipe runs how on them, run each product of a GPU once, "
+        "and check fp8compile itself."
+    )
     parser = subparsers.add_parser("doctor", help="what runs here, and how", description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--gpu", choices=GPUS, help="say which recipe runs how on this GPU instead, which need not be here"
+    )
+    parser.add_argument(
+        "--products", action="store_true", help="with --gpu, play each product of that GPU on the CPU and compare it"
     )
     parser.set_defaults(run=_run)

@@ -9,12 +9,26 @@
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
     whole_weights.py     a parameter over ranks as one whole tensor
     folder.py            files that are written beside their place and renamed
+    stored_files.py      tensors of a folder's files
+    load.py              a folder that becomes the parameters of a model
+    program.py           the forward as a graph of PyTorch's operators
 
 What a format is goes into one file; what a model has, into `plan.py`.
 """
 
 from fp8compile.export.check import CheckReport, check
+from fp8compile.export.load import LoadReport, load_quantized
+from fp8compile.export.program import program
 from fp8compile.export.save import ExportReport, save_pretrained
 from fp8compile.export.stream import tensors
 
-__all__ = ["CheckReport", "ExportReport", "check", "save_pretrained", "tensors"]
+__all__ = [
+    "CheckReport",
+    "ExportReport",
+    "LoadReport",
+    "check",
+    "load_quantized",
+    "program",
+    "save_pretrained",
+    "tensors",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.export.folder import INDEX
 from fp8compile.export.save import RECORD
 from fp8compile.export.scheme import Scheme
+from fp8compile.export.stored_files import StoredFiles, read_json
 from fp8compile.export.stream import positions
 from fp8compile.export.table import FORMATS
+from fp8compile.nn.shared_scales import FUSED
 
 __all__ = ["CheckReport", "check"]
 
 # A reader may divide by a reciprocal, and may multiply two scales first: three roundings of float32 of 2**-24 each.
 TOLERANCE = 2.0**-22
-# layers that vLLM and SGLang multiply as one; they take the largest of the outer scales, and keep the codes
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
 OUTER = {"nvfp4": 2, "tensor": 1, "static_tensor": 1}  # index of the outer scale among a scheme's suffixes
 PROBLEMS = 8  # the most problems in an error; it tells how many there are
 
@@ -51,51 +49,8 @@ class CheckReport:
         return "\n".join([*lines, *(f"    {note}" for note in self.notes)])
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"check: {path} is not there; check takes a folder that save_pretrained wrote.")
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"check: {path} is no JSON: {error}") from None
-    return found
-
-
-class _Files:
-    """The tensors of a folder's safetensors files by name; opened files stay open."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._files: dict[str, Any] = {}
-        self._places: dict[str, str] = {}
-        self.problems: list[str] = []
-        index = folder / INDEX
-        mapped = _json(index)["weight_map"] if index.exists() else None
-        names = sorted(set(mapped.values())) if mapped else ["model.safetensors"]
-        for name in names:
-            try:
-                self._files[name] = safe_open(folder / name, framework="pt")
-            except (OSError, SafetensorError) as error:
-                self.problems.append(f"{name} can't be read: {error}")
-                continue
-            self._places.update(dict.fromkeys(self._files[name].keys(), name))
-        if mapped is not None and not self.problems:
-            wrong = sorted(key for key in {*mapped, *self._places} if mapped.get(key) != self._places.get(key))
-            self.problems += [
-                f"{INDEX} places {key} in {mapped.get(key)}; it is in {self._places.get(key)}" for key in wrong
-            ]
-
-    def get(self, name: str) -> Tensor | None:
-        """A tensor, or None."""
-        if (file := self._places.get(name)) is None:
-            return None
-        found: Tensor = self._files[file].get_tensor(name)
-        return found
-
-
 def _difference(values: Tensor, wanted: Tensor) -> str | None:
-    """The first value that differs by more than what the format's readers round."""
+    """The first value that differs by more than the rounding error of the format's readers; None if none does."""
     equal = (values == wanted) | (values.isnan() & wanted.isnan())
     equal |= (values - wanted).abs() <= TOLERANCE * wanted.abs()
     if bool(equal.all()):
@@ -104,7 +59,7 @@ def _difference(values: Tensor, wanted: Tensor) -> str | None:
     return f"a server reads {values[index].item():.6g} where training has {wanted[index].item():.6g}"
 
 
-def _stored(files: _Files, name: str, scheme: Scheme) -> dict[str, Tensor] | str:
+def _stored(files: StoredFiles, name: str, scheme: Scheme) -> dict[str, Tensor] | str:
     wanted = [*scheme.suffixes, *([scheme.input_scale] if scheme.input_scale else [])]
     found = {suffix: files.get(name + suffix) for suffix in wanted}
     missing = [name + suffix for suffix, tensor in found.items() if tensor is None]
@@ -141,13 +96,14 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
     ratio = max(own.values()) / min(own.values())
     return [
         f"{len(differ)} groups of layers that vLLM and SGLang multiply as one have different outer scales, by up to "
-        f"{ratio:.4g} ({above}: {', '.join(own)}). They take the largest for all: they quantize e4m3 weights anew, "
-        "and read four-bit codes with another scale than training has."
+        f"{ratio:.4g} ({above}: {', '.join(own)}). They take the largest number for all: they quantize e4m3 weights "
+        "anew, and read four-bit codes with another scale than training has. convert(..., share_outer_scale=True) "
+        "trains with one scale for them."
     ]
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the configuration that readers go by."""
+    """What is wrong with the configuration from which readers learn the format, or None."""
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]
@@ -180,9 +136,9 @@ def check(folder: str | os.PathLike[str]) -> CheckReport:
         FileNotFoundError: The folder has no config.json, or none of the files that `save_pretrained` writes.
     """
     path = Path(folder)
-    config, record = _json(path / "config.json"), _json(path / RECORD)
+    config, record = read_json("check", path / "config.json"), read_json("check", path / RECORD)
     kinds = {name: kind for kind, names in record["kinds"].items() for name in names}
-    files, form = _Files(path), FORMATS[record["format"]]
+    files, form = StoredFiles("check", path), FORMATS[record["format"]]
     problems, outer = [*files.problems, *_declared(config, path, kinds)], {}
     for name, kind in kinds.items() if not files.problems else ():
         scheme = form.scheme(kind)

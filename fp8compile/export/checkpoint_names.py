@@ -5,6 +5,9 @@ checkpoint has a matrix for each expert and projection. transformers knows the w
 with the numbers of rows in place of values:
 
     gate_up_proj (E, 2 I, H) --rows (E, 2 I, 1)--> experts.0.gate_proj.weight: rows 0 to I of expert 0, ...
+
+Experts that are kept as (in_features, out_features), such as those of gpt-oss and Llama 4, have no such way for
+quantized weights. They get the names that llm-compressor gives them, a linear for each expert and projection.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Place", "in_checkpoint", "is_of_transformers", "places", "tied_names"]
+__all__ = ["Place", "in_checkpoint", "is_of_transformers", "places", "places_of_transposed", "tied_names"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,19 @@ class Place:
         expert: Index of the matrix in the parameter; None if the parameter is one matrix.
         start: Its first row there.
         stop: The row after its last.
+        step: 2 if the matrix has every other row, because the model interleaves gate and up; else 1.
     """
 
     name: str
     expert: int | None
     start: int
     stop: int
+    step: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(range(self.start, self.stop, self.step))
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -54,6 +64,24 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """Names of parameters that a reader ties again, each with the parameter that it is tied to."""
     tied: Any = getattr(model, "all_tied_weights_keys", None) if is_of_transformers(model) else None
     return dict(tied or {})
+
+
+def places_of_transposed(experts: Any, name: str, out_features: int, count: int) -> list[Place]:
+    """Where the matrices of transposed experts go; rows are output features.
+
+    Args:
+        experts: The module.
+        name: Name of a stack of weights in the model, such as ``"mlp.experts.gate_up_proj"``.
+        out_features: N of each matrix.
+        count: Number of experts.
+    """
+    path, _, own = name.rpartition(".")
+    parts = [(own, 0, out_features, 1)]
+    if own == "gate_up_proj" and getattr(experts, "is_concatenated", True):
+        parts = [("gate_proj", 0, out_features // 2, 1), ("up_proj", out_features // 2, out_features, 1)]
+    elif own == "gate_up_proj":
+        parts = [("gate_proj", 0, out_features, 2), ("up_proj", 1, out_features, 2)]
+    return [Place(f"{path}.{index}.{part}", index, *rows) for index in range(count) for part, *rows in parts]
 
 
 def places(model: nn.Module, name: str, weight: Tensor) -> list[Place] | str:

@@ -152,6 +152,7 @@ COMPRESSED_TENSORS = Format(
             read=_read_nvfp4,
             multiples=(1, 16),
             served=WEIGHT_ONLY,
+            stores_divisor=True,
             config=_group(
                 "nvfp4-pack-quantized",
                 _numbers(4, "tensor_group", dynamic=False, group=16, scale_dtype="torch.float8_e4m3fn"),

@@ -79,12 +79,13 @@ class Shards:
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder: Path = folder
+        self.limit: int = limit
         self._held: dict[str, Tensor] = {}
         self._metadata: dict[str, str] = {}
         self._size = 0
         self._names: list[list[str]] = []  # of each file
-        self.total = 0
+        self.total: int = 0
 
     def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Add tensors that belong together; they go into one file."""
@@ -127,7 +128,7 @@ class Shards:
 
 
 def _keep_others(old: Path, new: Path) -> None:
-    """Copy the files of the folder before that are no part of its checkpoint."""
+    """Copy those files of the replaced folder that do not belong to its checkpoint."""
     for path in old.iterdir():
         if not OURS.fullmatch(path.name) and not (new / path.name).exists():
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, new / path.name)

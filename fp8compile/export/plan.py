@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile._compat import fsdp_parameters, is_fsdp_managed
-from fp8compile.export.checkpoint_names import Place, places, tied_names
+from fp8compile.export.checkpoint_names import Place, places, places_of_transposed, tied_names
 from fp8compile.export.kinds import kind_of
 from fp8compile.export.scheme import Format, Scheme
 from fp8compile.nn.candidates import is_converted, is_layer, layers, weight_slots
@@ -42,7 +42,7 @@ class Weight:
         tensor: The parameter or buffer.
         layer: The converted layer whose codes are written; None if values are.
         scheme: How the format stores the codes; None for values.
-        places: Where the matrices of the codes go.
+        places: Where the matrices of the codes go; for biases of transposed experts, where each bias goes.
         dtype: Dtype to which the forward casts the values; None if it does not.
     """
 
@@ -110,7 +110,7 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
 
 
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The dtype to which FSDP2 casts each of its parameters, by the parameter, if it casts it."""
+    """The dtypes to which FSDP2 casts parameters in the forward, by parameter."""
     if not any(is_fsdp_managed(module) for module in model.modules()):
         return {}
     own = {module: module._parameters for module in model.modules()}
@@ -129,13 +129,15 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether the last block of rows is not full, and no reader takes the grid of scales for one of smaller blocks."""
-    rows, block = place.stop - place.start, scheme.multiples[0]
+    """Whether the last block of rows is partial, and readers, which divide rows by scales, find no smaller block."""
+    rows, block = place.rows, scheme.multiples[0]
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
 
 
 def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
-    rows, (of_rows, of_columns) = place.stop - place.start, scheme.multiples
+    rows, (of_rows, of_columns) = place.rows, scheme.multiples
+    if place.step > 1 and of_rows > 1:
+        return f"interleaves gate and up, so that no block of {of_rows} x {of_columns} lies in one of them"
     fits = rows % of_rows == 0 or _is_ragged(place, scheme)
     if not fits or columns % of_columns or place.start % of_rows:
         return (
@@ -149,7 +151,8 @@ def _scheme_or_reason(
     model: nn.Module, format: Format, layer: Any, name: str, weight: Tensor
 ) -> tuple[Scheme, list[Place]] | str:
     """How a layer's weight is stored, and where; or the reason why the format can't hold it."""
-    if is_transposed(layer):
+    turned = is_transposed(layer)
+    if turned and weight.ndim == 2:
         return "is kept as (in_features, out_features), which no serving format has"
     if weight.ndim not in (2, 3) or name.count("parametrizations."):
         return "is no matrix or stack of matrices of its own"
@@ -158,9 +161,11 @@ def _scheme_or_reason(
         return f"has codes of {layer.recipe.weight!r}; {format.refusal(kind)}"
     if (reason := _static_inputs_missing(layer, scheme)) is not None:
         return reason
-    if isinstance(found := places(model, name, weight), str):
+    rows, columns = weight.shape[-2:] if not turned else reversed(weight.shape[-2:])
+    found = places_of_transposed(layer, name, rows, weight.shape[0]) if turned else places(model, name, weight)
+    if isinstance(found, str):
         return found
-    reasons = (_wrong_size(place, weight.shape[-1], scheme) for place in found)
+    reasons = (_wrong_size(place, columns, scheme) for place in found)
     return next((reason for reason in reasons if reason is not None), None) or (scheme, found)
 
 
@@ -207,7 +212,10 @@ class _Planner:
             self.plan.notes.append(text)
 
     def _note_scheme(self, scheme: Scheme, layer: Any) -> None:
-        self.note(scheme.served)
+        if layer.recipe.input is not None:
+            self.note(scheme.served)
+        elif not scheme.served:
+            self.note(f"{scheme.name} quantizes inputs too, which training multiplies in high precision.")
         block = layer.recipe.weight.block
         if scheme.kind in ("mx", "nvfp4") and block[0] > 1:
             self.note(
@@ -243,12 +251,21 @@ class _Planner:
                 self._ignore(name, tensor)
                 self.note(f"{name} is tied to {self._tied[name]}, and is served in high precision, as that is.")
             return
+        if places_of_bias := self._places_of_bias(name):
+            self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype, places=places_of_bias))
+            return
         has_other_holders = any(slot not in self._of_slot for slot in self._holders.get(tensor, ()))
         if layer is not None and not has_other_holders and self._add_codes(name, tensor, layer, dtype):
             return
         if tensor.ndim > 1 and is_product:
             self._ignore(name, tensor)
         self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype))
+
+    def _places_of_bias(self, name: str) -> tuple[Place, ...]:
+        """Where the biases of transposed experts go: beside the codes of their weights, if those were added."""
+        weights = (each for each in self.plan.weights if f"{each.name}_bias" == name and each.scheme is not None)
+        found = next(weights, None)
+        return () if found is None or not is_transposed(found.layer) else found.places  # type: ignore[arg-type]
 
     def _ignore(self, name: str, tensor: Tensor) -> None:
         self.plan.ignored.extend(_ignored_name(self.plan.model, name, tensor))

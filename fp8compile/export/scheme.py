@@ -52,6 +52,7 @@ class Scheme:
         has_ragged_rows: Whether N may be no multiple if readers can't take the grid of scales for one of other blocks.
         input_scale: Suffix of the static scale of the input, float32; None if the input is quantized by its values.
         served: How a server multiplies, if not as in training; empty if it does.
+        stores_divisor: Whether the file has 1 / outer scale.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Scheme:
     has_ragged_rows: bool = False
     input_scale: str | None = None
     served: str = ""
+    stores_divisor: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +105,7 @@ class Format:
 def eight_bits(
     suffixes: tuple[str, str], scale: Callable[[Quantized], Tensor]
 ) -> Callable[[Quantized], dict[str, Tensor]]:
-    """A `Scheme.write` for e4m3 codes and one tensor of scales, which ``scale`` shapes as the format has it."""
+    """A `Scheme.write` for e4m3 codes and one tensor of scales; ``scale`` turns scales into the format's shape."""
     return lambda matrix: {suffixes[0]: matrix.codes.view(CODES), suffixes[1]: scale(matrix)}
 
 

@@ -57,8 +57,15 @@ def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
 def _part(codes: Quantized, place: Place) -> Quantized:
     """Rows of one matrix, with their scales; a block that spans all rows keeps its scale."""
     matrix = codes if place.expert is None else matrix_of(codes, place.expert)
-    step, rows = matrix.quantizer.block[0], slice(place.start, place.stop)
-    scale = matrix.scale if step == -1 else matrix.scale[place.start // step : -(-place.stop // step)]
+    step, rows = matrix.quantizer.block[0], slice(place.start, place.stop, place.step)
+    if step > 1 and (place.step > 1 or place.start % step):  # rows of several blocks: a scale for each row
+        own = replace(matrix.quantizer, block=(1, matrix.quantizer.block[1]))
+        codes, _ = one_a_byte(matrix.codes, matrix.quantizer)
+        scale = matrix.scale.repeat_interleave(step, 0)[: codes.shape[0]]
+        return replace(matrix, codes=codes[rows], scale=scale[rows], quantizer=own.unpacked() or own)
+    if step == -1:
+        return replace(matrix, codes=matrix.codes[rows])
+    scale = matrix.scale[rows] if step == 1 else matrix.scale[place.start // step : -(-place.stop // step)]
     return replace(matrix, codes=matrix.codes[rows], scale=scale)
 
 
@@ -84,7 +91,8 @@ def _quantized(plan: Plan, weight: Weight) -> Iterator[Piece]:
 
 def _values(plan: Plan, weight: Weight) -> Iterator[Piece]:
     header, values = plan.format.metadata, whole_values(weight.tensor, weight.dtype)
-    for name, tensor in in_checkpoint(plan.model, weight.name, values).items():
+    found = {f"{each.name}.bias": values[each.expert, each.start : each.stop : each.step] for each in weight.places}
+    for name, tensor in (found or in_checkpoint(plan.model, weight.name, values)).items():
         yield Piece(tensors={name: tensor.contiguous()}, metadata={} if header is None else header(name, None))
 
 

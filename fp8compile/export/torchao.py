@@ -34,7 +34,7 @@ def _read(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _metadata(name: str, matrix: Quantized | None) -> dict[str, str]:
-    """What the header of a file says of a tensor: its class, and for codes the block of each scale."""
+    """The entry for a tensor in a file's header: the tensor's class and, for codes, the block of each scale."""
     if matrix is None:
         return {name: json.dumps({"_type": "Tensor"})}
     from torchao.prototype.safetensors.safetensors_utils import TensorSubclassAttributeJSONEncoder

@@ -16,17 +16,19 @@ from fp8compile import ops
 from fp8compile._compat import local_itself, replicated
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.nn.experts.known_modules import as_it_lies
+from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
 from fp8compile.nn.linear import Linear
+from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.over_ranks import gather
-from fp8compile.ops.layer.quantize import quantize_part
+from fp8compile.ops.layer.quantize import quantize_part, whole_amax
 from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
-from fp8compile.quantizers import DelayedScaling
-from fp8compile.tensor import is_quantized_parameter, sharding_of
+from fp8compile.quantizers import CurrentScaling, DelayedScaling
+from fp8compile.tensor import has_codes, is_quantized_parameter, sharding_of
 
 __all__ = ["matrix_of", "scale_of_input", "whole_codes", "whole_values"]
 
 Part = TypeVar("Part", Plain, Quantized)
+WHOLE_TENSOR = CurrentScaling()  # its amax is one number
 ROW_OF_INPUT = 0  # in a state of delayed scaling
 
 
@@ -89,15 +91,23 @@ def _delayed_codes(layer: Linear, parameter: Tensor, dtype: torch.dtype | None) 
     return _gathered(Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=layout))
 
 
-def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
-    """The codes of a converted layer's weight as its forward multiplies them, whole; a stack for experts.
+def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
+    """The amax of the scale that a layer shares with others, over ranks, (1,) float32; None if it shares none."""
+    if not isinstance(layer, Linear) or not layer.scale_group:
+        return None
+    found = []
+    for each in layer.scale_group:
+        weight: Any = each.weight
+        cuts = sharding_of(weight)
+        own = whole_amax(Plain(_local_values(weight, dtype), TensorLayout(cuts)), WHOLE_TENSOR).view(1)
+        for cut in cuts:
+            own = own if cut is None else all_reduce_amax(own, cut.group)
+        found.append(own)
+    return torch.cat(found).amax(0, keepdim=True)
 
-    Args:
-        layer: The layer.
-        parameter: Its weight; a tensor or a DTensor, of values or of codes.
-        dtype: Dtype to which the forward casts values before it quantizes them; None if it does not.
-    """
-    if is_quantized_parameter(local_itself(parameter)):
+
+def _codes_as_they_lie(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
+    if has_codes(local_itself(parameter)):  # a parameter that is codes, or one that FSDP2 has gathered as codes
         return _codes_of_parameter(parameter)
     recipe: Any = layer.recipe
     quantizer = as_it_lies(layer, recipe.weight)
@@ -105,7 +115,22 @@ def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) 
         return _delayed_codes(layer, parameter, dtype)
     batch = 1 if parameter.ndim == 3 else 0
     part = Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter), batch))
-    return _gathered(quantize_part(part, quantizer))
+    return _gathered(quantize_part(part, quantizer, outer_amax=_shared_amax(layer, dtype)))
+
+
+def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
+    """The codes of a converted layer's weight as its forward multiplies them, whole; a stack for experts.
+
+    Args:
+        layer: The layer.
+        parameter: Its weight; a tensor or a DTensor, of values or of codes.
+        dtype: Dtype to which the forward casts values before it quantizes them; None if it does not.
+
+    Returns:
+        Codes (N, K) or (E, N, K), also for modules that keep matrices as (in_features, out_features).
+    """
+    found = _codes_as_they_lie(layer, parameter, dtype)
+    return found.t() if is_transposed(layer) else found
 
 
 def scale_of_input(layer: Linear) -> Tensor:

@@ -29,11 +29,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from fp8compile.integrations.accelerate import MasterWeights, converted, fsdp2_plugin
 from fp8compile.integrations.conversion import Conversion
+from fp8compile.integrations.transformers_quantizer import F8Config
 from fp8compile.nn import conversion_report
 from fp8compile.nn.assignment import Recipes
 from fp8compile.nn.report import ConversionReport
 
-__all__ = ["F8Callback", "master_weights"]
+__all__ = ["F8Callback", "F8Config", "master_weights"]
 
 OPTIMIZER_IS_MADE = (
     "F8Callback: the Trainer was given an optimizer, and the parameters that it updates are replaced: FSDP2 is told "
@@ -53,6 +54,12 @@ EXPERTS_ARE_LOST = (
     "F8Callback: {folder} has the experts under other names than the model ({name}), and the Trainer loads no such "
     "names when it resumes, converted or not. Unless you made the model by from_pretrained({folder!r}), its experts "
     "are those of before: do that, and resume again."
+)
+
+BEST_EXPERTS_ARE_LOST = (
+    "F8Callback: load_best_model_at_end loaded {folder}, which has the experts under other names than the model "
+    "({name}), and the Trainer loads no such names, converted or not: the model now has the experts of the last step "
+    "beside the other weights of the best one. Take the best model by from_pretrained({folder!r})."
 )
 
 
@@ -131,6 +138,17 @@ class F8Callback(TrainerCallback):
             warnings.warn(EXPERTS_ARE_LOST.format(folder=str(folder), name=lost), stacklevel=2)
         if self.print_report:
             print(report)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Warn if the best model that the Trainer has loaded lacks the experts of its checkpoint."""
+        best = state.best_model_checkpoint
+        if not (args.load_best_model_at_end and best and state.is_world_process_zero):
+            return
+        model: nn.Module = kwargs["model"]
+        if lost := _lost_expert(model, conversion_report(model), Path(best)):
+            warnings.warn(BEST_EXPERTS_ARE_LOST.format(folder=best, name=lost), stacklevel=2)
 
 
 class TrainersMasterWeights(MasterWeights):

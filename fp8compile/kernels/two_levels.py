@@ -116,7 +116,7 @@ def _scales(amax, outer, IS_TE: tl.constexpr):
 
 @triton.jit
 def _outer(outer_amax, IS_TE: tl.constexpr):
-    """The two numbers of the whole tensor that `_scales` needs, from the outer amax."""
+    """Compute from the outer amax the pair of numbers that `_scales` takes as ``outer``."""
     outer_scale = _outer_scale(outer_amax, IS_TE)
     if IS_TE:
         return _outer_multiplier(outer_amax) * SIXTH, outer_scale
@@ -132,7 +132,7 @@ def _mixed(h):
 
 @triton.jit
 def _noise(values, position, SEED: tl.constexpr):
-    """Noise in [0, 1), as in `quantizers/stochastic_rounding.py`; it masks to 32 bits, which are all bits here."""
+    """Noise in [0, 1), equal to that of `quantizers/stochastic_rounding.py`, which masks int64 to 32 bits."""
     h = _word(values.to(tl.uint32, bitcast=True), position, SEED)
     return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
 
@@ -218,7 +218,7 @@ def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """Quantize blocks of sixteen neighbours, the last of three dims; returns codes in 64 bits, and scales."""
+    """Quantize (rows, blocks, 16); returns each block's sixteen codes as one int64, and the blocks' scales."""
     multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
     values = _products(x, multiplier[:, :, None], IS_TE)
     if ROUNDING == BY_INSTRUCTION:

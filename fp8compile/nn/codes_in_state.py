@@ -7,7 +7,7 @@ weight    weight_codes, weight_scale;  for a second set  weight_codes_for_grad_i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Size, Tensor
@@ -17,14 +17,10 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.layout.shapes import codes_shape, scale_shape
 from fp8compile.nn.converted_layers import CONVERTED, USES
 from fp8compile.nn.local import placed_like
+from fp8compile.nn.observed import Observed
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.recipes import describe
 from fp8compile.tensor import count_write, is_quantized_parameter, shown
-
-if TYPE_CHECKING:
-    from torch.nn import Module  # CodesInState is always combined with a Module
-else:
-    Module = object
 
 __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
@@ -101,7 +97,7 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
                 setattr(cls, f"{parameter}_{part}{end}", PartOfCodes(parameter, part, index))
 
 
-class CodesInState(Module):
+class CodesInState(Observed):
     """Base of modules whose state dict has codes and scales for quantized parameters. They also load values."""
 
     def _quantized_parameters(self) -> dict[str, Tensor]:

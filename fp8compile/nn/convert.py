@@ -16,6 +16,7 @@ from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.parameter_uses.first_forward import stop_watching, watch_first_forward
 from fp8compile.nn.parameter_uses.uses import forget_uses
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
+from fp8compile.nn.shared_scales import Groups, scale_groups, share_scales
 from fp8compile.nn.state import check_amax_group
 from fp8compile.nn.why_left_out import LEFT_OUT, recipes_and_reasons
 from fp8compile.quantizers import Recipe
@@ -69,6 +70,20 @@ def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
     warnings.warn(text, stacklevel=3)
 
 
+def _groups(
+    model: nn.Module, recipes: dict[nn.Module, Recipe], given: Groups, *, quantized_parameters: bool
+) -> list[tuple[nn.Module, ...]]:
+    """The groups of layers that share an outer scale."""
+    if given is False:
+        return []
+    if quantized_parameters:
+        raise ValueError(
+            "convert: share_outer_scale, and quantized_parameters: a write to one weight would change the codes of "
+            "the others. Leave one of them out; fp8compile.load_quantized keeps the scales that a checkpoint has."
+        )
+    return scale_groups(model, recipes, given)
+
+
 def convert(
     model: Model,
     recipe: Recipes,
@@ -80,6 +95,7 @@ def convert(
     amax_group: ProcessGroup | None = None,
     quantized_parameters: bool = False,
     keep_initial: bool = False,
+    share_outer_scale: Groups = False,
     strict: bool = False,
 ) -> Model:
     """Turn the ``nn.Linear`` layers of a model into ``fp8compile.Linear``, and its experts into FP8, in place.
@@ -112,6 +128,10 @@ def convert(
         keep_initial: Whether to keep the values of quantized weights on the CPU, until ``fp8compile.MasterWeights``
             takes them. Under FSDP2 each rank keeps those of its shards. For a weight on the meta device, the values
             that are written to it later are kept.
+        share_outer_scale: Groups of names, such as ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``. The
+            layers of one parent that have the names of a group share one outer scale, or one scale for the whole
+            tensor, made of the largest magnitude of their weights. Servers multiply such layers as one and then have
+            the scales of training. True finds the groups by the names in transformers' models.
         strict: Whether to raise, instead of warning, if no layer is converted, and in the first forward if the model
             multiplies a converted layer's weight without calling the layer.
 
@@ -120,11 +140,13 @@ def convert(
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: The model has no layers, or with ``strict`` none is converted. A pattern matches no layer. A layer
-            is converted already with another recipe. The model was compiled, scripted or exported. An amax group is
-            given without delayed scaling. With ``quantized_parameters``: a recipe needs a weight's values, a weight is
-            shared with a layer that is not converted, experts share a weight, or a weight is a DTensor whose parts cut
-            blocks, which FSDP2 has sharded or which belongs to experts. Nothing is changed then.
+        ValueError: The model has no layers, or with ``strict`` none is converted. Layers of a group in
+            ``share_outer_scale`` have no common recipe, or have delayed scaling or quantized parameters. A pattern
+            matches no layer. A layer is converted already with another recipe. The model was compiled, scripted or
+            exported. An amax group is given without delayed scaling. With ``quantized_parameters``: a recipe needs a
+            weight's values, a weight is shared with a layer that is not converted, experts share a weight, or a weight
+            is a DTensor whose parts cut blocks, which FSDP2 has sharded or which belongs to experts. Nothing is
+            changed then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     check_model("convert", model)
@@ -139,6 +161,7 @@ def convert(
     chosen = {layer: own for layer, (own, _) in plan.items() if own is not None}
     if quantized_parameters:
         check_weights(model, chosen)
+    groups = _groups(model, chosen, share_outer_scale, quantized_parameters=quantized_parameters)
     for layer in chosen:
         converted_class(layer)  # raises if a class can't be made, before any layer is changed
     if plan and not chosen and not again:
@@ -151,6 +174,7 @@ def convert(
             put_in_float8(layer, own, amax_group)
     if quantized_parameters:
         quantize_weights(chosen, keep_initial=keep_initial)
+    share_scales(groups)
     watch_first_forward(model, set(chosen), strict=strict)
     return model
 

@@ -8,12 +8,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.nn.state import DelayedState, check_state
-from fp8compile.ops import delayed_linear
+from fp8compile.ops import delayed_linear, shared_scale_linear
 from fp8compile.ops import linear as linear_op
+from fp8compile.ops.layer.layers import DELAYED, LINEAR, SHARED_SCALE
+from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
 
-__all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear"]
+__all__ = ["check_recipe", "check_tensor", "checked_operands", "given_observer", "in_dtype_of_autocast", "linear"]
 
 TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
@@ -119,8 +121,32 @@ def checked_operands(
     return x, weight, bias
 
 
+def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | None) -> None:
+    if state is not None or has_codes(local_itself(weight)):
+        raise ValueError(
+            "linear: outer_amax is given with delayed scaling or with a quantized weight, whose scale is known. Leave "
+            "it out."
+        )
+    if tuple(outer_amax.shape) != (1,) or outer_amax.dtype != torch.float32:
+        raise ValueError(
+            f"linear: outer_amax has shape {tuple(outer_amax.shape)}, {outer_amax.dtype}; it is (1,), float32."
+        )
+
+
+def given_observer(observer: Observer | None) -> dict[str, Observer]:
+    """The observer as a keyword argument; without one nothing, because other packages' modes know no such argument."""
+    return {} if observer is None else {"observer": observer}
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, state: DelayedState | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    state: DelayedState | None = None,
+    outer_amax: Tensor | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, as the recipe says.
 
@@ -135,6 +161,9 @@ def linear(
         bias: Shape (out_features,), the dtype of ``x``, or None. It is added in that dtype.
         recipe: Quantizers for the operands of each GEMM.
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
+        outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's one scale, or its
+            outer scale, is made of it. Weights that share this scale are given the same one. Other scales ignore it.
+        observer: Where the backward adds up statistics of the operands; `fp8compile.Monitor` gives layers one.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
@@ -143,17 +172,29 @@ def linear(
         TypeError: ``recipe`` is not a recipe, a dtype or layout is not supported, or dtypes differ, such as autocast's
             and that of a quantized weight.
         ValueError: Shapes or devices do not fit. The recipe has delayed scaling, and the state is missing or does not
-            fit it. A quantized weight has other codes than the recipe asks for, or is a shard that cuts blocks.
+            fit it. ``outer_amax`` has another shape, or is given with a state or a quantized weight. A quantized
+            weight has other codes than the recipe asks for, or is a shard that cuts blocks.
         RuntimeError: This device has no GEMM for the recipe, or ``torch.jit.trace`` is running.
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
-        return handle_torch_function(linear, (x, weight, bias), x, weight, bias, recipe=recipe, state=state)
+        given = {"recipe": recipe, "state": state, **given_observer(observer)}
+        if outer_amax is not None:
+            given["outer_amax"] = outer_amax
+        return handle_torch_function(linear, (x, weight, bias), x, weight, bias, **given)
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)
     check_state(state)
     if has_codes(weight):
         check_serves("linear", weight, recipe)  # the op checks too, but torch.compile would wrap its error
+    if outer_amax is not None:
+        _check_outer_amax(outer_amax, weight, state)
+        y = shared_scale_linear(x, weight, bias, outer_amax, recipe)
+        return (
+            y if observer is None else SHARED_SCALE.observe(y, x, weight, outer_amax, observer=observer, recipe=recipe)
+        )
     if state is None:
-        return linear_op(x, weight, bias, recipe)
-    return delayed_linear(x, weight, bias, *state, recipe)[0]
+        y = linear_op(x, weight, bias, recipe)
+        return y if observer is None else LINEAR.observe(y, x, weight, observer=observer, recipe=recipe)
+    y, used, *_ = delayed_linear(x, weight, bias, *state, recipe)
+    return y if observer is None else DELAYED.observe(y, x, weight, used, observer=observer, recipe=recipe)

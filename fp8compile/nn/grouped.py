@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import is_dtensor
-from fp8compile.nn.functional import check_recipe, check_tensor, in_dtype_of_autocast
+from fp8compile.nn.functional import check_recipe, check_tensor, given_observer, in_dtype_of_autocast
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import fsdp_grouped_linear
 from fp8compile.ops import grouped_linear as grouped_linear_op
 from fp8compile.ops.groups.checked_offsets import checked_offsets
+from fp8compile.ops.layer.layers import FSDP_GROUPED, GROUPED
+from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
 
 __all__ = ["checked_groups", "grouped_linear", "grouped_mm"]
@@ -105,6 +107,7 @@ def grouped_linear(
     *,
     recipe: Recipe,
     check_in_graph: bool = False,
+    observer: Observer | None = None,
 ) -> Tensor:
     """Apply a linear layer to each group of rows, such as the experts of a model, with FP8 GEMMs as the recipe says.
 
@@ -125,6 +128,7 @@ def grouped_linear(
             ``mxfp8``, on a CPU ``nvfp4``, or another recipe whose blocks lie within a row or along the tokens of one
             group.
         check_in_graph: Whether compiled code checks ``offsets`` too. Eager mode always does.
+        observer: Where the backward adds up statistics of the operands; see `fp8compile.linear`.
 
     Returns:
         (rows, out_features), the dtype of ``x`` (or of autocast). Rows after the last group are zeros, and so is their
@@ -139,15 +143,20 @@ def grouped_linear(
     """
     given = x, weight, offsets, bias
     if has_torch_function(given):
-        return handle_torch_function(grouped_linear, given, *given, recipe=recipe, check_in_graph=check_in_graph)
+        how: Any = {"recipe": recipe, "check_in_graph": check_in_graph, **given_observer(observer)}
+        return handle_torch_function(grouped_linear, given, *given, **how)
     check_recipe("grouped_linear", recipe)
     x, weight, bias = checked_groups(x, weight, offsets, bias)
     if check_in_graph or not torch.compiler.is_compiling():
         # the check is an op, so that it also takes tensors without data and tensors of vmap
         offsets = checked_offsets(offsets, x.shape[0])
     if isinstance(weight, UngatheredStack):
-        return fsdp_grouped_linear(x, weight.shard, offsets, bias, weight.rows, recipe)
-    return grouped_linear_op(x, weight, offsets, bias, recipe)
+        rows = weight.rows
+        y = fsdp_grouped_linear(x, weight.shard, offsets, bias, rows, recipe)
+        given = weight.shard, offsets, rows
+        return y if observer is None else FSDP_GROUPED.observe(y, x, *given, observer=observer, recipe=recipe)
+    y = grouped_linear_op(x, weight, offsets, bias, recipe)
+    return y if observer is None else GROUPED.observe(y, x, weight, offsets, observer=observer, recipe=recipe)
 
 
 def grouped_mm(
@@ -158,6 +167,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     recipe: Recipe,
+    observer: Observer | None = None,
 ) -> Tensor:
     """``torch.nn.functional.grouped_mm`` in FP8: `grouped_linear` with the arguments of that function.
 
@@ -168,6 +178,7 @@ def grouped_mm(
         bias: (groups, out_features), or None.
         out_dtype: The dtype of ``mat_a``, or None.
         recipe: Quantizers for the operands, as `grouped_linear` takes them.
+        observer: The same as for `grouped_linear`.
 
     Returns:
         (rows, out_features). Rows after the last group are zeros.
@@ -188,4 +199,4 @@ def grouped_mm(
             f"grouped_mm: mat_b has shape {tuple(mat_b.shape)}; it is (groups, in_features, out_features). Products "
             "over tokens are made by the backward."
         )
-    return grouped_linear(mat_a, mat_b.transpose(-2, -1), offs, bias, recipe=recipe)
+    return grouped_linear(mat_a, mat_b.transpose(-2, -1), offs, bias, recipe=recipe, observer=observer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -18,6 +18,7 @@ from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
+from fp8compile.nn.outer_amax import shared_outer_amax
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
@@ -61,6 +62,9 @@ class Linear(CodesInState, nn.Linear):
     """
 
     amax_group: str | None = None  # the group's name: a group can be neither copied nor pickled
+    # the layers with which this one shares an outer scale, itself among them; a tuple, so that they are no submodules
+    scale_group: tuple[nn.Module, ...] = ()
+    observed_weights: ClassVar[Sequence[str]] = ("weight",)
     amax_history: Tensor  # this and `multiplier` exist only if the recipe has delayed scaling
     multiplier: Tensor
     _plain: ClassVar[type[nn.Linear]] = nn.Linear  # the class that `revert` restores; made subclasses set their own
@@ -145,7 +149,21 @@ class Linear(CodesInState, nn.Linear):
         """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
         recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
         warn_if_not_sharded(self)
-        return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state())
+        observer = self.observer("weight")
+        if self.scale_group and (outer_amax := self.outer_amax()) is not None:
+            return linear(input, self.weight, self.bias, recipe=recipe, outer_amax=outer_amax, observer=observer)
+        return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state(), observer=observer)
+
+    def outer_amax(self) -> Tensor | None:
+        """The largest magnitude of all weights that share this layer's outer scale, (1,) float32.
+
+        Returns None if the layer shares none, or if the weights are codes.
+        """
+        quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
+        if not self.scale_group or quantizer is None:
+            return None
+        layers: Any = self.scale_group
+        return shared_outer_amax([layer.weight for layer in layers], quantizer)
 
     def delayed_state(self) -> DelayedState | None:
         """The state of delayed scaling, made of the layer's buffers; None if the recipe has no delayed scaling."""
@@ -247,7 +265,7 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
 def become_plain(layer: nn.Linear) -> None:
     """Remove the attributes that `become_float8` gave a layer."""
-    for name in ("_recipe", "_recipe_under_fsdp", "amax_group"):
+    for name in ("_recipe", "_recipe_under_fsdp", "_observers", "amax_group", "scale_group"):
         vars(layer).pop(name, None)
     CONVERTED.discard(layer)
     for name in STATE:

@@ -16,17 +16,18 @@ from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedParameter, assign, in_place_of
 
-__all__ = ["check_weights", "not_codes", "quantize_weights"]
+__all__ = ["check_weights", "not_codes", "put_codes", "quantize_weights", "quantizers_of_sets"]
 
 
-def _check_placed(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
+CONVERT = "convert: quantized_parameters"
+
+
+def _check_placed(function: str, names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
     if not any(is_dtensor(attrgetter(name)(layer)) for layer in layers for name in weight_names(layer)):
         return
     allow_group_in_subclass()
     if sharded := [name or "the model" for module, name in names.items() if is_fsdp(module)]:
-        raise ValueError(
-            f"convert: quantized_parameters, and fully_shard was called for {', '.join(sharded)}. Convert before that."
-        )
+        raise ValueError(f"{function}, and fully_shard was called for {', '.join(sharded)}. Do this before that.")
 
 
 def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
@@ -64,6 +65,7 @@ def _codes(layer: Any, weight: Tensor) -> Tensor:
 
 
 def _check_shared(
+    function: str,
     names: Mapping[nn.Module, str],
     recipes: Mapping[nn.Module, Recipe],
     module: nn.Module,
@@ -75,57 +77,80 @@ def _check_shared(
     others = [names[each] for each in users if each not in recipes]
     if others:
         raise ValueError(
-            f"convert: quantized_parameters, and the weight of {name} is also that of {', '.join(others)}, which "
+            f"{function}, and the weight of {name} is also that of {', '.join(others)}, which "
             "needs its values. Leave that layer out by the filter."
         )
     if len(users) > 1 and weight.ndim == 3:
         raise ValueError(
-            f"convert: quantized_parameters, and {', '.join(names[each] for each in users)} have the "
+            f"{function}, and {', '.join(names[each] for each in users)} have the "
             "weights of experts in common. Leave them out by the filter."
         )
     if len(users) > 1 and isinstance(recipe.weight, DelayedScaling):
         raise ValueError(
-            f"convert: quantized_parameters, and several layers share the weight of {name}, each of which has a "
+            f"{function}, and several layers share the weight of {name}, each of which has a "
             "state of delayed scaling of its own. Leave them out by the filter, or take another recipe."
         )
     first = users[0]
     if _slots(recipe) != _slots(recipes[first]):
-        raise ValueError(f"convert: {name} shares its weight with a layer of another recipe. Give them the same.")
+        raise ValueError(
+            f"{function}, and {name} shares its weight with a layer of another recipe. Give them the same."
+        )
     if _sets_as_it_lies(module, recipe) != _sets_as_it_lies(first, recipe):
         raise ValueError(
-            f"convert: quantized_parameters, and {name} shares its weight with {names[first]}, of which one keeps it "
+            f"{function}, and {name} shares its weight with {names[first]}, of which one keeps it "
             "as (in_features, out_features) and one as (out_features, in_features), so that their codes differ. Leave "
             "both out by the filter, or take a recipe whose codes don't, such as fp8compile.recipes.tensorwise()."
         )
 
 
-def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None:
-    """Raise a ValueError unless each of these layers' weights can be kept as codes of the layer's recipe."""
+def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, function: str = CONVERT) -> None:
+    """Raise a ValueError unless each of these layers' weights can be kept as codes of the layer's recipe.
+
+    ``function`` is the beginning of the errors' texts.
+    """
     names = {module: name for name, module in model.named_modules()}
-    _check_placed(names, recipes)
+    _check_placed(function, names, recipes)
     users = users_of_parameters(model)
     for layer in recipes:
         if (reason := holds_no_stacks(layer)) is not None:
             name = names[layer] or "the model"
-            raise ValueError(f"convert: quantized_parameters, and {name} {reason}. Leave it out by the filter.")
+            raise ValueError(f"{function}, and {name} {reason}. Leave it out by the filter.")
     for module, weight_name in [(layer, each) for layer in recipes for each in weight_names(layer)]:
         name, recipe, weight = names[module] or "the model", recipes[module], getattr(module, weight_name)
         if (reason := not_codes(recipe)) is not None:
             raise ValueError(
-                f"convert: quantized_parameters, and the recipe of {name} {reason}. Take another recipe, such as "
+                f"{function}, and the recipe of {name} {reason}. Take another recipe, such as "
                 "fp8compile.recipes.rowwise(), mxfp8() or tensorwise(), or leave quantized_parameters out."
             )
         if is_dtensor(weight) and weight.ndim == 3:
             raise ValueError(
-                f"convert: quantized_parameters, and {weight_name} of {name} is spread over ranks already. Convert "
+                f"{function}, and {weight_name} of {name} is spread over ranks already. Convert "
                 "first, then spread the experts by fp8compile.parallel.ExpertParallel, or fully_shard."
             )
         if is_dtensor(weight) and (reason := not_placed(weight, _sets_as_it_lies(module, recipe))) is not None:
-            raise ValueError(
-                f"convert: quantized_parameters, and the weight of {name} {reason}. Leave that layer out by the "
-                "filter."
-            )
-        _check_shared(names, recipes, module, weight, users[weight])
+            raise ValueError(f"{function}, and the weight of {name} {reason}. Leave that layer out by the filter.")
+        _check_shared(function, names, recipes, module, weight, users[weight])
+
+
+def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
+    """The quantizers of a converted layer's weight, one for each set of codes, as the weight lies in memory.
+
+    Raises:
+        ValueError: The weight can't be kept as codes; the text says why.
+    """
+    if (reason := not_codes(layer.recipe)) is not None:
+        raise ValueError(reason)
+    return _sets_as_it_lies(layer, layer.recipe)
+
+
+def put_codes(layer: Any, name: str, codes: QuantizedParameter) -> None:
+    """Make codes the weight ``name`` of a converted layer."""
+    made = in_place_of(getattr(layer, name), codes)
+    local = local_itself(made)
+    if local.gathers is not None:
+        local.gathers.name = name
+    setattr(layer, name, made)
+    layer.reach_codes()
 
 
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:

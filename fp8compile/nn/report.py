@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,14 @@ from fp8compile.tables import Cell, Note, folded, table_lines, terminal_width
 from fp8compile.tensor import GATHERED, PLAIN, shown
 
 __all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
+
+
+def _why_no_gemm(recipe: Recipe | None) -> str:
+    """The reason why a converted layer multiplies nothing in FP8."""
+    if recipe is None or not recipe.dequantized_output:
+        return "every slot of the recipe is None"
+    read = " and ".join(slot for slot in ("input", "weight") if getattr(recipe, slot) is not None)
+    return f"the output multiplies the values of the codes of {read} in high precision (dequantized_output)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +88,8 @@ class ConversionRow:
     def _gathered_cell(self) -> Cell:
         """The cell for what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
         if self.sharded or not self.gathered:
-            kind, colon, why = self.gathered.partition(": ")
-            return Note(why, kind) if colon else self.gathered
+            kind, *why = re.split("; |: ", self.gathered, maxsplit=1)
+            return Note(why[0], kind) if why else kind
         plain = [words for words in self.gathered.split("; ") if words.startswith(f"{PLAIN}:")]
         return Note(f"then {'; then '.join(plain)}", NOT_SHARDED) if plain else NOT_SHARDED
 
@@ -93,7 +102,7 @@ class ConversionRow:
             return Note(f"the forward never called {what}", "none")
         names = self.float8_gemms()
         if not names:
-            return Note("every slot of the recipe is None", "none")
+            return Note(_why_no_gemm(self.recipe), "none")
         words = [ALL_GEMMS if len(names) == len(GEMMS) else ", ".join(names)]
         words += ["weight kept as codes"] if self.quantized_weight else []
         text = "; ".join(words)

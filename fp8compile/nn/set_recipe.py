@@ -23,8 +23,14 @@ def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
         weight=taken.weight,
         keep_weight_codes=keeps,
         fast_accumulation_output=taken.fast_accumulation_output,
-        dequantized_gradients=taken.input is not None and _dequantizes(recipe, taken),
+        dequantized_output=taken.dequantized_output,
+        dequantized_gradients=_has_codes(taken) and _dequantizes(recipe, taken),
     )
+
+
+def _has_codes(recipe: Recipe) -> bool:
+    """Whether the output reads codes."""
+    return recipe.input is not None or recipe.weight is not None
 
 
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
@@ -32,7 +38,7 @@ def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
 
     The layer's recipe decides. If its forward is in high precision and has no codes, the new recipe decides.
     """
-    if recipe.input is not None:
+    if _has_codes(recipe):
         return recipe.dequantized_gradients
     return forward.dequantized_gradients and any(recipe.quantizers(gemm) is None for gemm in GEMMS[1:])
 
@@ -43,6 +49,8 @@ def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | No
         return "delayed scaling keeps a state for each operand, which another forward would leave behind"
     if layer.is_quantized():
         return "its weight is codes, which no other forward reads"
+    if isinstance(layer, Linear) and layer.scale_group:
+        return "it shares an outer scale with other layers"
     if hasattr(layer, "graph_fsdp") or hasattr(layer, "weight_scales"):
         return "FSDP gathers what its first recipe multiplies"
     if forward is not None and forward.emulate and not layer.recipe.emulate:
@@ -69,8 +77,8 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
     Raises:
         TypeError: The model is not a module, or ``forward`` is not a recipe.
         ValueError: The model has no FP8 layer, or one whose forward can't be changed: it has delayed scaling, a
-            quantized weight, or was prepared for FSDP by this package; or experts do not support the recipe; or
-            ``forward`` emulates and the layer's recipe does not. Nothing is changed then.
+            quantized weight, an outer scale that layers share, or was prepared for FSDP by this package; or experts do
+            not support the recipe; or ``forward`` emulates and the layer's recipe does not. Nothing is changed then.
     """
     check_model("set_recipe", model)
     if forward is not None and not isinstance(forward, Recipe):

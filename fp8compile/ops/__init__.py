@@ -50,6 +50,7 @@ from fp8compile.ops.layer.layers import (
     sharded_grouped_grad_weight,
     sharded_grouped_linear,
     sharded_linear,
+    shared_scale_linear,
 )
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_amaxes import outer_amaxes
@@ -133,6 +134,7 @@ __all__ = [
     "sharded_grouped_grad_weight",
     "sharded_grouped_linear",
     "sharded_linear",
+    "shared_scale_linear",
     "snapshot",
     "store",
     "straight_through",

@@ -75,5 +75,5 @@ def _register(name: str, *, apart: bool) -> OpOverload:
     )
 
 
-cast = _register("fp8compile::cast", apart=False)
-cast_again = _register("fp8compile::cast_again", apart=True)
+cast: OpOverload = _register("fp8compile::cast", apart=False)
+cast_again: OpOverload = _register("fp8compile::cast_again", apart=True)

@@ -33,7 +33,7 @@ def is_packed_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
     """
     if type(rows) is not TwoLevelScaling or type(columns) is not TwoLevelScaling:
         return False
-    if (rows.packed, columns.packed) != ("rows", "columns") or rows.scale != columns.scale:
+    if (rows.packed, columns.packed) != ("rows", "columns") or rows.scale != columns.scale or not rows.has_kernels():
         return False
     return (rows.block, columns.block) == ((1, GROUP), (GROUP, 1)) and not rows.hadamard
 

@@ -343,3 +343,17 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     the other over all rows, because an exported program can't read how many rows each expert has.
     """
     return {op.overload: _portable(op) for op in OPS.values()}
+
+
+def _refuse_to_save(target: object) -> None:
+    """Raise a RuntimeError if an operator of a program that is saved is one of ours, which no other process knows."""
+    if isinstance(target, torch._ops.OpOverload) and target._schema.name in OPS:
+        raise RuntimeError(
+            f"torch.export.save: the program calls {target._schema.name}, and the file would load nowhere: the "
+            "operator takes a recipe, which PyTorch's files can't hold. Make the program by "
+            "fp8compile.export.program(model, args), or call program.run_decompositions("
+            "fp8compile.ops.decompositions()) first: it then has only PyTorch's operators, and the same bits."
+        )
+
+
+_compat.when_program_is_saved(_refuse_to_save)

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8compile import _compat
-from fp8compile.layout.cuts import axis_blocks, split_axes
+from fp8compile.layout.cuts import Sharding, axis_blocks, split_axes
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import snapshot
@@ -27,11 +28,13 @@ from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, write_state
 from fp8compile.ops.layer.amax_tokens import fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
+from fp8compile.ops.layer.observe import OBSERVE_OPS, ObserveOp, Seen, returned, totals
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
 from fp8compile.ops.layer.placements import (
     RowsOverFsdpBase,
     RowsOverFsdpForGradInput,
     RowsOverFsdpForGradWeight,
+    SharedScale,
     Whole,
 )
 from fp8compile.ops.layer.products import multiply_parts
@@ -46,7 +49,7 @@ from fp8compile.tensor import check_serves, has_codes
 __all__ = ["HANDLERS"]
 
 OVER_FSDP = RowsOverFsdpBase, RowsOverFsdpForGradInput, RowsOverFsdpForGradWeight
-ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # other placements take no DTensors
+ON_MESHES = Whole, SharedScale, Delayed, DelayedForGradient, *OVER_FSDP  # other placements take no DTensors
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
         right = _kept(codes, scale, outer_scale, recipe, a.local.shape[0])
     else:
         right = _rows(gemm, left, tensors[1], place) if over_fsdp else _weight(gemm, tensors[1], recipe)
+        if (shared := place.given().get("outer_amax")) is not None:
+            right.given["outer_amax"] = _whole_state(shared)
     operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **right.given)
     if gemm is GRAD_WEIGHT:
         whole = _grad_weight(left, a, right, operands)
@@ -181,6 +186,39 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
     shape[packed_while_kept(part.layout, quantizer)] //= 2
     scale, outer_scale = (whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in scales)
     return whole_of(codes, mesh, placements, shape), scale, outer_scale
+
+
+# ---------------------------------------------------------------------------------- statistics
+
+
+def _counts(cuts: Sharding, mesh: DeviceMesh) -> bool:
+    """Whether this rank has elements that no other rank has, or is the first of those that have the same."""
+    return all(cut is not None or mesh.get_local_rank(index) == 0 for index, cut in enumerate(cuts))
+
+
+def _observed(op: ObserveOp, *args: Any) -> Any:
+    """Observe a layer on DTensors. Totals are those of this rank, so they are plain tensors."""
+    given, place, _, names, recipe = op.split(args)
+    tokens, mesh = given["grad_output" if op.gradient else "x"], args[0].device_mesh
+    a, multiplier = part_of("linear", tokens), _whole_state(place.given().get("multiplier"))
+    gemm, seen = GRAD_INPUT if op.gradient else OUTPUT, Seen(a, _counts(a.cuts, mesh))
+    phase = Phase.of(gemm, a.local)
+    if op.gradient:
+        return totals({"grad_output": seen}, Operands(recipe, phase, multiplier), names, 1)
+    over_fsdp = isinstance(place, OVER_FSDP)
+    right = _rows(gemm, tokens, given["weight"], place) if over_fsdp else _weight(gemm, given["weight"], recipe)
+    counts = _counts(right.part.cuts, mesh)
+    if (codes := right.given.pop("weight", None)) is None:
+        weight = Seen(right.part, counts)
+    else:
+        both = {OUTPUT.b: codes}
+        if not right.given.pop("weight_in_turns"):
+            both[GRAD_INPUT.b] = _codes_of(GRAD_INPUT, right.part, recipe)
+        weight = Seen(None, counts, both)
+    operands = Operands(recipe, phase, multiplier, **right.given)
+    found, y = totals({"input": seen, "weight": weight}, operands, names, 1), args[0]
+    local = returned(_compat.local_itself(y), found, phase)
+    return whole_of(local, mesh, y.placements, y.shape), *found
 
 
 # ---------------------------------------------------------------------------------- beside products
@@ -242,6 +280,7 @@ HANDLERS: dict[str, Callable[..., Any]] = {
         for op, gemm in LAYER_OPS.items()
         if issubclass(OPS_OF_LAYERS[op].placement, ON_MESHES)
     },
+    **{op.name(): partial(_observed, how) for op, how in OBSERVE_OPS.items() if issubclass(how.placement, ON_MESHES)},
     "fp8compile::kept_input": _kept_input,
     "fp8compile::fsdp_tokens": _fsdp_tokens,
     "fp8compile::scatter_sum": _scatter_sum,

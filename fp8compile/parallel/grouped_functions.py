@@ -19,6 +19,8 @@ from fp8compile.nn.grouped import checked_groups
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import sharded_grouped_linear
 from fp8compile.ops.groups.checked_offsets import checked_offsets
+from fp8compile.ops.layer.layers import SHARDED_GROUPED
+from fp8compile.ops.layer.observe import Observer
 from fp8compile.parallel.linear_functions import check_group
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import check_agreement, own_sizes
@@ -36,6 +38,7 @@ def _parallel(
     recipe: Recipe,
     group: ProcessGroup,
     feature_sizes: Sequence[int] | None,
+    observer: Observer | None,
 ) -> Tensor:
     name = check_group(function, group, x, weight, offsets, bias)
     check_recipe(function, recipe)
@@ -47,7 +50,9 @@ def _parallel(
     what = f"dim {weight_dim} of weight"
     features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[weight_dim], what)
     check_agreement(function, x, group, feature_sizes=features)
-    return sharded_grouped_linear(x, weight, offsets, bias, weight_dim, features, group.rank(), name, recipe)
+    place = weight_dim, features, group.rank(), name
+    y, given = sharded_grouped_linear(x, weight, offsets, bias, *place, recipe), (x, weight, offsets, *place)
+    return y if observer is None else SHARDED_GROUPED.observe(y, *given, observer=observer, recipe=recipe)
 
 
 def column_parallel_grouped_linear(
@@ -59,6 +64,7 @@ def column_parallel_grouped_linear(
     recipe: Recipe,
     group: ProcessGroup,
     feature_sizes: Sequence[int] | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """`fp8compile.grouped_linear` with the rows of each matrix cut over ranks; returns this rank's output features.
 
@@ -74,6 +80,7 @@ def column_parallel_grouped_linear(
         group: The R ranks.
         feature_sizes: Number of rows of each matrix for each rank; by default all ranks have as many as this one. If
             a block has more than one row but not all, each part has to end where a block ends.
+        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
 
     Returns:
         (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros after the last group.
@@ -83,7 +90,9 @@ def column_parallel_grouped_linear(
         ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
             sizes.
     """
-    return _parallel("column_parallel_grouped_linear", 1, x, weight, offsets, bias, recipe, group, feature_sizes)
+    return _parallel(
+        "column_parallel_grouped_linear", 1, x, weight, offsets, bias, recipe, group, feature_sizes, observer
+    )
 
 
 def row_parallel_grouped_linear(
@@ -95,6 +104,7 @@ def row_parallel_grouped_linear(
     recipe: Recipe,
     group: ProcessGroup,
     feature_sizes: Sequence[int] | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """`fp8compile.grouped_linear` with the columns of each matrix cut over ranks; returns the sum over ranks.
 
@@ -110,6 +120,7 @@ def row_parallel_grouped_linear(
         group: The R ranks.
         feature_sizes: Number of columns of each matrix for each rank; by default all ranks have as many as this one.
             If a block has more than one column but not all, each part has to end where a block ends.
+        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
 
     Returns:
         (rows, out_features), the dtype of ``x`` (or of autocast), zeros after the last group.
@@ -117,4 +128,6 @@ def row_parallel_grouped_linear(
     Raises:
         TypeError, ValueError, RuntimeError: In the cases of `column_parallel_grouped_linear`.
     """
-    return _parallel("row_parallel_grouped_linear", 2, x, weight, offsets, bias, recipe, group, feature_sizes)
+    return _parallel(
+        "row_parallel_grouped_linear", 2, x, weight, offsets, bias, recipe, group, feature_sizes, observer
+    )

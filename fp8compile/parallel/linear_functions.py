@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from fp8compile.nn.functional import check_recipe, checked_operands
 from fp8compile.nn.state import group_name
 from fp8compile.ops import sharded_linear
+from fp8compile.ops.layer.layers import SHARDED
+from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import check_agreement, checked_sizes, own_sizes, shown
 
@@ -89,6 +91,7 @@ def _parallel(
     sequence_dim: int | None,
     sequence_sizes: Sequence[int] | None,
     feature_sizes: Sequence[int] | None,
+    observer: Observer | None,
 ) -> Tensor:
     name = check_group(function, group, x, weight, bias)
     check_recipe(function, recipe)
@@ -101,7 +104,9 @@ def _parallel(
         what = f"the entries of x along dim {dim}"
         tokens = known(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
     check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
-    return sharded_linear(x, weight, bias, weight_dim, features, dim, tokens, group.rank(), name, recipe)
+    place = weight_dim, features, dim, tokens, group.rank(), name
+    y = sharded_linear(x, weight, bias, *place, recipe)
+    return y if observer is None else SHARDED.observe(y, x, weight, *place, observer=observer, recipe=recipe)
 
 
 def column_parallel_linear(
@@ -114,6 +119,7 @@ def column_parallel_linear(
     sequence_dim: int | None = None,
     sequence_sizes: Sequence[int] | None = None,
     feature_sizes: Sequence[int] | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """A linear layer whose weight's rows are cut over ranks; returns this rank's output features for all tokens.
 
@@ -130,6 +136,7 @@ def column_parallel_linear(
         sequence_sizes: Number of tokens of each rank along that dim, zeros allowed; by default all ranks have as many
             as this one.
         feature_sizes: Number of rows of the weight for each rank; by default all ranks have as many as this one.
+        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
 
     Returns:
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
@@ -141,8 +148,8 @@ def column_parallel_linear(
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
     """
-    sizes = sequence_dim, sequence_sizes, feature_sizes
-    return _parallel("column_parallel_linear", 0, x, weight, bias, recipe, group, *sizes)
+    given = sequence_dim, sequence_sizes, feature_sizes, observer
+    return _parallel("column_parallel_linear", 0, x, weight, bias, recipe, group, *given)
 
 
 def row_parallel_linear(
@@ -155,6 +162,7 @@ def row_parallel_linear(
     sequence_dim: int | None = None,
     sequence_sizes: Sequence[int] | None = None,
     feature_sizes: Sequence[int] | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """A linear layer whose weight's columns are cut over ranks; returns the sum over ranks.
 
@@ -171,6 +179,7 @@ def row_parallel_linear(
         sequence_dim: The dim of the output that is cut over the ranks; None if each rank gets all tokens.
         sequence_sizes: Number of tokens that each rank gets along that dim, zeros allowed; equal parts by default.
         feature_sizes: Number of columns of the weight for each rank; by default all ranks have as many as this one.
+        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
@@ -178,5 +187,5 @@ def row_parallel_linear(
     Raises:
         TypeError, ValueError, RuntimeError: In the cases of `column_parallel_linear`.
     """
-    sizes = sequence_dim, sequence_sizes, feature_sizes
-    return _parallel("row_parallel_linear", 1, x, weight, bias, recipe, group, *sizes)
+    given = sequence_dim, sequence_sizes, feature_sizes, observer
+    return _parallel("row_parallel_linear", 1, x, weight, bias, recipe, group, *given)

@@ -57,7 +57,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape the (M, K) view of a tensor to the tensor's shape, or the grid of the view to the tensor's grid."""
+    """Reshape an (M, K) view back to the tensor's shape, or a grid of the view's blocks to the tensor's grid."""
     return matrix if len(shape) == 2 else matrix.reshape(shape)
 
 

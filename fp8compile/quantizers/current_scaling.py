@@ -85,7 +85,7 @@ class CurrentScaling(Quantizer):
         return self._stochastic(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor, with the noise of its positions in the whole tensor."""
+        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole decide the noise."""
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
         return self._stochastic(x, multiplier, rows, columns)

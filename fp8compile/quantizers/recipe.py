@@ -102,9 +102,13 @@ class Recipe(Constant):
             backward this takes one byte of memory for each element, or half a byte in four bits. The codes are the
             same. Codes are not kept if a side of the weight is not a multiple of 32, under FSDP, which frees weights
             after the forward, or in a checkpointed region (PyTorch 2.11 keeps them there).
+        dequantized_output: Whether the output multiplies the values of its operands' codes, rounded to the layer's dtype,
+            in high precision. This is for pairs that no GEMM multiplies: one operand stays in high precision (W4A16
+            has a quantizer for ``weight`` alone), or the two have codes that do not go together. Gradients pass
+            straight through: that of the weight is ``dy^T @ x``.
         dequantized_gradients: Whether a gradient whose GEMM stays in high precision multiplies the dequantized codes
             that the forward multiplied, rounded to the layer's dtype, instead of x and w. It is then the gradient of
-            the function that the forward computed.
+            the function that the forward computed. An operand without codes is multiplied as it is.
         emulate: Whether a GPU without a GEMM for these quantizers multiplies the exact values in float64, slowly,
             instead of raising. A CPU always does.
         by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM, with
@@ -113,9 +117,10 @@ class Recipe(Constant):
             is rounded to float32 for each scale. Other devices, and products of experts, ignore it.
 
     Raises:
-        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two. Two quantizers of one
-            tensor with delayed scaling do not agree. ``keep_weight_codes`` is set, and output and grad_input need
-            different codes. ``dequantized_gradients`` is set, and there are no codes or no gradient in high precision.
+        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two, unless it is the output
+            and ``dequantized_output`` is set. Two quantizers of one tensor with delayed scaling do not agree.
+            ``keep_weight_codes`` is set, and output and grad_input need different codes. ``dequantized_output`` or
+            ``dequantized_gradients`` is set, and there are no codes or no gradient in high precision.
         TypeError: An operand's field holds no quantizer, or a switch is not a bool.
     """
 
@@ -129,6 +134,7 @@ class Recipe(Constant):
     fast_accumulation_grad_input: bool = False
     fast_accumulation_grad_weight: bool = False
     keep_weight_codes: bool = False
+    dequantized_output: bool = False
     dequantized_gradients: bool = False
     emulate: bool = False
     by_mx: bool = False
@@ -138,13 +144,15 @@ class Recipe(Constant):
         for gemm in GEMMS:
             self._check_slot(gemm.a)
             self._check_slot(gemm.b)
-            self._check_pair(gemm)
-        switches = ("emulate", "by_mx", "keep_weight_codes", "dequantized_gradients")
+            if not (gemm is GEMMS[0] and self.dequantized_output is True):
+                self._check_pair(gemm)
+        switches = ("emulate", "by_mx", "keep_weight_codes", "dequantized_output", "dequantized_gradients")
         for switch in (*switches, *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
             if type(getattr(self, switch)) is not bool:
                 raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")
         self._check_delayed()
         self._check_kept()
+        self._check_dequantized_output()
         self._check_dequantized()
 
     def _check_kept(self) -> None:
@@ -156,11 +164,29 @@ class Recipe(Constant):
                 "out."
             )
 
+    def _check_dequantized_output(self) -> None:
+        if not self.dequantized_output:
+            return
+        given = [each for each in (self.input, self.weight) if each is not None]
+        if not given or self.history():
+            raise ValueError(
+                f"Recipe: dequantized_output, which multiplies values of codes by current scaling; input is "
+                f"{self.input!r} and weight {self.weight!r}. Give one of them a quantizer with current scaling, or "
+                "leave dequantized_output out."
+            )
+        transforms = [() if each is None else each.transform() for each in (self.input, self.weight)]
+        if transforms[0] != transforms[1]:
+            raise ValueError(
+                f"Recipe: dequantized_output, and the transforms of input and weight are {transforms[0]} and "
+                f"{transforms[1]}: the product of two operands is that of their values only if they have the same "
+                "one. Give both the same, or none."
+            )
+
     def _check_dequantized(self) -> None:
         if not self.dequantized_gradients:
             return
         in_high_precision = any(self.quantizers(gemm) is None for gemm in GEMMS[1:])
-        if self.input is None or not in_high_precision or self.history():
+        if self.input is self.weight is None or not in_high_precision or self.history():
             raise ValueError(
                 "Recipe: dequantized_gradients, which is of gradients in high precision behind an output of codes by "
                 f"current scaling; input is {self.input!r}, grad_output {self.grad_output!r} and "
@@ -219,7 +245,8 @@ class Recipe(Constant):
             given, missing = (gemm.a, gemm.b) if b is None else (gemm.b, gemm.a)
             raise ValueError(
                 f"Recipe: the GEMM of {gemm.name} has a quantizer for {given} and none for {missing}; a GEMM takes "
-                "two FP8 operands or two in high precision. Give both, or None for both."
+                "two FP8 operands or two in high precision. Give both, or None for both. dequantized_output=True lets "
+                "the output multiply one operand's values in high precision."
             )
         if a is None:
             return
@@ -243,9 +270,12 @@ class Recipe(Constant):
             )
 
     def quantizers(self, gemm: Gemm) -> tuple[Quantizer, Quantizer] | None:
-        """The quantizers of a GEMM's operands as the layer holds them; None if the GEMM stays in high precision."""
+        """The quantizers of a GEMM's operands as the layer holds them; None if the GEMM stays in high precision.
+
+        With `dequantized_output` the output does.
+        """
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
-        return None if a is None else (a, b)
+        return None if a is None or (gemm is GEMMS[0] and self.dequantized_output) else (a, b)
 
     def quantizer_read(self, slot: str) -> Quantizer | None:
         """The quantizer of the codes that a GEMM reads for the operand ``slot``, or None for plain values.
@@ -255,8 +285,14 @@ class Recipe(Constant):
         return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
 
     def is_dequantized(self, slot: str) -> bool:
-        """Whether a GEMM in high precision reads the values of the forward's codes for the operand ``slot``."""
-        return self.dequantized_gradients and slot in FORWARD_SLOTS and getattr(self, slot) is None
+        """Whether a GEMM in high precision reads the values of codes for the operand ``slot``.
+
+        For gradients these are the codes that the forward reads.
+        """
+        if slot in FORWARD_SLOTS.values():
+            return self.dequantized_output and getattr(self, slot) is not None
+        is_high = self.dequantized_gradients and slot in FORWARD_SLOTS and getattr(self, slot) is None
+        return is_high and getattr(self, FORWARD_SLOTS[slot]) is not None
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
         """The options of a GEMM."""

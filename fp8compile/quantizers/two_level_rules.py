@@ -25,6 +25,7 @@ from fp8compile.quantizers.scale_rules import exact_quotient, nan_where_not_fini
 __all__ = ["TWO_LEVEL_RULES", "TwoLevelRule"]
 
 LARGEST = E2M1.max * E4M3.max
+LARGEST_RECIPROCAL = 2.0**126  # the largest multiplier whose reciprocal is a normal float32
 SMALLEST_BLOCK_SCALE = 2.0**-6  # torchao's least block scale: the smallest normal e4m3 number
 
 
@@ -50,22 +51,37 @@ def _quotient(a: Tensor, b: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------- TransformerEngine
 
 
-def _te_outer_multiplier(outer_amax: Tensor) -> Tensor:
-    multiplier = exact_quotient(LARGEST, outer_amax).clamp(max=FLOAT32_MAX)
+def _te_outer_multiplier(outer_amax: Tensor, most: float) -> Tensor:
+    multiplier = exact_quotient(LARGEST, outer_amax).clamp(max=most)
     return nan_where_not_finite(outer_amax, multiplier)
 
 
-def _te_outer_scale(outer_amax: Tensor) -> Tensor:
-    return exact_quotient(1.0, _te_outer_multiplier(outer_amax))
+def _te_outer_scale(outer_amax: Tensor, most: float = FLOAT32_MAX) -> Tensor:
+    return exact_quotient(1.0, _te_outer_multiplier(outer_amax, most))
 
 
-def _te_block_scale(amax: Tensor, outer_amax: Tensor) -> Tensor:
+def _te_block_scale(amax: Tensor, outer_amax: Tensor, most: float = FLOAT32_MAX) -> Tensor:
     sixth = exact_quotient(1.0, torch.full((), E2M1.max, device=amax.device))
-    return E4M3.encode(amax * (_te_outer_multiplier(outer_amax) * sixth))
+    return E4M3.encode(amax * (_te_outer_multiplier(outer_amax, most) * sixth))
 
 
 def _te_multiplier(scale: Tensor, outer_scale: Tensor) -> Tensor:
     return exact_quotient(1.0, E4M3.decode(scale) * outer_scale).clamp(max=FLOAT32_MAX)
+
+
+# ---------------------------------------------------------------------------------- for formats with reciprocals
+
+# A format may store the reciprocal of the outer scale, which its reader inverts. TransformerEngine's outer scale is a
+# reciprocal itself, and for normal numbers 1 / (1 / (1 / x)) is 1 / x (all 2**23 mantissas were tried). So the two
+# rules differ only if the outer amax is below 2688 / 2**126.
+
+
+def _reciprocal_outer_scale(outer_amax: Tensor) -> Tensor:
+    return _te_outer_scale(outer_amax, LARGEST_RECIPROCAL)
+
+
+def _reciprocal_block_scale(amax: Tensor, outer_amax: Tensor) -> Tensor:
+    return _te_block_scale(amax, outer_amax, LARGEST_RECIPROCAL)
 
 
 # ---------------------------------------------------------------------------------- torchao
@@ -89,5 +105,6 @@ def _ao_multiplier(scale: Tensor, outer_scale: Tensor) -> Tensor:
 
 TWO_LEVEL_RULES = {
     "transformer_engine": TwoLevelRule(_te_outer_scale, _te_block_scale, _te_multiplier),
+    "reciprocal": TwoLevelRule(_reciprocal_outer_scale, _reciprocal_block_scale, _te_multiplier),
     "torchao": TwoLevelRule(_ao_outer_scale, _ao_block_scale, _ao_multiplier),
 }

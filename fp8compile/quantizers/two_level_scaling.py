@@ -38,7 +38,9 @@ class TwoLevelScaling(Quantizer):
         block: (1, 16), (16, 1) or (16, 16).
         packed: Which two codes share a byte: ``"rows"`` for neighbours in a row, ``"columns"`` for neighbours in a
             column, ``"none"`` for one code in each byte. It does not change values.
-        scale: The rule for both scales, ``"transformer_engine"`` or ``"torchao"``.
+        scale: The rule for both scales, ``"transformer_engine"``, ``"reciprocal"`` or ``"torchao"``. ``"reciprocal"``
+            is TransformerEngine's rule with an outer scale that is 1 / (1 / scale) for every tensor. No GPU kernel
+            quantizes two directions by it.
         rounding: Rounding of values to codes: ``"nearest"`` or ``"stochastic"`` as in ``CurrentScaling``, or
             ``"stochastic_hardware"``. With the latter, kernels for compute capability 10.x round with the GPU's
             instruction. It is faster, but draws other random bits, so that codes differ from those of a CPU.
@@ -178,6 +180,10 @@ class TwoLevelScaling(Quantizer):
         """
         return self.rounding == "nearest" and not self.hadamard
 
+    def has_kernels(self) -> bool:
+        """Whether GPU kernels quantize tokens by the rule of scales; no kernel has ``"reciprocal"``."""
+        return self.scale != "reciprocal"
+
     def gemm_format(self) -> Float8Format | None:
         """None, because codes are not float8 numbers."""
         return None
@@ -217,7 +223,7 @@ class TwoLevelScaling(Quantizer):
         return self._cast(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor, with the noise of its positions in the whole tensor."""
+        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole decide the noise."""
         return self._cast(x, multiplier, rows, columns)
 
     def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:
@@ -243,7 +249,7 @@ class TwoLevelScaling(Quantizer):
 
     def _codes(self, matrix: Tensor, multiplier: Tensor, block: Sequence[int], *where: Tensor) -> Tensor:
         values = scaled(matrix, multiplier, (block[0], block[1]))
-        if self.scale == "transformer_engine":
+        if self.scale != "torchao":
             values = torch.where(matrix == 0, 0.0, values)  # TransformerEngine drops the sign of zeros
         return self._rounded(values, *where)
 

@@ -11,11 +11,12 @@ from fp8compile import _compat
 from fp8compile.layout.packing import are_same_codes, one_a_byte
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, layers
+from fp8compile.ops.layer.observe import OBSERVE_OPS, Seen
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.tensor.quantized_tensor import LAYERS, QuantizedTensor, cuts_blocks, has_codes
 
-__all__ = ["check_serves", "is_stack", "unserved"]
+__all__ = ["check_serves", "codes_seen", "is_stack", "unserved"]
 
 
 @_compat.constant_when_traced
@@ -105,5 +106,21 @@ def _run(func: Any, *args: Any) -> Any:
     return _compat.as_kernel(op.run)(Phase.of(gemm, found.codes), args, given)
 
 
+def _observe(func: Any, *args: Any) -> Any:
+    """Observe a layer whose weight is kept as codes: of the weight what codes and scales tell."""
+    op = OBSERVE_OPS[func]
+    return _compat.as_kernel(op.run)(Phase.of(GEMMS[0], args[0]), args, codes_seen(args[2]))
+
+
+def codes_seen(weight: QuantizedTensor) -> Seen:
+    """What can be observed of a weight that is kept as codes, by the product that reads them.
+
+    If forward and backward find their codes in the same memory, the forward sees only its own.
+    """
+    read = GEMMS[:1] if weight.in_memory is not None else GEMMS[:2]
+    return Seen(None, codes={gemm.b: _codes(weight, gemm) for gemm in read})
+
+
 SERVED = (layers.LINEAR, layers.DELAYED, layers.GROUPED)
 LAYERS.update(dict.fromkeys([op for layer in SERVED for op in (layer.output, layer.grad_input)], _run))
+LAYERS.update(dict.fromkeys([layer.observe.output for layer in SERVED], _observe))

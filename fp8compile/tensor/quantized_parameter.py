@@ -51,6 +51,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.written = False
+        self.frozen = False
         self.blank = False  # new_zeros made the tensor, and nothing was written to it yet
         # for each set, the tensor parallel ranks that share its scale, if FSDP2 has cut tensor parallel parts again
         self.outer: tuple[ProcessGroup | None, ...] = (None, None)
@@ -141,6 +142,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     # ------------------------------------------------------------------ what its views have in common
 
     pending: Pending | None = _of_shared("pending", "Its values during an optimizer's step; None if none runs.")
+    frozen: bool = _of_shared(
+        "frozen", "Whether ``fp8compile.freeze_weights`` made it: it takes codes, and no values."
+    )
     blank: bool = _of_shared("blank", "Whether ``new_zeros`` made it and nothing was written to it yet.")
     state: Callable[[], tuple[Tensor, Tensor] | None] = _of_shared(
         "state", "Returns the weight's history and multiplier in its layer's state, or None."
@@ -288,6 +292,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
         ``what`` names the op that writes, for the error's text.
         """
+        if self.frozen:
+            raise RuntimeError(
+                f"{what} writes to a weight that fp8compile.freeze_weights froze: its codes are those of the trained "
+                "values, which are gone. Train the model first and freeze it then; or train adapters beside it "
+                "(fp8compile.integrations.peft)."
+            )
         sets = self.stored()
         spans = self.has_all_scales or any(
             -1 in own.quantizer.block or own.quantizer.has_outer_scale() for own in sets
@@ -450,7 +460,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def alone(self) -> Self:
         """Give this tensor a new shared state, without initial values; returns the tensor."""
         shared, self._shared = self._shared, _Shared()
-        self.outer, self.gathers = shared.outer, shared.gathers
+        self.outer, self.gathers, self.frozen = shared.outer, shared.gathers, shared.frozen
         return self
 
     def flattens_blocks(self, size: Sequence[int]) -> bool:

@@ -4,6 +4,7 @@ graphs/       graphs, breaks and recompiles of any model under torch.compile; im
 contracts/    checks of operators and quantizers, for those who write their own
 gpu/          a GPU's code on a machine without a GPU
 explain/      reports on each FP8 layer of a model
+numerics/     advice on recipes; where FP8, or ranks, change the values of a model
 """
 
 from fp8compile.testing.contracts import check_op, check_quantizer
@@ -29,12 +30,28 @@ from fp8compile.testing.graphs import (
     graph_report,
     snapshot,
 )
+from fp8compile.testing.numerics import (
+    Advice,
+    Comparison,
+    ComparisonRow,
+    Cost,
+    LayerAdvice,
+    RankComparison,
+    RankFinding,
+    advise,
+    compare,
+    compare_ranks,
+)
 
 __all__ = [
+    "Advice",
     "CacheBypass",
     "Call",
     "CallReport",
     "Collective",
+    "Comparison",
+    "ComparisonRow",
+    "Cost",
     "EagerRun",
     "GemmShare",
     "GpuCode",
@@ -42,10 +59,14 @@ __all__ = [
     "GraphInfo",
     "GraphReport",
     "Launch",
+    "LayerAdvice",
+    "RankComparison",
+    "RankFinding",
     "Recompile",
     "Recording",
     "Send",
     "Sends",
+    "advise",
     "assert_cacheable",
     "assert_comm",
     "assert_fullgraph",
@@ -53,6 +74,8 @@ __all__ = [
     "assert_ops",
     "check_op",
     "check_quantizer",
+    "compare",
+    "compare_ranks",
     "eager_run",
     "emulation_note",
     "gemm_share",

@@ -13,7 +13,7 @@ WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bits of each element as an integer; all NaN have the same one."""
+    """The bits of each element as an integer. All NaN get the same integer."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)

@@ -31,6 +31,7 @@ from fp8compile.testing.explain.module_stack import Names, layer_of_stack
 from fp8compile.testing.explain.roofline import roofline
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.graphs.report import graph_report, place_text
+from fp8compile.testing.graphs.without_values import values_needed
 
 ROOT = Path(__file__).parents[2]
 GEMMS = ("output", "grad_input", "grad_weight")
@@ -661,6 +662,15 @@ def prints():
     return model, x
 
 
+class Reads(Own):
+    def forward(self, x):
+        return self.layer(x) if x.sum() > -1000 else x
+
+
+def reads():
+    return f8.convert(Reads(), f8.recipes.rowwise()), Own().example_inputs()
+
+
 class Forces(Own):
     def forward(self, x):
         y = self.layer(x).float().square().sum()
@@ -779,6 +789,24 @@ def test_what_is_being_done_is_said_on_standard_error(example, capsys):
     ]
     explain(block(), (tokens(),), gpu=None)
     assert capsys.readouterr().err == "", "whoever calls the library sees nothing"
+
+
+def test_a_model_is_called_once_before_it_is_compiled(example, capsys, monkeypatch):
+    from fp8compile.cli.explain import target
+    from fp8compile.testing.explain import explanation
+
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return values_needed(*args)
+
+    for module in (target, explanation):
+        monkeypatch.setattr(module, "values_needed", counted)
+    assert run(capsys, example, "--no-gpu", "--json")[0] == 0
+    assert len(calls) == 1
+    assert run(capsys, f"{example}:reads", "--no-gpu", "--json")[0] == 1, "a graph break proves nothing"
+    assert len(calls) == 2
 
 
 def test_json_alone_is_printed(example, capsys):

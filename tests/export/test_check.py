@@ -205,11 +205,17 @@ def test_a_model_without_fp8_is_refused():
         f8.export.tensors(nn.Linear(128, 128), "torchao")
 
 
-def test_transposed_experts_are_refused():
+def test_blocks_of_rows_that_interleave_two_matrices_are_refused():
+    model = models.converted(models.make("gpt_oss"), f8.recipes.blockwise())
+    with pytest.raises(ValueError, match=r"gate_up_proj interleaves gate and up"):
+        f8.export.tensors(model, "fine_grained_fp8")
+
+
+def test_transposed_linears_are_refused():
     import transformers as t
 
-    config = t.GptOssConfig(**models.SMALL, num_local_experts=2, head_dim=64, layer_types=["full_attention"])
-    model = models.converted(t.GptOssForCausalLM(config).bfloat16(), f8.recipes.blockwise())
+    config = t.GPT2Config(n_layer=1, n_embd=128, n_head=2, vocab_size=64)
+    model = models.converted(t.GPT2LMHeadModel(config).bfloat16(), f8.recipes.blockwise())
     with pytest.raises(ValueError, match=r"is kept as \(in_features, out_features\)"):
         f8.export.tensors(model, "fine_grained_fp8")
 

@@ -7,7 +7,6 @@ import logging
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
-import numpy as np
 import pytest
 import serving_models as models
 import torch
@@ -203,40 +202,3 @@ def test_torchao_reads_its_tensors(recipe, tmp_path, assert_bits_equal):
     config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
     own = config_from_dict(config["quant_type"]["default"])
     assert type(own).__name__ == "Float8DynamicActivationFloat8WeightConfig"
-
-
-# ---------------------------------------------------------------------------------- vLLM's arithmetic, in NumPy
-
-E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
-
-
-def e4m3(byte):
-    """The values of e4m3 bytes, by the fields of OFP8 1.0."""
-    sign, exponent, mantissa = byte >> 7, (byte >> 3) & 15, (byte & 7).astype(np.float32)
-    normal = np.ldexp(1 + mantissa / 8, exponent.astype(int) - 7)
-    value = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    return np.where(sign == 1, -value, value).astype(np.float32)
-
-
-def four_bits(packed):
-    """Two values of a byte, the lower four bits first, as vLLM's ``break_fp4_bytes`` reads them."""
-    halves = np.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)
-    return np.where(halves >= 8, -E2M1[halves & 7], E2M1[halves & 7])
-
-
-@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
-def test_nvfp4_read_as_vllm_reads_it(form):
-    """vLLM, modelopt.py and compressed_tensors_w4a16_nvfp4.py: process_weights_after_loading, dequantize_to_dtype."""
-    model = one_layer(RECIPES["nvfp4"])
-    found = dict(f8.export.tensors(model, form))
-    scale = e4m3(found["0.weight_scale"].view(torch.uint8).numpy()).repeat(16, 1)
-    if form == "modelopt":
-        codes, outer = found["0.weight"].numpy(), found["0.weight_scale_2"].numpy()
-    else:
-        codes, outer = found["0.weight_packed"].numpy(), np.float32(1) / found["0.weight_global_scale"].numpy()
-    values = four_bits(codes) * scale * outer
-    wanted = models.wanted(model)["0.weight"].numpy()
-    if form == "modelopt":
-        assert (values == wanted).all()
-    else:  # the format has the reciprocal, and 1 / (1 / s) is s or one of its neighbours
-        assert np.abs(values - wanted).max() <= np.abs(wanted).max() * 2.0**-23

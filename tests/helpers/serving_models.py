@@ -6,6 +6,7 @@ import torch
 
 import fp8compile as f8
 from fp8compile.nn.candidates import is_converted, layers, weight_names
+from fp8compile.nn.experts.known_modules import as_it_lies
 
 __all__ = ["IDS", "MODELS", "SMALL", "converted", "logits", "make", "wanted"]
 
@@ -32,6 +33,14 @@ def _classes(kind):
     if kind.startswith("qwen3_moe"):
         count = 4 if kind.endswith("_4") else 3
         return t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=64, num_experts=count)
+    if kind == "gpt_oss":
+        return t.GptOssForCausalLM, t.GptOssConfig(
+            **SMALL, num_local_experts=3, num_experts_per_tok=2, head_dim=64, layer_types=["full_attention"]
+        )
+    if kind == "llama4":
+        return t.Llama4ForCausalLM, t.Llama4TextConfig(
+            **SMALL, num_local_experts=2, head_dim=64, intermediate_size_mlp=256, moe_layers=[0]
+        )
     parts = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 128, "qk_nope_head_dim": 64}
     groups = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
     config = t.DeepseekV3Config(**SMALL, **EXPERTS, **parts, **groups, v_head_dim=64)
@@ -60,7 +69,8 @@ def _dequantized(layer, weight, dtype):
     if weight.ndim == 2:
         q = weight if isinstance(weight, f8.QuantizedTensor) else f8.quantize(weight, layer.recipe.weight)
         return q.dequantize(dtype)
-    return torch.stack([f8.quantize(each, layer.recipe.weight).dequantize(dtype) for each in weight])
+    quantizer = as_it_lies(layer, layer.recipe.weight)
+    return torch.stack([f8.quantize(each, quantizer).dequantize(dtype) for each in weight])
 
 
 def wanted(model, dtype=torch.float32):

@@ -310,6 +310,31 @@ def test_a_resume_without_experts_warns(tmp_path, known):
             callback.on_train_begin(args, state, None, model=model)
 
 
+def test_a_best_model_without_its_experts_warns(tmp_path):
+    import transformers
+    from zoo import ZOO, bf16_model
+
+    from fp8compile.integrations.transformers import F8Callback
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=1, eval_steps=1, eval_strategy="steps", load_best_model_at_end=True,
+        metric_for_best_model="loss", greater_is_better=True, report_to=[], use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=1, per_device_eval_batch_size=1,
+    )  # fmt: skip
+    rows = [{name: each[0] for name, each in ZOO["Mixtral"].batch(0).items()}]
+    callbacks = [F8Callback(f8.recipes.rowwise(), print_report=False)]
+    model = bf16_model(ZOO["Mixtral"])
+    trainer = transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+    with pytest.warns(
+        UserWarning, match=r"load_best_model_at_end loaded .* experts of the last step .* from_pretrain"
+    ):
+        trainer.train()
+    best = type(model).from_pretrained(trainer.state.best_model_checkpoint, dtype=torch.bfloat16).state_dict()
+    differs = {name for name, each in model.state_dict().items() if not torch.equal(each, best[name])}
+    assert any("experts" in name for name in differs), "the Trainer loads experts now: the warning may go"
+    assert not any("self_attn" in name for name in differs)
+
+
 def test_files_are_not_read_without_converted_experts(tmp_path):
     from fp8compile.integrations.transformers import F8Callback
 

@@ -53,7 +53,7 @@ class Cell(NamedTuple):
     optimisation: str
 
 
-PLACES = ("whole", "group", "group of two", "FSDP", "DTensor")
+PLACES = ("whole", "shared scale", "group", "group of two", "FSDP", "DTensor")
 KINDS = ("dense", "grouped")
 SOURCES = ("own amax", "multiplier", "given amax", "given codes", "given pair")
 LEVELS = ("one", "two")
@@ -63,6 +63,7 @@ OPTIMISATIONS = (
     "input without gradient",
     "kept weight codes",
     "dequantized gradients",
+    "weight's codes alone",
 )
 
 # ---------------------------------------------------------------------------------- recipes
@@ -92,6 +93,9 @@ def recipe_of(cell: Cell) -> Recipe:
     if cell.optimisation == "dequantized gradients":
         slots = dict.fromkeys(slot for gemm in GEMMS[1:] for slot in (gemm.a, gemm.b))
         return replace(recipe, **slots, dequantized_gradients=True)
+    if cell.optimisation == "weight's codes alone":  # of one-sided products: W4A16, W8A16
+        slots = dict.fromkeys(slot for gemm in GEMMS[1:] for slot in (gemm.a, gemm.b))
+        return replace(recipe, **slots, input=None, dequantized_output=True, dequantized_gradients=True)
     return recipe
 
 
@@ -180,6 +184,10 @@ CALLS: dict[tuple[str, str, bool], tuple[layers.Layer | None, Call]] = {
         layers.DELAYED,
         lambda x, w, given: layers.delayed_linear(x, w, None, *_state(), None, given.recipe)[0],
     ),
+    ("shared scale", "dense", False): (
+        layers.SHARED_SCALE,
+        lambda x, w, given: layers.shared_scale_linear(x, w, None, given.amaxes[0], given.recipe),
+    ),
     ("whole", "grouped", False): (
         layers.GROUPED,
         lambda x, w, given: layers.grouped_linear(x, w, given.ends, None, given.recipe),
@@ -216,7 +224,7 @@ CALLS: dict[tuple[str, str, bool], tuple[layers.Layer | None, Call]] = {
 def takes_amax(place: str, kind: str) -> bool:
     """Whether the ranks of a placement may know the weight's amax: then it is an argument."""
     layer, _ = CALLS.get((place, kind, False), (None, None))
-    return layer is not None and "amax" in layer.placement.__match_args__
+    return layer is not None and bool({"amax", "outer_amax"} & set(layer.placement.__match_args__))
 
 
 GIVEN = ("given codes", "given pair")
@@ -224,6 +232,8 @@ CELLS = [
     cell
     for cell in (Cell(*each) for each in product(PLACES, KINDS, SOURCES, LEVELS, OPTIMISATIONS))
     if (cell.source != "given amax" or takes_amax(cell.place, cell.kind))
+    # without a given amax the layer is the one whose tensors are whole
+    and (cell.place != "shared scale" or cell[1:3] == ("dense", "given amax"))
     and (cell.place != "group of two" or cell[1:4] == ("grouped", "own amax", "two"))
     # codes have no gradient, so a weight that is given as codes is a frozen one
     and not (cell.source in GIVEN and cell.optimisation in ("all gradients", "input without gradient"))
@@ -290,7 +300,7 @@ LISTED = (
         reason="gradients read the values of the forward's codes: a second set serves nobody",
         text="weight has codes of",
         source=("given pair",),
-        optimisation=("dequantized gradients",),
+        optimisation=("dequantized gradients", "weight's codes alone"),
     ),
     Listed(
         reason="ends of groups are those of one rank's rows, and no dim of a DTensor",
@@ -310,6 +320,13 @@ LISTED = (
         is_meaning=False,
         source=("multiplier",),
         optimisation=("dequantized gradients",),
+    ),
+    Listed(
+        reason="delayed scaling has no recipe whose output stays in high precision",
+        text="Recipe: dequantized_output",
+        is_meaning=False,
+        source=("multiplier",),
+        optimisation=("weight's codes alone",),
     ),
     Listed(
         reason="ranks that share an expert's matrix do not reduce its outer amax, and noise is that of a rank's place",
@@ -336,7 +353,8 @@ def _measure(cell: Cell, *, graph: bool, is_plain: bool = False) -> Measured:
     place, amaxes = "whole" if is_plain else cell.place, []
     if cell.source == "given amax" and not is_plain:
         slots = recipe.weight, recipe.quantizer_read("weight_for_grad_input")
-        amaxes = [amax(weight, each) for each in slots]
+        is_shared = cell.place == "shared scale"
+        amaxes = [weight.float().abs().amax().view(1)] if is_shared else [amax(weight, each) for each in slots]
     if cell.source in GIVEN and not is_plain:
         weight = _codes(weight, recipe, is_pair=cell.source == "given pair")
     else:

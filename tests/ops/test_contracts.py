@@ -18,6 +18,7 @@ from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.library import Cut, Quantizer, Split, register_op
 from fp8compile.ops import OPS, registry
 from fp8compile.ops.layer import OPS_OF_LAYERS
+from fp8compile.ops.layer.observe import OBSERVE_OPS
 from fp8compile.quantizers import constant
 from fp8compile.testing import check_op, check_quantizer
 from fp8compile.testing.contracts import op_contracts, quantizer_contracts
@@ -98,7 +99,7 @@ def test_our_ops_keep_every_contract(name, backends, monkeypatch):
 
 
 # DTensor takes layers apart itself, or is given what one rank has
-LAYERS = {op.name() for op in OPS_OF_LAYERS}
+LAYERS = {op.name() for op in (*OPS_OF_LAYERS, *OBSERVE_OPS)}
 OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce")
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data

@@ -59,6 +59,7 @@ def test_the_target_of_a_rocm_gpu_says_so(monkeypatch):
 
 def test_doctor_names_rocm_and_refuses(monkeypatch, capsys):
     monkeypatch.setattr(checks, "run_checks", list)
+    monkeypatch.setattr(doctor, "_products", lambda devices: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "MI300X")

@@ -32,6 +32,7 @@ differentiable = tuple(
     f"fp8compile::{op}"
     for op in (
         *("linear", "delayed_linear", "sharded_linear", "grouped_linear", "sharded_grouped_linear"),
+        "shared_scale_linear",
         *("scatter_sum", "routed_rows", "dispatch", "combine", *STRAIGHT, *FSDP),
     )
 )

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_all.sh"
 MINUTES = 30
 STEPS = dict(re.findall(r"^step (\w+) (\d+) ", SCRIPT.read_text(), re.MULTILINE))
-BENCHMARKS = [name for name in STEPS if name != "tests"]
+BENCHMARKS = [name for name in STEPS if name not in ("doctor", "tests")]
 # Python, as far as the script asks: it notes what it is called with
 STAND_IN = """#!/usr/bin/env bash
 printf '%s\\x1f' "$@" >>"$RECORD"; echo >>"$RECORD"
@@ -66,7 +66,9 @@ def test_a_rehearsal_calls_what_the_script_calls(commands):
     assert {name: command[0] for name, command in real.items()} == {
         name: command[0] for name, command in rehearsed.items()
     }
-    assert [command[0] for name, command in real.items()] == ["pytest", *(f"benchmarks.{name}" for name in BENCHMARKS)]
+    benchmarks = [f"benchmarks.{name}" for name in BENCHMARKS]
+    assert [command[0] for command in real.values()] == ["fp8compile", "pytest", *benchmarks]
+    assert (real["doctor"][1:], rehearsed["doctor"][1:]) == (["doctor"], ["doctor", "--gpu", "h200", "--products"])
     assert real["tests"][1:4] == ["tests/package/test_gpu.py", "-m", "gpu"]
 
 

@@ -126,6 +126,7 @@ ROOMS = {
     "contracts": {"graphs", "bits"},
     "gpu": {"graphs", "bits"},
     "explain": {"graphs", "gpu"},
+    "numerics": {"graphs", "gpu", "explain", "bits"},
 }
 
 

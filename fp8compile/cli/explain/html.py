@@ -13,7 +13,7 @@ from fp8compile.tables import Cell
 if TYPE_CHECKING:
     from fp8compile.testing.explain import Explanation
 
-__all__ = ["page"]
+__all__ = ["page", "section_html"]
 
 PAGE = Template("""\
 <!DOCTYPE html>
@@ -59,7 +59,8 @@ def _table(section: Section) -> str:
     return '<div class="scroll"><table>\n' + "\n".join(rows) + "\n</table></div>"
 
 
-def _section(section: Section, name: str) -> str:
+def section_html(section: Section, name: str) -> str:
+    """A section as HTML; ``name`` is its class."""
     parts = [f"<h2>{escape(section.title)}</h2>"]
     for number, line in enumerate(section.lines):
         mark = ' class="loud"' if not section.rows and number in section.loud else ""
@@ -83,7 +84,7 @@ def page(found: Explanation, target: str) -> str:
     names = ["answer", *("graphs" if section.title == GRAPHS else "part" for section in shown[1:])]
     return PAGE.substitute(
         title=escape(f"fp8compile explain {target}"),
-        body="\n".join(_section(section, name) for section, name in zip(shown, names, strict=True)),
+        body="\n".join(section_html(section, name) for section, name in zip(shown, names, strict=True)),
         version=escape(fp8compile.__version__),
         torch=escape(found.torch),
     )

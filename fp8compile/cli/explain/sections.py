@@ -36,7 +36,7 @@ def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
 
 
 def _runs(gemm: GemmExplanation) -> Cell:
-    """In what a GEMM runs, the reason as a note."""
+    """The cell for the formats in which a GEMM runs; its reason becomes a note."""
     if gemm.status in (ABSENT, UNPROVEN):
         return Note(gemm.detail, gemm.status)
     if gemm.status == FELL_BACK:
@@ -45,7 +45,7 @@ def _runs(gemm: GemmExplanation) -> Cell:
 
 
 def _layer_content(layer: LayerExplanation) -> tuple[Any, ...]:
-    """All of a layer but its name: size, recipe, and which GEMMs run in what."""
+    """The cells of a layer without its name: size, recipe, and the formats in which its GEMMs run."""
     ways: dict[Cell, list[str]] = {}
     for gemm in layer.gemms:
         ways.setdefault(_runs(gemm), []).append(gemm.gemm)

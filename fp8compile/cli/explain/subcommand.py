@@ -102,8 +102,9 @@ def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
             if parsed.tp is not None:
                 check_spread(target, parsed.tp)
             log.info("calling it once, with tensors that have no values")
-            target.try_out()
-        steps = explain_in_steps(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)
+            values = target.try_out()
+        gpu = None if parsed.no_gpu else parsed.gpu
+        steps = explain_in_steps(target.model, target.args, target.kwargs, gpu=gpu, values=values)
         with contextlib.closing(steps):
             while True:
                 with contextlib.redirect_stdout(sys.stderr), running(f"{parsed.target}: {COMPILING}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from fp8compile.testing.graphs.without_values import on_meta, values_needed
 
 __all__ = ["Target", "found_at", "load_target"]
 
+log: logging.Logger = logging.getLogger(__name__)
 DEFAULT_NAMES = ("model_and_inputs", "example")
 WANTED = "(model, args) or (model, args, kwargs), or a torch.nn.Module with example_inputs()"
 
@@ -42,8 +44,12 @@ class Target:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def try_out(self) -> None:
+    def try_out(self) -> bool | None:
         """Call the model once, so that inputs that don't fit it are found before a compiler fails on them.
+
+        Returns:
+            Whether the model has to be called with values. None if it has to and has none, on the meta device; the
+            explanation then says what is wrong.
 
         Raises:
             UserError: The call fails.
@@ -51,13 +57,17 @@ class Target:
         what = f"{self.name}: calling the model with its inputs"
         # not under no_grad, because a model may compute gradients in its forward
         with running(what), untold():
-            if not values_needed(self.model, self.args, self.kwargs):
-                return
-            if not on_meta(self.model):  # else the explanation says what is wrong
-                if note := emulation_note(self.model):
-                    print(note, file=sys.stderr)
-                with kept_state(self.model, (self.args, self.kwargs)):
-                    self.model(*self.args, **self.kwargs)
+            why = values_needed(self.model, self.args, self.kwargs)
+            if not why:
+                return False
+            if on_meta(self.model):
+                return None
+            log.info("calling it with values, because it fails without (%s)", why)
+            if note := emulation_note(self.model):
+                print(note, file=sys.stderr)
+            with kept_state(self.model, (self.args, self.kwargs)):
+                self.model(*self.args, **self.kwargs)
+            return True
 
 
 def _from_file(path: Path) -> ModuleType:

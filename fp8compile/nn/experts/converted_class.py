@@ -68,6 +68,11 @@ class ConvertedModule(CodesInState, MadeClass):
         self.check_takes(recipe)
         self._recipe = recipe
 
+    def weights_to_observe(self) -> dict[str, int]:
+        """For each weight that the module multiplies by, the number of experts; 0 if it is one linear."""
+        layout = layout_of(self)
+        return dict.fromkeys(layout.weights, layout.num_experts)
+
     def is_quantized(self) -> bool:
         """Whether the weights are kept as codes and scales."""
         return bool(self._quantized_parameters())
@@ -110,7 +115,7 @@ class ConvertedLinearLike(ConvertedModule):
             )
 
 
-OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quantized", "check_takes"})
+OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quantized", "check_takes", "observer"})
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +148,7 @@ experts_class = hosted_class  # older pickles have this name
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    """The name of the method that multiplies, if the instance has its own, which hides the FP8 one; else None."""
+    """The name of the method that multiplies, if an attribute of the instance hides the FP8 method; else None."""
     host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 
@@ -204,6 +209,7 @@ def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
 
 def become_plain_hosted(module: nn.Module) -> None:
     """Undo `become_float8_hosted` for a module, in place."""
-    vars(module).pop("_recipe", None)
+    for name in ("_recipe", "_observers"):
+        vars(module).pop(name, None)
     CONVERTED.discard(module)
     module.__class__ = vars(type(module))["_plain_class"]

@@ -40,6 +40,9 @@ class Host:
     # returns the matrices that a module multiplies by; None if they are its own 3-D parameters
     layout: Callable[[nn.Module], Layout] | None = None
     is_linear: bool = False  # whether the module is one linear layer, and not experts
+    takes_additions: bool = (
+        False  # whether ``replacement`` adds to its products what `fp8compile.nn.experts.added` has
+    )
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -36,7 +36,8 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight.t() if is_transposed else self.weight
-        return linear(x, weight, getattr(self, "bias", None), recipe=self.recipe)
+        observer = self.observer("weight")
+        return linear(x, weight, getattr(self, "bias", None), recipe=self.recipe, observer=observer)
 
     return Host(
         takes=takes,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8compile.nn.experts.host import Host
+from fp8compile.nn.experts.host import Host, stacks
 from fp8compile.nn.grouped import grouped_mm
 
 __all__ = ["METHOD"]
@@ -24,7 +24,9 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
 
 
 def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-    return grouped_mm(A, B_t, offs=offs, recipe=self.recipe)
+    # the method isn't told which of the module's weights it multiplies by, so all of them are observed as one
+    stack = getattr(self, next(iter(stacks(self))), None) if self._observers is not None else None
+    return grouped_mm(A, B_t, offs=offs, recipe=self.recipe, observer=self.observer("experts", stack))
 
 
 METHOD = Host(takes=_has_the_method, method=NAME, replacement=_grouped_mm, is_transposed=lambda module: False)

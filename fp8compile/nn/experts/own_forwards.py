@@ -16,6 +16,10 @@ from fp8compile.nn.grouped import grouped_linear
 __all__ = ["DBRX", "JETMOE", "LLAMA4"]
 
 
+def _product(self: Any, x: Tensor, name: str, matrices: Any, offsets: Tensor) -> Tensor:
+    return grouped_linear(x, matrices, offsets, recipe=self.recipe, observer=self.observer(name))
+
+
 def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
     """Map (experts * tokens, hidden) to the same shape.
 
@@ -25,10 +29,10 @@ def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
     tokens = hidden_states.view(experts, -1, hidden).shape[1]
     offsets = torch.arange(1, experts + 1, device=hidden_states.device, dtype=torch.int32) * tokens
     rows = hidden_states.reshape(-1, hidden)
-    both = grouped_linear(rows, self.gate_up_proj.transpose(-2, -1), offsets, recipe=self.recipe)
+    both = _product(self, rows, "gate_up_proj", self.gate_up_proj.transpose(-2, -1), offsets)
     gate, up = both.chunk(2, dim=-1)
     inner = up * self.act_fn(gate)
-    return grouped_linear(inner, self.down_proj.transpose(-2, -1), offsets, recipe=self.recipe)
+    return _product(self, inner, "down_proj", self.down_proj.transpose(-2, -1), offsets)
 
 
 def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
@@ -40,7 +44,7 @@ def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
             "one expert."
         )
     ends = torch.tensor(list(accumulate(expert_size)), dtype=torch.int32, device=inputs.device)
-    return grouped_linear(inputs, self.weight, ends, recipe=self.recipe)
+    return _product(self, inputs, "weight", self.weight, ends)
 
 
 def _dbrx_layout(module: Any) -> Layout:
@@ -58,10 +62,10 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
         getattr(self.mlp, name).view(self.num_experts, self.ffn_hidden_size, self.hidden_size)
         for name in ("w1", "v1", "w2")
     )
-    gate = grouped_linear(rows.x, w1, rows.offsets, recipe=self.recipe)
-    up = grouped_linear(rows.x, v1, rows.offsets, recipe=self.recipe)
+    gate = _product(self, rows.x, "mlp.w1", w1, rows.offsets)
+    up = _product(self, rows.x, "mlp.v1", v1, rows.offsets)
     inner = self.mlp.activation_fn(gate) * up
-    y = grouped_linear(inner, w2.transpose(-2, -1), rows.offsets, recipe=self.recipe)
+    y = _product(self, inner, "mlp.w2", w2.transpose(-2, -1), rows.offsets)
     return summed(y, rows, self.recipe).to(hidden_states.dtype).view(hidden_states.shape[0], -1, self.hidden_size)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 
+from fp8compile.nn.experts.added import with_additions
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.experts.overflow import count
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
@@ -32,10 +33,13 @@ DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals
 
 
 def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
+    observer = self.observer(name, getattr(self, name))
     weight = local_stack(self, name)
     bias: Any = local_stack(self, f"{name}_bias") if self.has_bias else None
     matrices: Any = weight.transpose(-2, -1) if self.is_transposed else weight
-    return grouped_linear(x.to(weight.dtype), matrices, offsets, bias, recipe=self.recipe)
+    x = x.to(weight.dtype)
+    y = grouped_linear(x, matrices, offsets, bias, recipe=self.recipe, observer=observer)
+    return with_additions(self, name, x, offsets, y)
 
 
 def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
@@ -141,4 +145,5 @@ ROUTED = Host(
     method="forward",
     replacement=_forward,
     is_transposed=lambda module: bool(module.is_transposed),
+    takes_additions=True,
 )

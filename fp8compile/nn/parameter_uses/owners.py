@@ -30,7 +30,7 @@ def memory_of(tensor: Tensor) -> Hashable | None:
 
 
 class Owners:
-    """The parameters of some modules, by their memory."""
+    """Finds the parameters of some modules that share memory with a tensor."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules: list[nn.Module] = list(modules)
@@ -54,7 +54,7 @@ class Owners:
             slots.add((module, name))
 
     def of(self, memory: Hashable, tensor: Any) -> Value:
-        """The value of a tensor: the parameters that have its memory; DATA if none has."""
+        """The parameters that share memory with a tensor; DATA if none does."""
         if memory not in self.parts and isinstance(tensor, nn.Parameter):
             self.refresh()
             self.parts.setdefault(memory, {})  # a parameter of another model

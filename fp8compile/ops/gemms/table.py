@@ -19,6 +19,7 @@ from fp8compile.ops.gemms.rowwise import ROWWISE
 from fp8compile.ops.gemms.scaled_after import SCALED_AFTER
 from fp8compile.ops.gemms.tensorwise import TENSORWISE
 from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.check_returned import is_own
 
 __all__ = ["NATIVE", "REGISTERED", "first_running", "gemm_for", "gemm_table", "multiplying_calls"]
 
@@ -37,7 +38,10 @@ def multiplying_calls() -> frozenset[str]:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
+    """Words for an operand: the format of its codes, or its quantizer's class if that is none of ours."""
     stored = quantizer.gemm_format()
+    if stored is None and is_own(type(quantizer)):
+        stored = quantizer.element_format()
     return f"codes of {type(quantizer).__name__}" if stored is None else stored.name
 
 

@@ -31,12 +31,14 @@ DIRECTIONS = ("both", "rows", "tokens")
 
 def rows_of_two_levels(quantizer: Quantizer | None) -> bool:
     """Whether the GPU kernel can quantize along rows with this quantizer."""
-    return type(quantizer) is TwoLevelScaling and quantizer.block == (1, GROUP) and not quantizer.hadamard
+    if type(quantizer) is not TwoLevelScaling or not quantizer.has_kernels():
+        return False
+    return quantizer.block == (1, GROUP) and not quantizer.hadamard
 
 
 def tokens_of_two_levels(quantizer: Quantizer | None) -> bool:
     """Whether the GPU kernel can quantize along tokens with this quantizer."""
-    return type(quantizer) is TwoLevelScaling and quantizer.block == (GROUP, 1)
+    return type(quantizer) is TwoLevelScaling and quantizer.has_kernels() and quantizer.block == (GROUP, 1)
 
 
 def is_two_level_pair(rows: Any, columns: Any) -> bool:

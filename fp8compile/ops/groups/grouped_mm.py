@@ -68,7 +68,7 @@ def _fake(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
 
 
 def _apart_on_gpu(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The decomposition of an op whose kernel for a CPU reads the sizes of groups, so that it stays one call there."""
+    """A decomposition for GPUs only. On a CPU the op stays one call, because its kernel reads the sizes of groups."""
     return lambda a, *others: NotImplemented if target_of(a.device).type == "cpu" else kernel(a, *others)
 
 

@@ -35,7 +35,7 @@ MOST_GROUPS = 1024  # PyTorch prepares all groups in one thread block, of at mos
 
 
 def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bool) -> Iterator[Tensor]:
-    """The values of each group's rows or columns. Tiles of a group follow those of the group before it."""
+    """Decode each group's rows or columns. A group's tiles of scales follow the tiles of the group before it."""
     flat, start, at = tiles.contiguous().view(-1), 0, 0
     for end in offsets.tolist():
         own = codes[:, start // 2 : end // 2] if over_tokens else codes[start:end]

@@ -33,8 +33,9 @@ def _check_recipe(recipe: Recipe) -> None:
             "scale, and one without tokens has no amax. Take a recipe with current scaling."
         )
     for gemm in GEMMS:
-        for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
-            _check_quantizer_of_groups(gemm, slot, quantizer)
+        for slot in (gemm.a, gemm.b):
+            if (quantizer := getattr(recipe, slot)) is not None:
+                _check_quantizer_of_groups(gemm, slot, quantizer)
 
 
 def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> None:
@@ -62,7 +63,8 @@ def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
     """Raise a ValueError if ranks share each matrix and the recipe has outer scales, which would span the ranks."""
     if ranks == 1 or _compat.is_stand_in(recipe):
         return
-    if any(quantizer.has_outer_scale() for gemm in GEMMS for quantizer in recipe.quantizers(gemm) or ()):
+    given = [getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)]
+    if any(quantizer is not None and quantizer.has_outer_scale() for quantizer in given):
         raise ValueError(
             "grouped_linear: ranks share each expert's matrix, and the recipe has two levels of scales, whose outer "
             "one would be of several ranks. Spread whole experts over ranks (expert parallel), or take a recipe with "

@@ -39,15 +39,18 @@ __all__ = [
     "grad_weight",
     "grad_weight_of_codes",
     "keep",
+    "operands_of",
     "output",
+    "part_of_tokens",
 ]
 
 
-def _operands(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[str, Any]) -> Operands:
+def operands_of(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[str, Any]) -> Operands:
+    """The operands of a layer's products; ``given`` are the arguments that its placement adds."""
     return Operands(recipe if ends is None else with_a_code_a_byte(recipe), phase, **given)
 
 
-def _part(tokens: Tensor, layout: TensorLayout) -> Plain:
+def part_of_tokens(tokens: Tensor, layout: TensorLayout) -> Plain:
     """The tokens as an operand of a product: flattened to a matrix, unless ranks cut one of their dims."""
     return Plain(tokens if layout.cuts else as_matrix(tokens), layout)
 
@@ -80,13 +83,13 @@ def output(
     """
     check(x, ends, place, recipe)
     layouts = place.layouts(x.ndim, ends)
-    operands, beside = _operands(recipe, phase, ends, {**place.given(), **(codes or {})}), None
+    operands, beside = operands_of(recipe, phase, ends, {**place.given(), **(codes or {})}), None
     weight = place.cast(weight, x.dtype)
     if place.has_state:
         stateful: Any = place
         operands, beside = stateful.begin(x, weight, operands)
     own_bias = None if bias is None or ends is not None else Plain(bias, layouts.bias)
-    parts = _part(x, layouts.input), Plain(weight, layouts.weight)
+    parts = part_of_tokens(x, layouts.input), Plain(weight, layouts.weight)
     y = place.finish(multiply_parts(OUTPUT, *parts, operands, own_bias), layouts.output, x.shape)
     if bias is not None and ends is not None:
         y = zero_behind(y + as_read(bias, phase)[group_to_read(ends, y.shape[0])], ends)
@@ -106,8 +109,8 @@ def grad_input(
     if phase is Phase.BACKWARD:
         inductor.repeat_in_backward(grad_output)
     layouts = place.layouts(grad_output.ndim, ends)
-    operands = _operands(recipe, phase, ends, {**place.given(), **(codes or {})})
-    parts = _part(grad_output, layouts.output), Plain(place.cast(weight, grad_output.dtype), layouts.weight)
+    operands = operands_of(recipe, phase, ends, {**place.given(), **(codes or {})})
+    parts = part_of_tokens(grad_output, layouts.output), Plain(place.cast(weight, grad_output.dtype), layouts.weight)
     return place.finish(multiply_parts(GRAD_INPUT, *parts, operands), layouts.input, grad_output.shape)
 
 
@@ -116,8 +119,8 @@ def grad_weight(
 ) -> Tensor:
     """Compute the gradient of the weight from the input."""
     layouts = place.layouts(x.ndim, ends)
-    operands = _operands(recipe, phase, ends, place.given())
-    parts = _part(grad_output, layouts.output), _part(x, layouts.input)
+    operands = operands_of(recipe, phase, ends, place.given())
+    parts = part_of_tokens(grad_output, layouts.output), part_of_tokens(x, layouts.input)
     return place.reduced(multiply_parts(GRAD_WEIGHT, *parts, operands).local, phase)
 
 
@@ -126,10 +129,10 @@ def grad_weight_of_codes(
 ) -> Tensor:
     """Compute the gradient of the weight from the codes of the input that `keep` made."""
     layouts = place.layouts(grad_output.ndim, ends)
-    grad = _part(grad_output, layouts.output)
+    grad = part_of_tokens(grad_output, layouts.output)
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
     found = kept_input_as_quantized(kept, quantizer, layouts.input, grad.local.shape[0])
-    operands = _operands(recipe, phase, ends, {**place.given(), "input": found})
+    operands = operands_of(recipe, phase, ends, {**place.given(), "input": found})
     x = Plain(found.codes, layouts.input)
     return place.reduced(multiply_parts(GRAD_WEIGHT, grad, x, operands).local, phase)
 

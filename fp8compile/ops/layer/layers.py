@@ -1,6 +1,7 @@
 """The ops of linear layers in graphs: one op for each product and each placement, whatever the recipe.
 
     linear                    all tensors are whole on this rank
+    shared_scale_linear       like linear, with a weight that shares its one scale with other weights
     delayed_linear            like linear, with the state of delayed scaling
     sharded_linear            each rank of a group has a part of the weight, and maybe of the tokens
     fsdp_linear               ranks of FSDP share the weight's rows, and gather them as codes
@@ -27,6 +28,13 @@ __all__ = ["GEMM_OPS", "LAYERS", "LAYER_OPS", "OPS_OF_LAYERS"]
 
 LINEAR = register_layer("", placements.Whole, samples.linear_samples)
 GROUPED = register_layer("grouped_", placements.WholeGroups, samples.grouped_samples, ends=True)
+SHARED_SCALE = register_layer(
+    "shared_scale_",
+    placements.SharedScale,
+    samples.shared_scale_samples,
+    for_grad_weight=placements.Whole,
+    keep=LINEAR.keep,
+)
 DELAYED = register_layer(
     "delayed_",
     stateful_placements.Delayed,
@@ -59,7 +67,7 @@ FSDP_GROUPED = register_layer(
     keep=GROUPED.keep,
 )
 LAYERS: tuple[Layer, ...] = (
-    LINEAR, DELAYED, SHARDED, FSDP, FSDP_DELAYED, GROUPED, SHARDED_GROUPED, FSDP_GROUPED,
+    LINEAR, SHARED_SCALE, DELAYED, SHARDED, FSDP, FSDP_DELAYED, GROUPED, SHARDED_GROUPED, FSDP_GROUPED,
 )  # fmt: skip
 
 # the names that fp8compile.ops exports
@@ -68,6 +76,7 @@ grad_input: OpOverload = LINEAR.grad_input
 grad_weight: OpOverload = LINEAR.grad_weight
 kept_input: OpOverload = LINEAR.keep
 grad_weight_of_codes: OpOverload = LINEAR.grad_weight_of_codes
+shared_scale_linear: OpOverload = SHARED_SCALE.output
 delayed_linear: OpOverload = DELAYED.output
 delayed_grad_input: OpOverload = DELAYED.grad_input
 delayed_grad_weight: OpOverload = DELAYED.grad_weight

@@ -36,6 +36,7 @@ from fp8compile.ops.layer.quantize import (
     PYTHON_OF_STEPS,
     Steps,
     dequantized,
+    has_one_scale,
     in_whole_blocks,
     is_cut_within,
     quantize_part,
@@ -52,6 +53,7 @@ __all__ = ["Operands", "Phase"]
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}  # slot -> row of a layer's state
 WEIGHT_SLOTS = (OUTPUT.b, GRAD_INPUT.b)
+GRADIENT_SLOTS = TENSORS["grad_output"]
 
 
 class Phase(Enum):
@@ -115,6 +117,7 @@ class Operands:
         weight_in_turns: Whether forward and backward find different codes of the weight in the same memory, so that
             each has to read the memory itself.
         weight_amax: Amaxes of the whole weight for this product, if they are known.
+        outer_amax: The amax, (1,) float32, for the one scale that the whole weight has, if several weights share it.
         rows: How FSDP cuts the weight along its first dim, so that codes are gathered before the product; else None.
     """
 
@@ -126,6 +129,7 @@ class Operands:
     weight: Quantized | None = None
     weight_in_turns: bool = False
     weight_amax: Tensor | None = None
+    outer_amax: Tensor | None = None
     rows: Rows | None = None
 
     # ------------------------------------------------------------------ operands
@@ -145,10 +149,7 @@ class Operands:
     def _of_weight(self, part: Plain, slot: str) -> Quantized:
         quantizer: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
         rows = part.local.shape[-2]
-        if self.rows is not None:
-            part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
-        if part.layout.batch and not is_cut_within(part):
-            part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
+        part = self._weight_to_quantize(part)
         if self.rows is not None:
             own = self._quantized(part, quantizer, slot)
             own = _without_padding(own, rows) if part.layout.batch else own  # padding is never sent
@@ -163,15 +164,29 @@ class Operands:
             found = self._quantized(part, quantizer, slot)
         return _without_padding(found, rows) if part.layout.batch else found
 
+    def _weight_to_quantize(self, part: Plain) -> Plain:
+        """The part with FSDP's cut in its layout, and with each matrix of a stack padded to whole blocks."""
+        if self.rows is not None:
+            part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
+        if part.layout.batch and not is_cut_within(part):
+            part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
+        return part
+
+    def own(self, part: Plain, slot: str) -> tuple[Plain, Quantized]:
+        """This rank's elements of an operand and their codes, before ranks gather them, for `statistics`."""
+        part = self._weight_to_quantize(part) if slot in WEIGHT_SLOTS else part
+        return part, self._quantized(part, getattr(self.recipe, slot), slot)
+
     def _rows_of_blocks(self) -> int:
         """The smallest number of rows that is whole blocks for both products; blocks of whole columns don't count."""
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
     def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
-        """The right operand of a product in high precision; a weight that FSDP cuts is gathered.
+        """An operand of a product in high precision; a weight that FSDP cuts is gathered.
 
-        With ``dequantized_gradients`` the operand holds the values of the codes that the forward multiplied.
+        With ``dequantized_output`` the operand holds the values of its codes; with ``dequantized_gradients`` those of
+        the codes that the forward read.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
@@ -228,17 +243,24 @@ class Operands:
             return self._by_multiplier(part, quantizer, slot)
         if self.weight_amax is not None and slot in WEIGHT_SLOTS:
             return quantize_part(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
+        if self.outer_amax is not None and slot in WEIGHT_SLOTS and has_one_scale(quantizer):
+            return quantize_part(part, quantizer, self._steps(part, slot), outer_amax=self.outer_amax)
         if part.layout.batch and quantizer.has_outer_scale():
             quantizer = _as_summed(part, quantizer, slot)
             if self.phase is Phase.FORWARD:
                 return _codes_of_stack(part.local, part.layout, quantizer)
-        elif self._reads_once(part) and not self.recipe.is_dequantized(slot):
+        elif self._reads_once(part) and self._shares_read(slot):
             return by_one_read(part, slot, self.recipe, self._steps(part, slot))
         return quantize_part(part, quantizer, self._steps(part, slot))
 
     def _reads_once(self, part: Plain) -> bool:
         """Whether kernels may read a tensor once for two purposes: in compiled code on a GPU, with gradients."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local)
+
+    def _shares_read(self, slot: str) -> bool:
+        """Whether one kernel may read the tensor for both GEMMs that multiply its codes."""
+        recipe = self.recipe
+        return not recipe.is_dequantized(slot) and (not recipe.dequantized_output or slot in GRADIENT_SLOTS)
 
     def _groups(self, part: Plain, slot: str) -> Quantized:
         recipe = self.recipe

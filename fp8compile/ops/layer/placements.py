@@ -37,6 +37,7 @@ __all__ = [
     "RowsOverFsdpBase",
     "RowsOverFsdpForGradInput",
     "RowsOverFsdpForGradWeight",
+    "SharedScale",
     "Whole",
     "WholeGroups",
     "sum_of_tokens",
@@ -149,6 +150,14 @@ class Placement:
         """The placement of the op that keeps codes of the input; here the input is whole."""
         return Placement()
 
+    def counts(self, layout: TensorLayout) -> bool:
+        """Whether this rank counts its elements of a tensor: all ranks together count each element once."""
+        return True
+
+    def first_matrix(self) -> int:
+        """Index of the first matrix of this rank's part of a stack."""
+        return 0
+
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """Return this placement without its tensors, and those tensors that autograd saves for grad_input."""
         return self, ()
@@ -170,6 +179,33 @@ class Whole(Placement):
                 "given. Keep one for each layer, fp8compile.DelayedState.initial(recipe), and pass state=; or use "
                 "fp8compile.Linear or fp8compile.convert, which keep it in buffers."
             )
+
+
+@dataclass(slots=True)
+class SharedScale(Whole):
+    """Every tensor is whole, and the weight shares its one scale with other weights, such as q with k and v.
+
+    Attributes:
+        outer_amax: The largest magnitude of all these weights, (1,) float32; None while autograd keeps it.
+    """
+
+    outer_amax: Tensor | None
+
+    def given(self) -> dict[str, Any]:
+        """Keyword arguments of `Operands`: the amax that the weights have in common."""
+        return {"outer_amax": self.outer_amax}
+
+    def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
+        """The placement of the op for grad_weight, which does not read the weight."""
+        return Whole()
+
+    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
+        """This placement without the amax, and the amax, which autograd saves for grad_input."""
+        return replace(self, outer_amax=None), (self.outer_amax,)
+
+    def restored(self, saved: Sequence[Tensor | None]) -> Placement:
+        """This placement with the saved amax."""
+        return replace(self, outer_amax=saved[0])
 
 
 @dataclass(slots=True)
@@ -222,6 +258,10 @@ class _OverGroup(Placement):
     def for_keep(self) -> Placement:
         """The placement of the op that keeps codes: this placement, because ranks may cut the input."""
         return self
+
+    def counts(self: Any, layout: TensorLayout) -> bool:
+        """Whether this rank has elements that no other rank has, or is the first of the ranks that have the same."""
+        return any(layout.cuts) or self.rank == 0
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
         """Make this rank's part of the weight's gradient contiguous."""
@@ -457,6 +497,10 @@ class GroupsOverFsdp(_OverFsdp):
     """A stack that FSDP cuts by matrices. Each matrix is whole on one rank, so ranks exchange no amax."""
 
     rows: Rows
+
+    def first_matrix(self) -> int:
+        """Index of the first matrix that this rank has."""
+        return sum(self.rows.sizes[: self.rows.rank])
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
         """The placement of the op for grad_weight, which holds the dtype of the shard."""

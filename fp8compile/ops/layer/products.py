@@ -199,7 +199,8 @@ def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
 def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None) -> Product:
     out_dtype = a.local.dtype
     if operands.recipe.quantizers(gemm) is None:
-        return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b, out_dtype), operands, bias)
+        left, right = (operands.in_high_precision(*each, out_dtype) for each in ((a, gemm.a), (b, gemm.b)))
+        return _product_as_is(gemm, left, right, operands, bias)
     a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
     product = _multiply_codes(gemm, a_codes, b_codes, steps, out_dtype, operands)
     if bias is not None and (added := _bias_of_columns(bias, steps, a_codes.cuts, b.cuts)) is not None:

@@ -25,7 +25,7 @@ from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.layer.over_ranks import as_operand, check_not_packed
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
-from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.quantizers.blocks import as_matrix, expand_blocks
 
 Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and with two levels the outer scale
 
@@ -36,6 +36,8 @@ __all__ = [
     "Steps",
     "cast_part",
     "dequantized",
+    "has_one_scale",
+    "expanded_scales",
     "in_whole_blocks",
     "is_aligned",
     "is_cut_within",
@@ -202,6 +204,11 @@ def _cut_of_matrices(part: Plain) -> DimSharding | None:
 # ---------------------------------------------------------------------------------- scales
 
 
+def has_one_scale(quantizer: Quantizer) -> bool:
+    """Whether a matrix has one scale that other matrices may share: an outer scale, or one for the whole tensor."""
+    return quantizer.has_outer_scale() or quantizer.block == (-1, -1)
+
+
 def _takes_all_matrices(quantizer: Quantizer) -> bool:
     """Whether the quantizer's rules take the outer amaxes of all matrices of a stack at once.
 
@@ -328,13 +335,17 @@ def quantize_part(
     *,
     local_amax: Tensor | None = None,
     whole_amax: Tensor | None = None,
+    outer_amax: Tensor | None = None,
 ) -> Quantized:
     """Quantize a part of a matrix, of rows or of a stack to the codes and scales that the whole tensor would have.
 
     All ranks of the part's groups call this function. ``local_amax`` is the amax grid of the part's own elements, if
     it is known and no block is cut. ``whole_amax`` is that of the whole tensor, if it is known; ranks then exchange no
-    amax of blocks.
+    amax of blocks. ``outer_amax``, (1,) float32, is the amax for the one scale that the whole tensor has: the outer
+    scale, or the scale of a quantizer with one for each tensor. Tensors that share this scale are given the same one.
     """
+    if outer_amax is not None and quantizer.block == (-1, -1):
+        return quantize_part(part, quantizer, steps, whole_amax=outer_amax.view(1, 1))
     batch, is_cut = part.layout.batch, is_cut_within(part)
     if is_cut or (part.cuts and not batch):  # codes are not packed if ranks may still cut or send them
         quantizer = quantizer.unpacked() or quantizer
@@ -342,7 +353,8 @@ def quantize_part(
     if whole_amax is not None and any(part.cuts):
         return _by_whole_amax(part, quantizer, steps, whole_amax)
     if not batch and not is_cut:
-        return _quantize_matrix(part, quantizer, steps, local_amax if whole_amax is None else whole_amax)
+        known = local_amax if whole_amax is None else whole_amax
+        return _quantize_matrix(part, quantizer, steps, known, outer_amax)
     if is_cut:
         window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
     else:
@@ -350,7 +362,7 @@ def quantize_part(
         window, sides = part.local, _sides(part, quantizer)
         given = whole_amax if whole_amax is not None else local_amax
         found = _amax_of_matrices(window, quantizer, batch, steps.amax) if given is None else given
-    multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts, batch=batch)
+    multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts, outer_amax, batch)
     for dim, side in zip(SIDES, sides, strict=True):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
     where = () if batch and not quantizer.has_outer_scale() else _positions(sides, quantizer, part)
@@ -359,11 +371,13 @@ def quantize_part(
     return _quantized(part, codes, scale, quantizer, outer_scale)
 
 
-def _quantize_matrix(part: Plain, quantizer: Quantizer, steps: Steps, known: Tensor | None) -> Quantized:
+def _quantize_matrix(
+    part: Plain, quantizer: Quantizer, steps: Steps, known: Tensor | None, outer_amax: Tensor | None = None
+) -> Quantized:
     """Quantize a whole matrix: the usual case of eager layers."""
     quantizer = quantizer.for_shape(part.local.shape)
     amaxes = steps.amax(part.local, quantizer) if known is None else known
-    multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps)
+    multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps, outer_amax=outer_amax)
     codes = steps.cast(part.local, multiplier, quantizer)
     return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer_scale, layout=part.layout)
 
@@ -442,3 +456,14 @@ def _values_of_stack(
     for matrix, own, outer in zip(codes.split(1), scale.split(1), outer_scale.split(1), strict=True):
         found.append(_by_blocks(matrix, own, quantizer, lambda *each, outer=outer: dequantize(*each, dtype, outer)))
     return torch.cat(found)
+
+
+def expanded_scales(codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
+    """The scale of each element, float32, broadcast against the codes of a matrix or of a stack (E, N, K)."""
+    if codes.ndim == 2:
+        return expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
+
+    def expanded(matrix: Tensor, grid: Tensor, own: Quantizer) -> Tensor:
+        return expand_blocks(own.scale_values(grid), matrix.shape, own.block).expand(matrix.shape)
+
+    return _by_blocks(codes, scale, quantizer, expanded)

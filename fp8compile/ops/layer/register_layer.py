@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops.layer import layer
 from fp8compile.ops.layer.kept_input import features_of, fits, keeps_codes
+from fp8compile.ops.layer.observe import Observe, register_observe
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Phase
 from fp8compile.ops.layer.placements import Placement
 from fp8compile.ops.registry import Samples, register_op
@@ -153,9 +154,11 @@ class Layer:
         grad_weight: Computes the gradient of the weight from the input.
         keep: Makes the codes that eager mode keeps in place of an input.
         grad_weight_of_codes: Computes the gradient of the weight from the codes that ``keep`` made.
+        observe: Looks at the operands of the three products, for `fp8compile.Monitor`.
     """
 
     placement: type[Placement]
+    observe: Observe
     output: torch._ops.OpOverload
     grad_input: torch._ops.OpOverload
     grad_weight: torch._ops.OpOverload
@@ -295,8 +298,9 @@ def register_layer(
                 f"{prefix}grad_weight_of_codes", of_codes, GRAD_WEIGHT, examples.of_grad_weight_of_codes
             ),
         }
+        observe = register_observe(prefix, in_input.placement, ends=ends, samples=examples.of_observe)
     else:
-        keep = gradients.keep
+        keep, observe = gradients.keep, gradients.observe
         grads = {name: getattr(gradients, name) for name in ("grad_input", "grad_weight", "grad_weight_of_codes")}
     derivative = _Derivative(op=op, keep=keep, **grads)
     output = _register(
@@ -309,7 +313,7 @@ def register_layer(
         prepare=layer.for_trained_weight if ends else None,  # layers without groups make these codes in the backward
         updates=placement.updates,
     )
-    return Layer(placement=placement, output=output, keep=keep, **grads)
+    return Layer(placement=placement, observe=observe, output=output, keep=keep, **grads)
 
 
 @dataclass(frozen=True)
@@ -338,6 +342,18 @@ class _Samples:
         """Sample arguments of the op for grad_weight."""
         for grad, x, weight, offsets, place, recipe, used in self._each():
             yield grad, x, *offsets, *_fields_of(place.for_grad_weight(weight.dtype, used)), recipe
+
+    def of_observe(self) -> Iterator[tuple[Any, ...]]:
+        """Sample layers for the ops that observe: x, weight, offsets or None, placement, recipe.
+
+        These are the first one, and the first one without elements.
+        """
+        seen = set()
+        for _, x, weight, offsets, place, recipe, used in self._each():
+            if (is_empty := x.numel() == 0) in seen:
+                continue
+            seen.add(is_empty)
+            yield x, weight, *(offsets or (None,)), place.for_grad_input(used), recipe
 
     def of_keep(self) -> Iterator[tuple[Any, ...]]:
         """Sample arguments of the op that keeps codes."""

@@ -22,6 +22,7 @@ __all__ = [
     "linear_samples",
     "sharded_grouped_samples",
     "sharded_samples",
+    "shared_scale_samples",
 ]
 
 
@@ -33,6 +34,12 @@ def linear_samples() -> Iterator[tuple[Any, ...]]:
             weight = torch.randn(40, x.shape[-1], generator=generator).to(x.dtype)
             yield x, weight, torch.ones(40, dtype=x.dtype), recipe
     yield x, weight, None, recipe
+
+
+def shared_scale_samples() -> Iterator[tuple[Any, ...]]:
+    """Samples for a weight that shares its scale with one whose largest magnitude is 6."""
+    for x, weight, bias, recipe in linear_samples():
+        yield x, weight, bias, torch.full((1,), 6.0), recipe
 
 
 def _recipes() -> Iterator[Recipe]:

@@ -89,6 +89,15 @@ def _check_model(model: nn.Module, ignored: set[nn.Parameter]) -> list[_Weight]:
 OWN_CODES = "codes: the parameter itself is made of them"
 
 
+def _why_no_pair(weight: _Weight) -> str | None:
+    """Why two sets of codes of a weight are not gathered; None if they are."""
+    if weight.module.recipe.delayed()[1] is not None:
+        return "delayed scaling makes codes of one product of the weight, and not of the other"
+    if getattr(weight.module, "scale_group", ()):
+        return "layers share its outer scale, and forward and backward multiply different codes"
+    return None
+
+
 def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     """Why a weight is gathered in ``param_dtype``; None if it is gathered as codes."""
     recipe = weight.module.recipe
@@ -98,8 +107,8 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
         return OWN_CODES
     if (missing := next((gemm.name for gemm in PAIR if recipe.quantizer_read(gemm.b) is None), None)) is not None:
         return f"the recipe leaves {missing} in high precision"
-    if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
-        return "delayed scaling makes codes of one product of the weight, and not of the other"
+    if not recipe.shares_weight_codes() and (reason := _why_no_pair(weight)) is not None:
+        return reason
     for quantizer in (recipe.quantizer_read(gemm.b) for gemm in PAIR):
         if not quantizer.is_local():
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"

@@ -95,15 +95,25 @@ class WeightScales:
             found = self._scales[weight]
         return found
 
+    def _stale(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> set[tuple[nn.Module, str]]:
+        """The weights whose scales are to be computed: those that changed, and those that share a scale with them."""
+        changed = {
+            weight
+            for weight, parameter in known.items()
+            if (found := self._scales.get(weight)) is None or not found.hold(parameter)
+        }
+        beside = {other for module, _ in changed for other in getattr(module, "scale_group", ())}
+        return {weight for weight in known if weight in changed or weight[0] in beside}
+
     @torch.inference_mode(mode=False)  # training uses these scales too, until a weight changes
     @torch.no_grad()
     def _refresh(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> None:
         changed: list[tuple[tuple[nn.Module, str], str, Quantizer, bool]] = []
         amaxes: list[Tensor] = []
         groups: list[tuple[Any, ...]] = []
+        stale = self._stale(known)
         for weight, parameter in known.items():
-            found = self._scales.get(weight)
-            if found is not None and found.hold(parameter):
+            if weight not in stale:
                 continue
             self._scales[weight] = _Scales({}, {}, *_writes(parameter))
             shard = _compat.local_itself(parameter.sharded)
@@ -117,7 +127,9 @@ class WeightScales:
                 amaxes.append(own.to(parameter.device))
                 cuts: tuple[Any, ...] = part.cuts
                 groups.append(tuple(cut.group for cut in cuts))
-        for (weight, slot, quantizer, is_outer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
+        reduced = all_reduce_amaxes(amaxes, groups)
+        shared = _shared_amaxes(changed, reduced)
+        for (weight, slot, quantizer, is_outer), amax in zip(changed, reduced, strict=True):
             if isinstance(quantizer, DelayedScaling):
                 row: Any = RowOfWeight(weight[0])()
                 history, _ = row
@@ -126,7 +138,38 @@ class WeightScales:
                 self._scales[weight].outer_amaxes[slot] = amax.clone()  # a view would keep the whole message alive
             else:
                 shard = _compat.local_itself(known[weight].sharded)
-                self._scales[weight].by_slot[slot] = scales_of(amax, quantizer, batch=shard.batch)
+                outer_amax = shared.get((weight[0], slot))
+                if outer_amax is not None and not quantizer.has_outer_scale():
+                    amax, outer_amax = outer_amax.view(amax.shape), None
+                self._scales[weight].by_slot[slot] = scales_of(
+                    amax, quantizer, outer_amax=outer_amax, batch=shard.batch
+                )
+
+
+def _shared_amaxes(
+    entries: list[tuple[tuple[nn.Module, str], str, Quantizer, bool]],
+    amaxes: list[Tensor],
+) -> dict[tuple[nn.Module, str], Tensor]:
+    """The amax of each scale that layers share, (1,) float32, by layer and slot.
+
+    Raises:
+        RuntimeError: FSDP2 gathers only some of the layers as codes.
+    """
+    own: dict[tuple[nn.Module, str], Tensor] = {}
+    for (weight, slot, quantizer, _), amax in zip(entries, amaxes, strict=True):
+        if getattr(weight[0], "scale_group", ()):
+            outer = outer_amax_of(amax, quantizer, 0) if quantizer.has_outer_scale() else amax.view(1)
+            own[weight[0], slot] = outer
+    found = {}
+    for module, slot in own:
+        group: Any = module.scale_group
+        if any((each, slot) not in own for each in group):
+            raise RuntimeError(
+                "fsdp_float8_all_gather: layers share an outer scale, and fully_shard shards only some of their "
+                "weights. Shard all of them, or none."
+            )
+        found[module, slot] = torch.cat([own[each, slot] for each in group]).amax(0, keepdim=True)
+    return found
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:

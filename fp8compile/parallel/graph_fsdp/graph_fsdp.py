@@ -54,6 +54,11 @@ def _check_module(name: str, module: nn.Module) -> None:
     what = f"graph_fsdp: {name or 'the model'} ({type(module).__name__})"
     if is_sharded(module):
         raise ValueError(f"{what} is sharded already. Call graph_fsdp once, on the whole model.")
+    if isinstance(module, Linear) and module.scale_group:
+        raise ValueError(
+            f"{what} shares an outer scale with other layers (share_outer_scale of fp8compile.convert), which this "
+            "does not reduce. Take fully_shard, with fsdp_float8_all_gather or without."
+        )
     if _compat.is_fsdp(module):
         raise ValueError(f"{what} is one of fully_shard's. Use one of the two.")
     if "forward" in vars(module) or module._compiled_call_impl is not None:

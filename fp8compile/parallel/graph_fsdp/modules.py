@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from fp8compile import _compat
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
+from fp8compile.ops.layer.layers import FSDP
 from fp8compile.parallel.graph_fsdp.amaxes import WeightAmaxPlan, exchange
 from fp8compile.parallel.graph_fsdp.delayed import AmaxCarrier, AmaxReduction, attach, consume
 from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, gather, used_dtype
@@ -192,10 +193,19 @@ class _ShardedLinear(_ShardedModule):
         amaxes = amax, amax if state.weight_amax_plan.same else state.amaxes.get("weight_for_grad_input")
         weight: Any = self._parameters["weight"]
         operands = x, weight.to_local(), bias
+        layer: Any = self
+        observer, used = layer.observer("weight"), None
         if state.amax_reduction is None:
-            return fsdp_linear(*operands, *amaxes, sharding.rows, self.recipe)
-        multiplier = _compat.replicated(self.multiplier)
-        return fsdp_delayed_linear(*operands, *consume(self, x), *amaxes, multiplier, sharding.rows, self.recipe)[0]
+            y = fsdp_linear(*operands, *amaxes, sharding.rows, self.recipe)
+        else:
+            multiplier = _compat.replicated(self.multiplier)
+            carrier = consume(self, x)
+            y, used, *_ = fsdp_delayed_linear(*operands, *carrier, *amaxes, multiplier, sharding.rows, self.recipe)
+        if observer is None:
+            return y
+        # amaxes of two products differ, and the op that observes takes one: it exchanges its own
+        place = amax if state.weight_amax_plan.same else None, used, sharding.rows
+        return FSDP.observe(y, x, weight.to_local(), *place, observer=observer, recipe=self.recipe)
 
 
 @cache

@@ -160,7 +160,7 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
 def _by_graphs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None, names: Names
 ) -> tuple[Explanation, list[Recorded]]:
-    """All but the code for a GPU, or why there is none; and the graphs."""
+    """Explain a model by its graphs alone, without code for a GPU; also returns the graphs."""
     log.info("compiling the model and calling it twice")
     report, recorded = reported(model, args, kwargs)
     log.info("reading its graphs")
@@ -220,6 +220,7 @@ def explain_in_steps(
     kwargs: dict[str, Any] | None = None,
     *,
     gpu: str | None = "h200",
+    values: bool | None = None,
 ) -> Generator[Explanation, None, None]:
     """The explanation by the graphs, then the one with the code for a GPU, which may take minutes more.
 
@@ -228,6 +229,7 @@ def explain_in_steps(
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
         gpu: The GPU, or None.
+        values: Whether the call needs values, if the caller has found that out; None finds it out by a call without.
 
     Yields:
         An explanation whose ``gpu`` has no costs and no casts; then, if there is code to generate, the whole one.
@@ -243,7 +245,8 @@ def explain_in_steps(
         raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
     kwargs = kwargs or {}
     peaks = None if gpu is None else PEAKS[gpu]
-    values = _needs_values(model, args, kwargs)
+    if values is None or is_spread(model):
+        values = _needs_values(model, args, kwargs)
     names = Names.of(model)
     with _run_by(model, args, kwargs, values=values) as (given, named):
         found, graphs = _by_graphs(model, given, named, gpu, peaks, names)

@@ -25,7 +25,7 @@ from fp8compile.testing.explain.unfolded_graph import Value
 from fp8compile.testing.explain.weight_flow import LAYER_OPS, PRODUCTS
 from fp8compile.testing.graphs.recording import node_value, user_place
 
-__all__ = ["GraphGemm", "describe", "graph_gemms"]
+__all__ = ["GraphGemm", "code_sizes", "describe", "graph_gemms", "multiplied"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
@@ -86,12 +86,12 @@ def _described(a: Quantizer, b: Quantizer) -> str:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """The name of the codes' format; the quantizer's class name if its codes are no float8 numbers to a GEMM."""
+    """The name of the codes' format. If no GEMM reads the codes, the name of the quantizer's class."""
     named = quantizer.gemm_format() is not None or type(quantizer) is TwoLevelScaling
     return quantizer.format if named else type(quantizer).__name__
 
 
-def _multiplied(recipe: Recipe, gemm: Gemm) -> tuple[Quantizer, Quantizer]:
+def multiplied(recipe: Recipe, gemm: Gemm) -> tuple[Quantizer, Quantizer]:
     """The quantizers of a GEMM's operands over (m, k) and (k, n)."""
     a, b = cast("tuple[Quantizer, Quantizer]", recipe.quantizers(gemm))  # callers know that it has them
     return a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b
@@ -99,10 +99,10 @@ def _multiplied(recipe: Recipe, gemm: Gemm) -> tuple[Quantizer, Quantizer]:
 
 def describe(recipe: Recipe, gemm: Gemm) -> str | None:
     """Formats and scales of a GEMM's operands, such as "e4m3 x e4m3 rowwise"; None for high precision."""
-    return None if recipe.quantizers(gemm) is None else _described(*_multiplied(recipe, gemm))
+    return None if recipe.quantizers(gemm) is None else _described(*multiplied(recipe, gemm))
 
 
-def _code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]:
+def code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]:
     """The ``code_bits``, ``sum_to`` and ``by_mx`` of a `GraphGemm`, for quantizers over (m, k) and (k, n)."""
     bits, is_mx_alone = max(a.code_bits(), b.code_bits()), is_mx(a) and is_mx(b)
     return {
@@ -135,7 +135,7 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
     parameters: tuple[bool, ...] = ()
     codes: dict[str, Any] = {}
     if quantizers is not None:
-        codes = _code_sizes(*_multiplied(recipe, gemm), recipe.gemm_config(gemm))
+        codes = code_sizes(*multiplied(recipe, gemm), recipe.gemm_config(gemm))
         operands = [value.operand(0), value.operand(1)]
         casts = tuple(
             (owners.source(operand), quantizer, tensor.numel())
@@ -168,7 +168,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
         given: Any = value.node.args
         a_quantizer, b_quantizer, _, config = given[4:8]
         quantizers = a_quantizer, b_quantizer
-        is_fp8, runs, codes = True, _described(*quantizers), _code_sizes(*quantizers, config)
+        is_fp8, runs, codes = True, _described(*quantizers), code_sizes(*quantizers, config)
         # two codes may share a byte
         left, right = (each.values_shape(shape) for each, shape in zip(quantizers, (left, right), strict=True))
     return {

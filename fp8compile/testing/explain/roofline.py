@@ -15,7 +15,7 @@ from typing import Any
 from fp8compile.ops.gemm import ALIGNMENT
 from fp8compile.testing.explain.graphs import GraphGemm
 
-__all__ = ["PEAKS", "Peaks", "Roofline", "padding", "roofline"]
+__all__ = ["PEAKS", "Peaks", "Roofline", "least_seconds", "padding", "roofline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +137,13 @@ def padding(gemm: GraphGemm) -> tuple[int, int]:
     return gemm.k + -gemm.k % gemm.sum_to, gemm.n + -gemm.n % ALIGNMENT
 
 
+def least_seconds(operations: float, moved: float, peak: float, peaks: Peaks) -> float:
+    """The least time for so many operations, ``peak`` a second, and so many bytes that memory reads and writes."""
+    return max(operations / peak, moved / peaks.bandwidth)
+
+
 def _seconds(m: int, k: int, n: int, in_bytes: float, out_bytes: int, peak: float, peaks: Peaks) -> float:
-    moved = (m * k + k * n) * in_bytes + m * n * out_bytes
-    return max(2 * m * k * n / peak, moved / peaks.bandwidth)
+    return least_seconds(2 * m * k * n, (m * k + k * n) * in_bytes + m * n * out_bytes, peak, peaks)
 
 
 def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:

@@ -50,7 +50,7 @@ GRADIENTS = "gradients"  # what FSDP2 reduces
 FSDP = "fsdp"  # for a message that FSDP2 sends, of the module that `fully_shard` was called with
 BETWEEN = "(between layers)"
 OUT_OPS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
-NUMBERS = (5, 6, 7)  # columns
+NUMBERS = (5, 6)  # columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +106,13 @@ class Sends:
 
     def cells(self) -> Iterator[tuple[str, ...]]:
         """Cells of the table, its head first; layers that send the same are one."""
-        yield "layer", "for", "what", "how", "dtype", "bytes an element", "bytes", "times"
+        yield "layer", "for", "what", "how", "dtype", "bytes", "times"
         rows: list[tuple[str, ...]] = []
         sharded = dict.fromkeys(row.layer for row in self.rows if row.gemm == FSDP)
         nothing = "nothing but what FSDP2 does" if sharded else "nothing"
         for name in dict.fromkeys([*self.layers, *sharded]):
             sent = self.of(name)
-            rows += map(_cells, sent) if sent else [(name or "(the model)", "-", nothing, *("-" for _ in range(5)))]
+            rows += map(_cells, sent) if sent else [(name or "(the model)", "-", nothing, *("-" for _ in range(4)))]
         rows += map(_cells, self.of(BETWEEN))
         yield from ((name, *rest) for name, rest in folded((row[0], row[1:]) for row in rows))
 
@@ -124,8 +124,7 @@ class Sends:
 def _cells(row: Send) -> tuple[str, ...]:
     direction = "backward" if row.backward else "forward"
     reason = row.gemm if row.gemm in {gemm.name for gemm in GEMMS} else f"{row.gemm} {direction}".strip()
-    numbers = str(row.bytes_per_element), f"{row.bytes:,}", str(row.times)
-    return row.layer or "(the model)", reason, row.what, row.op, row.dtype, *numbers
+    return row.layer or "(the model)", reason, row.what, row.op, row.dtype, f"{row.bytes:,}", str(row.times)
 
 
 # ---------------------------------------------------------------------------------- the layer of a message

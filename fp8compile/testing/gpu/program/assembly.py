@@ -41,7 +41,7 @@ def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
 
 def _cvt_rs(*operands: np.ndarray) -> np.ndarray:
     *values, word = operands
-    codes = np.zeros(word.shape, np.int32)
+    codes = np.zeros(np.broadcast_shapes(*(each.shape for each in operands)), np.int32)
     for i, (value, shift) in enumerate(zip(values, BYTES, strict=True)):
         codes |= _to_a_neighbour(value, word.astype(np.uint32) >> np.uint32(shift) & np.uint32(0xFF)) << (4 * i)
     return codes

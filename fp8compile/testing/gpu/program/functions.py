@@ -13,6 +13,7 @@ import triton.runtime.interpreter as interpreter
 from triton.language.extra import libdevice
 
 from fp8compile.testing.gpu.program import arithmetic as gpu
+from fp8compile.testing.gpu.program.batches import along
 
 __all__ = ["libdevice_functions", "reductions", "unknown"]
 
@@ -68,23 +69,27 @@ def reductions() -> Iterator[tuple[Any, ...]]:
 
 def _by_halves(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
     """Reduce by any function: combine the two halves, then the halves of the result, as warps do."""
-    if reduction.axis is None:
-        inputs = tuple(reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs)
-    axis = (reduction.axis or 0) % len(inputs[0].handle.data.shape)
-    parts = [np.moveaxis(each.handle.data, axis, 0) for each in inputs]
+    given, axes = zip(*(along(reduction.axis, each.handle.data) for each in inputs), strict=True)
+    axis, keep = axes[0], reduction.keep_dims
+    parts = [np.moveaxis(each, axis, 1) for each in given]  # programs, the halves, the rest
     kinds = [each.dtype for each in inputs]
-    while len(parts[0]) > 1:
-        half = len(parts[0]) // 2
+    while parts[0].shape[1] > 1:
+        half = parts[0].shape[1] // 2
         sides = [
-            reduction.to_tensor(np.ascontiguousarray(part[at]), kind)
+            reduction.to_tensor(np.ascontiguousarray(part[:, at]), kind)
             for at in (slice(0, half), slice(half, None))
             for part, kind in zip(parts, kinds, strict=True)
         ]
         result = reduction.combine_fn(*sides)
         parts = [each.handle.data for each in (result if isinstance(result, tuple) else (result,))]
-    keep = reduction.keep_dims
-    results = [np.moveaxis(part, 0, axis) if keep else part[0] for part in parts]
+    results = [np.moveaxis(part, 1, axis) if keep else part[:, 0] for part in parts]
+    if keep and reduction.axis is None:
+        results = [each.reshape(len(each), *(1,) * len(inputs[0].shape)) for each in results]
     return [reduction.to_tensor(result, kind) for result, kind in zip(results, kinds, strict=True)]
+
+
+def _axes(reduction: Any, data: np.ndarray) -> int | tuple[int, ...]:
+    return tuple(range(1, data.ndim)) if reduction.axis is None else along(reduction.axis, data)[1]
 
 
 def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
@@ -92,7 +97,7 @@ def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
         raise NotImplementedError("run_gpu_program: a sum of bfloat16 is not known; Inductor's is of float32.")
     data = values.handle.data
     wide = np.float64 if data.dtype.kind == "f" else data.dtype
-    total = np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, dtype=wide)
+    total = np.sum(data, axis=_axes(reduction, data), keepdims=reduction.keep_dims, dtype=wide)
     return reduction.to_tensor(total, values.dtype)
 
 
@@ -103,5 +108,6 @@ def _extreme(reduction: Any, inputs: Any, val_reduce_op: Any, idx_reduce_op: Any
     values = inputs[0] if isinstance(inputs, tuple) else inputs
     function = np.fmax if val_reduce_op is np.nanmax else np.fmin
     data = values.handle.data
-    axis = reduction.axis if reduction.axis is not None else tuple(range(data.ndim))
-    return reduction.to_tensor(function.reduce(data, axis=axis, keepdims=reduction.keep_dims), values.dtype)
+    return reduction.to_tensor(
+        function.reduce(data, axis=_axes(reduction, data), keepdims=reduction.keep_dims), values.dtype
+    )

@@ -1,4 +1,4 @@
-"""Triton's interpreter with a GPU's semantics: kernels run on CPU tensors, program by program, in a chosen order.
+"""Triton's interpreter with a GPU's semantics: kernels run on CPU tensors, many programs at once, in a chosen order.
 
 Triton decides at import whether it interprets. Here, functions under ``triton.jit`` are interpreted while
 `Interpreter.active` lasts, so one process can interpret and compile.
@@ -26,7 +26,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,6 +44,7 @@ from triton.runtime.interpreter import TensorHandle as Handle
 
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.assembly import inline_assembly
+from fp8compile.testing.gpu.program.batches import ELEMENTS, Batch, Diverged, arrays, counting, stored, together
 from fp8compile.testing.gpu.program.functions import libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu.program.memory import Access
 
@@ -51,6 +52,10 @@ __all__ = ["ORDERS", "Interpreter"]
 
 ORDERS = ("forwards", "backwards", "shuffled")
 
+UNKNOWN = (  # operators of newer versions among them
+    "atomic_cas", "atomic_load", "atomic_poll", "atomic_store", "descriptor_gather", "descriptor_scatter",
+    "dot_scaled",
+)  # fmt: skip
 NOT_INTERPRETED = ("x_grid_barrier", "exclusive_scan_decoupled_lookback")  # programs that wait for one another
 
 
@@ -61,23 +66,23 @@ def _ordered(order: str, count: int) -> Sequence[int]:
     return programs[::-1] if order == "backwards" else programs
 
 
-def _index(number: tl.tensor) -> int:
-    return int(number.handle.data.item())
-
-
 class Interpreter:
     """Runs Triton kernels on CPU tensors.
 
     Attributes:
         arithmetic: The choices of the GPU's compiler.
+        elements: Number of elements, of the largest block of a kernel, that programs which run together may have. With
+            1, each program runs by itself.
         multiply_adds: Number of elements that fused multiply-adds have computed so far.
     """
 
-    def __init__(self, arithmetic: gpu.Arithmetic) -> None:
+    def __init__(self, arithmetic: gpu.Arithmetic, elements: int = ELEMENTS) -> None:
         self.arithmetic = arithmetic
+        self.elements = elements
         self.multiply_adds = 0
         self._order = ORDERS[0]
         self._access: Any = None  # an `Access` while a kernel runs
+        self._batch: Any = None  # a `Batch` while a kernel runs
         self._rewritten: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def launch(self, name: str, fn: Callable[..., Any], grid: Sequence[int], arguments: Mapping[str, Any]) -> None:
@@ -102,15 +107,31 @@ class Interpreter:
             for each, value in arguments.items()
         }
         shape = (*grid, *(1,) * (3 - len(grid)))
-        builder = interpreter.interpreter_builder
-        builder.set_grid_dim(*shape)
+        interpreter.interpreter_builder.set_grid_dim(*shape)
+        waiting, together = _ordered(self._order, int(np.prod(shape))), 1 if self.elements == 1 else 8
         with _disable_current_modes():  # operators of PyTorch that compute a kernel are no calls of the program
-            for number in _ordered(self._order, int(np.prod(shape))):
-                self._access.program = number
-                builder.set_grid_idx(*(int(each) for each in np.unravel_index(number, shape)))
-                function(**values)
+            while waiting:
+                largest = self._run(function, values, waiting[:together], shape)
+                waiting, together = waiting[together:], max(1, self.elements // largest)
         self._access.assert_no_race()
         self._access = None
+
+    def _run(
+        self, function: Callable[..., Any], values: dict[str, Any], programs: Sequence[int], grid: Sequence[int]
+    ) -> int:
+        """Run some programs together, or in parts if they diverge; returns the size of the largest block."""
+        self._batch = batch = Batch.of(programs, grid)
+        self._access.programs = batch.programs
+        recorded, multiply_adds = self._access.mark(), self.multiply_adds
+        try:
+            function(**values)
+        except Diverged as diverged:
+            batch.undo()
+            self._access.forget(recorded)
+            self.multiply_adds = multiply_adds
+            for value in dict.fromkeys(diverged.values.tolist()):
+                self._run(function, values, batch.programs[diverged.values == value].tolist(), grid)
+        return batch.largest
 
     def _rewrite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if fn not in self._rewritten:
@@ -119,7 +140,9 @@ class Interpreter:
                     f"run_gpu_program: {fn.__name__} calls {waits[0]}: its programs wait for one another, and "
                     "here they run one after the other."
                 )
-            self._rewritten[fn] = interpreter.FunctionRewriter(fn).rewrite_ast()
+            found = interpreter.FunctionRewriter(fn).rewrite_ast()
+            scope = {**found.__globals__, "range": counting(lambda: self._batch)}
+            self._rewritten[fn] = FunctionType(found.__code__, scope, found.__name__, found.__defaults__)
         return self._rewritten[fn]
 
     @contextmanager
@@ -131,7 +154,10 @@ class Interpreter:
         """
         self._order = order
         with ExitStack() as stack:
-            for owner, name, value in (*self._jit(), *self._memory(), *self._floats(), *reductions()):
+            patches = [*together(lambda: self._batch)]
+            of_tensors = [each for each in patches if each[0] in (tl, tl.core.tensor)]
+            of_builder = [each for each in patches if each[0] not in (tl, tl.core.tensor)]
+            for owner, name, value in (*of_builder, *self._jit(), *self._memory(), *self._floats(), *reductions()):
                 stack.enter_context(mock.patch.object(owner, name, value))
             for name, function in libdevice_functions(gpu.unary_functions(self.arithmetic)).items():
                 stack.enter_context(mock.patch.object(libdevice, name, function))
@@ -139,7 +165,8 @@ class Interpreter:
             # patches the whole language once; the interpreter would do so in each nested call
             scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
             stack.callback(scope.restore)
-            stack.enter_context(mock.patch.object(tl.core.tensor, "__index__", _index))
+            for owner, name, value in of_tensors:
+                stack.enter_context(mock.patch.object(owner, name, value))
             yield
 
     def _jit(self) -> Iterator[tuple[Any, ...]]:
@@ -157,21 +184,29 @@ class Interpreter:
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
     def _memory(self) -> Iterator[tuple[Any, ...]]:
-        def watched(kind: str, original: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
-            def call(builder: Builder, *args: Any) -> Any:
-                pointers = args[1] if kind == "atomic" else args[0]
-                width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-                mask = args[mask_at]
-                mask.data = mask.data.astype(bool)
-                self._access.record(kind, pointers.data, mask.data, width)
-                return original(builder, *args)
+        def watched(
+            kind: str, original: Callable[..., Any], pointers: int, value: int, mask: int
+        ) -> Callable[..., Any]:
+            def call(builder: Builder, *args: Any, **options: Any) -> Any:
+                given, places = list(args), [at for at in (pointers, value, mask) if args[at] is not None]
+                for at, data in zip(places, arrays(*(args[at] for at in places)), strict=True):
+                    data = data.astype(bool) if at == mask else data  # a mask with a scalar part holds integers
+                    data = data if kind == "load" else self._batch.of_each(data)
+                    given[at] = Handle(stored(data), args[at].dtype)
+                width = max(1, args[pointers].get_element_ty().primitive_bitwidth // 8)
+                self._access.record(kind, given[pointers].data, given[mask].data, width)
+                if kind != "load":
+                    self._batch.keep(given[pointers].data, given[mask].data, width)
+                return original(builder, *given, **options)
 
             return call
 
-        yield Builder, "create_masked_load", watched("load", Builder.create_masked_load, 1)
-        yield Builder, "create_masked_store", watched("store", Builder.create_masked_store, 2)
-        yield Builder, "create_atomic_rmw", watched("atomic", Builder.create_atomic_rmw, 3)
-        yield Builder, "create_atomic_cas", unknown("atomic_cas")
+        yield Builder, "create_masked_load", watched("load", Builder.create_masked_load, 0, 2, 1)
+        yield Builder, "create_masked_store", watched("store", Builder.create_masked_store, 0, 1, 2)
+        yield Builder, "create_atomic_rmw", watched("atomic", Builder.create_atomic_rmw, 1, 2, 3)
+        for name in UNKNOWN:
+            if hasattr(Builder, f"create_{name}"):
+                yield Builder, f"create_{name}", unknown(name)
         yield Builder, "create_inline_asm", inline_assembly
 
     def _converted(self, bits: np.ndarray, source: str, target: str) -> np.ndarray:
@@ -210,8 +245,9 @@ class Interpreter:
             for x, y, of_product, of_other in ((a, b, 1, sign), (b, a, sign, 1)):
                 if "product" in x.attr and x.data.dtype == np.float32:
                     left, right = x.attr["product"]
-                    self.multiply_adds += y.data.size
-                    return Handle(gpu.fma(of_product * left, right, of_other * y.data), a.dtype.scalar)
+                    result = gpu.fma(of_product * left, right, of_other * y.data)
+                    self.multiply_adds += self._batch.of_each(result).size
+                    return Handle(result, a.dtype.scalar)
             return builder.binary_op(a, b, np.add if sign > 0 else np.subtract)
 
         yield Builder, "create_fmul", multiply

@@ -42,45 +42,58 @@ class Access:
     Attributes:
         name: Name of the kernel.
         spans: First address and end address of each tensor, by the argument's name.
-        program: Number of the program that runs.
+        programs: Numbers of the programs that run, (P,) int64.
     """
 
     name: str
     spans: dict[str, tuple[int, int]]
-    program: int = -1
-    _loaded: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    _stored: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    _atomic: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    programs: np.ndarray = field(default_factory=lambda: np.array([-1]))
+    _accessed: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(
+        default_factory=lambda: {"load": [], "store": [], "atomic": []}
+    )
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> Access:
         """Create the empty record of a launch with these arguments."""
-        return cls(name, {each: _span(value) for each, value in arguments.items() if isinstance(value, Tensor)})
+        tensors = {each: getattr(value, "base", value) for each, value in arguments.items()}  # of a TMA descriptor
+        return cls(name, {each: _span(value) for each, value in tensors.items() if isinstance(value, Tensor)})
 
     def record(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
         """Record an access before it is made.
 
         Args:
             kind: "load", "store" or "atomic".
-            pointers: Addresses of the elements.
-            mask: True for each element that is accessed.
+            pointers: Addresses of the elements, of each program in dim 0; one entry if all programs load the same.
+            mask: True for each element that is accessed, of the same shape.
             width: Bytes of each element.
 
         Raises:
             IndexError: An address is outside of the launch's tensors.
         """
-        addresses = pointers.reshape(-1)[np.broadcast_to(mask, pointers.shape).reshape(-1)]
+        owners = self.programs if len(pointers) > 1 else self.programs[:1]
+        addresses, programs = pointers[mask], np.repeat(owners, np.count_nonzero(mask.reshape(len(mask), -1), axis=1))
         inside = np.zeros(addresses.shape, bool)
         for start, end in self.spans.values():
             inside |= (addresses >= start) & (addresses + np.uint64(width) <= end)
         if not inside.all():
+            program = programs[np.argmin(inside)]
+            own = inside[programs == program]
             raise IndexError(
-                f"{self.name}: program {self.program} would {kind} {int((~inside).sum())} of {len(inside)} elements "
+                f"{self.name}: program {program} would {kind} {int((~own).sum())} of {len(own)} elements "
                 f"outside of the kernel's tensors ({', '.join(self.spans)}). On a GPU this is another tensor's memory."
             )
-        getattr(self, {"load": "_loaded", "store": "_stored", "atomic": "_atomic"}[kind]).append(
-            (self.program, addresses)
-        )
+        if len(owners) < len(self.programs):  # all programs load the same
+            addresses, programs = np.tile(addresses, len(self.programs)), np.repeat(self.programs, len(addresses))
+        self._accessed[kind].append((programs, addresses))
+
+    def mark(self) -> dict[str, int]:
+        """The number of records so far, for `forget`."""
+        return {kind: len(records) for kind, records in self._accessed.items()}
+
+    def forget(self, marked: dict[str, int]) -> None:
+        """Drop all records since `mark` was called."""
+        for kind, count in marked.items():
+            del self._accessed[kind][count:]
 
     def _argument(self, address: int) -> str:
         return next(
@@ -93,7 +106,8 @@ class Access:
         Raises:
             RuntimeError: The result depends on the order of the programs.
         """
-        plain, atomic, loaded = map(_flat, (self._stored, self._atomic, self._loaded))
+        plain, atomic = _sorted(self._accessed["store"]), _sorted(self._accessed["atomic"])
+        loaded = _flat(self._accessed["load"])
         for what, first, second in (
             ("written by two programs", plain, plain),
             ("written by one program and read by another", plain, loaded),
@@ -108,12 +122,17 @@ class Access:
                 )
 
 
-def _flat(parts: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of an address and a program, without repeats."""
+def _flat(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses, and the program that accessed each of them."""
     if not parts:
         return np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    addresses = np.concatenate([addresses for _, addresses in parts])
-    programs = np.concatenate([np.full(len(addresses), program) for program, addresses in parts])
+    programs, addresses = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return addresses, programs
+
+
+def _sorted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of an address and a program, sorted and without repeats."""
+    addresses, programs = _flat(parts)
     order = np.lexsort((programs, addresses))
     addresses, programs = addresses[order], programs[order]
     is_new = np.ones(len(addresses), bool)
@@ -122,7 +141,7 @@ def _flat(parts: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shared(first: np.ndarray, by_first: np.ndarray, second: np.ndarray, by_second: np.ndarray) -> np.ndarray:
-    """Addresses that two different programs access."""
+    """Addresses that two different programs access; the first addresses are sorted."""
     if not len(first) or not len(second):
         return first[:0]
     lowest = np.searchsorted(first, second, side="left")

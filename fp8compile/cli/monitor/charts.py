@@ -1,0 +1,299 @@
+"""Charts of a run's readings, drawn by matplotlib: each a figure that becomes a PNG, and an SVG inside of the page."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8compile.cli.errors import UserError
+from fp8compile.cli.monitor.readings import Readings
+
+__all__ = ["Chart", "charts", "png_of", "svg_of"]
+
+INK = "#0a0b0c"  # stands for the color of the page's text in an SVG
+WIDTH = 7.0  # inches
+ROW = 0.16  # inches of a layer in a heat map
+MOST_ROWS = 120  # more layers than this get thinner rows
+LONGEST = 46  # characters of a layer's name
+
+Rows = dict[str, Any]  # by layer
+
+# powers of two from the largest value of a format to its smallest one that is not 0: log2(max / smallest)
+FORMATS = {
+    "e2m1": math.log2(6 / 0.5),
+    "e4m3": math.log2(448 / 2.0**-9),
+    "e5m2": math.log2(57344 / 2.0**-16),
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its title and what it shows.
+
+    Attributes:
+        name: A word for file names.
+        title: The title.
+        caption: What is seen, in a sentence or two.
+        figure: The matplotlib figure.
+    """
+
+    name: str
+    title: str
+    caption: str
+    figure: Any
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib as found
+        import matplotlib.figure  # for `matplotlib.figure`, which the package does not import by itself
+    except ImportError as error:
+        raise UserError("drawing needs matplotlib, which is not installed: pip install matplotlib") from error
+    assert matplotlib.figure
+    return found
+
+
+def _figure(rows: int, panels: int, extra: float = 0.0) -> Any:
+    height = panels * (min(rows, MOST_ROWS) * ROW + 0.9) + extra
+    return _matplotlib().figure.Figure(figsize=(WIDTH, max(2.4, height)), layout="constrained")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST else f"...{name[3 - LONGEST :]}"
+
+
+def _label_rows(axes: Any, names: Sequence[str]) -> None:
+    shown = range(0, len(names), max(1, -(-len(names) // MOST_ROWS)))
+    axes.set_yticks(shown, [_short(names[at]) or "the model" for at in shown])
+    axes.tick_params(axis="y", labelsize=7)
+
+
+def _label_steps(axes: Any, steps: Sequence[int]) -> None:
+    shown = range(0, len(steps), max(1, -(-len(steps) // 8)))
+    axes.set_xticks(shown, [str(steps[at]) for at in shown])
+    axes.tick_params(axis="x", labelsize=7)
+
+
+# ---------------------------------------------------------------------------------- heat maps
+
+
+def _grid(rows: Rows) -> Any:
+    import numpy
+
+    return numpy.array([[math.nan if each is None else each for each in row] for row in rows.values()])
+
+
+def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Rows]) -> dict[str, Rows]:
+    """For each operand, its rows by layer; operands with equal rows, whose codes are the same, share a panel."""
+    panels: dict[str, Rows] = {}
+    for operand in readings.operands(statistic):
+        rows = rows_of(operand, statistic)
+        same = next((name for name, other in panels.items() if other == rows), None)
+        if same is not None:
+            panels = {(f"{name}, {operand}" if name == same else name): other for name, other in panels.items()}
+        else:
+            panels[operand] = rows
+    return panels
+
+
+def _color_bar(figure: Any, drawn: Any, all_axes: Any, label: str) -> None:
+    bar = figure.colorbar(drawn, ax=list(all_axes), location="top", fraction=0.03, aspect=40)
+    bar.set_label(label, fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+
+
+def _heat_map(readings: Readings, statistic: str, norm: Callable[[list[Any]], Any], cmap: str) -> Any:
+    panels = _panels(readings, statistic, readings.rows)
+    longest = max(map(len, panels.values()))
+    figure = _figure(longest, len(panels))
+    grids = {operand: _grid(rows) for operand, rows in panels.items()}
+    scale = norm(list(grids.values()))
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    colors = _matplotlib().colormaps[cmap].with_extremes(bad=(0.5, 0.5, 0.5, 0.35))
+    drawn = None
+    for axes, (operand, grid) in zip(all_axes, grids.items(), strict=True):
+        drawn = axes.imshow(scale.shown(grid), aspect="auto", interpolation="nearest", cmap=colors, norm=scale.norm)
+        axes.set_title(operand, fontsize=9, loc="left")
+        _label_rows(axes, list(panels[operand]))
+        _label_steps(axes, readings.steps)
+    all_axes[-1].set_xlabel("step", fontsize=8)
+    _color_bar(figure, drawn, all_axes, scale.label)
+    return figure
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A scale of colors: matplotlib's norm, the values that it is given for a grid, and its label."""
+
+    norm: Any
+    shown: Callable[[Any], Any]
+    label: str
+
+
+def _shares(grids: list[Any]) -> _Scale:
+    """A logarithmic scale of shares; none at all is drawn as the least share."""
+    import numpy
+    from matplotlib.colors import LogNorm
+
+    positive = numpy.concatenate([grid[numpy.isfinite(grid) & (grid > 0)] for grid in grids])
+    least = max(1e-8, float(positive.min())) if positive.size else 1e-6
+    least = 10 ** math.floor(math.log10(least))
+    most = max(10 * least, float(positive.max()) if positive.size else 0.0)
+    return _Scale(LogNorm(least, min(1.0, most)), lambda grid: numpy.where(grid == 0, least, grid), "share")
+
+
+def _decibels(grids: list[Any]) -> _Scale:
+    """A linear scale over the finite values; no error at all is drawn as the largest of them."""
+    import numpy
+    from matplotlib.colors import Normalize
+
+    finite = numpy.concatenate([grid[numpy.isfinite(grid)] for grid in grids])
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    high = high if high > low else low + 1
+    return _Scale(Normalize(low, high), lambda grid: numpy.where(numpy.isposinf(grid), high, grid), "dB")
+
+
+HEAT_MAPS = {
+    "underflow": (_shares, "inferno", "Share of elements that are not zero and get the code zero; black: hardly any."),
+    "saturation": (_shares, "inferno", "Share of elements that are too large for the codes; black: hardly any."),
+    "sqnr": (_decibels, "viridis", "Signal-to-noise ratio of the codes in dB; 6 dB are one bit, and less is worse."),
+}
+TITLES = {"underflow": "Underflow", "saturation": "Saturation", "sqnr": "Signal to noise"}
+
+
+# ---------------------------------------------------------------------------------- curves and exponents
+
+
+def _losses(readings: Readings) -> Any:
+    names = list(readings.curves)
+    figure = _figure(0, 0, extra=1.7 * len(names))
+    for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
+        known = readings.curves[name]
+        axes.plot(*zip(*known, strict=True), color="C0", linewidth=1.5, marker="." if len(known) < 40 else "")
+        axes.set_title(name, fontsize=9, loc="left")
+        axes.grid(alpha=0.3)
+        axes.tick_params(labelsize=7)
+        for step in _bad_steps(readings):
+            axes.axvline(step, color="C3", linewidth=1, linestyle="--")
+    axes.set_xlabel("step", fontsize=8)
+    return figure
+
+
+def _bad_steps(readings: Readings) -> list[int]:
+    """Steps in which an operand had NaN or infinite elements."""
+    rows = [row for (_, _, name), row in readings.values.items() if name == "nonfinite"]
+    return [step for at, step in enumerate(readings.steps) if any(row[at] for row in rows)]
+
+
+def _ranges(readings: Readings) -> Any:
+    """Powers of two from an operand's largest magnitude down to its smallest, beside the ranges of formats."""
+    panels = _panels(readings, "range", readings.last)
+    figure = _figure(max(map(len, panels.values())), len(panels))
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, (operand, rows) in zip(all_axes, panels.items(), strict=True):
+        widths = [value if math.isfinite(value) else 0.0 for value in rows.values()]
+        axes.barh(range(len(rows)), widths, color="C0", height=0.7)
+        for number, (name, width) in enumerate(FORMATS.items()):
+            axes.axvline(width, color=f"C{number + 1}", linewidth=1.2)
+            axes.annotate(
+                name, (width, 1), xycoords=("data", "axes fraction"), fontsize=7, ha="center", va="bottom",
+                color=f"C{number + 1}",
+            )  # fmt: skip
+        axes.set_xlim(0, max([*widths, 34]) * 1.03)
+        axes.invert_yaxis()
+        axes.set_title(operand, fontsize=9, loc="left", pad=12)
+        _label_rows(axes, list(rows))
+        axes.tick_params(axis="x", labelsize=7)
+    axes.set_xlabel("powers of two below the largest magnitude", fontsize=8)
+    return figure
+
+
+def _exponents(readings: Readings) -> Any:
+    """The share of codes in each exponent field."""
+    import numpy
+    from matplotlib.colors import LogNorm
+
+    panels = _panels(readings, "exponents", readings.last)
+    figure = _figure(max(map(len, panels.values())), len(panels))
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    drawn = None
+    colors = _matplotlib().colormaps["viridis"].with_extremes(bad=(0.5, 0.5, 0.5, 0.2))
+    for axes, (operand, rows) in zip(all_axes, panels.items(), strict=True):
+        longest = max(map(len, rows.values()))
+        grid = numpy.array([[*row, *[0.0] * (longest - len(row))] for row in rows.values()])
+        used = max(1, int(numpy.flatnonzero(grid.any(0)).max(initial=0)) + 1)
+        shares = grid[:, :used] / numpy.maximum(grid.sum(1, keepdims=True), 1)
+        shares[shares == 0] = math.nan
+        drawn = axes.imshow(shares, aspect="auto", interpolation="nearest", cmap=colors, norm=LogNorm(1e-6, 1))
+        axes.set_title(operand, fontsize=9, loc="left")
+        _label_rows(axes, list(rows))
+        axes.tick_params(axis="x", labelsize=7)
+    axes.set_xlabel("exponent field of the codes; 0 has zero and the subnormal ones", fontsize=8)
+    _color_bar(figure, drawn, all_axes, "share of codes")
+    return figure
+
+
+# ---------------------------------------------------------------------------------- all of them
+
+
+def charts(readings: Readings) -> Iterator[Chart]:
+    """The charts that a run's readings have statistics for."""
+    if readings.curves:
+        marked = " Dashed lines: steps with NaN or infinite elements." if _bad_steps(readings) else ""
+        yield Chart("curves", "Curves", f"The other numbers of the readings.{marked}", _losses(readings))
+    for statistic, (norm, cmap, caption) in HEAT_MAPS.items():
+        if readings.operands(statistic):
+            figure = _heat_map(readings, statistic, norm, cmap)
+            yield Chart(statistic, TITLES[statistic], f"{caption} Gray: not read.", figure)
+    if readings.operands("range"):
+        caption = (
+            "From the largest magnitude (left) to the smallest that is not zero, at the last reading. What reaches "
+            "beyond a format's line underflows there, if the scale maps the largest magnitude to the largest code."
+        )
+        yield Chart("ranges", "Ranges", caption, _ranges(readings))
+    if readings.operands("exponents"):
+        caption = "Where the codes lie in their format, at the last reading. Gray: none."
+        yield Chart("exponents", "Exponents", caption, _exponents(readings))
+
+
+def png_of(chart: Chart) -> bytes:
+    """The chart as a PNG on white."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    buffer = io.BytesIO()
+    FigureCanvasAgg(chart.figure)
+    chart.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
+    return buffer.getvalue()
+
+
+def _inked(figure: Any) -> None:
+    """Give all text and lines of axes the color that stands for that of the page's text."""
+    from matplotlib.axis import Axis
+    from matplotlib.spines import Spine
+    from matplotlib.text import Text
+
+    for each in figure.findobj(lambda artist: isinstance(artist, (Axis, Spine, Text))):
+        if isinstance(each, Axis):
+            each.set_tick_params(color=INK, labelcolor=INK)
+        elif isinstance(each, Spine):
+            each.set_edgecolor(INK)
+        elif each.get_color() in ("black", "k"):
+            each.set_color(INK)
+
+
+def svg_of(chart: Chart) -> str:
+    """The chart as an SVG element whose text and axes have the color of the text around it, without a background."""
+    library = _matplotlib()
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    _inked(chart.figure)
+    buffer = io.StringIO()
+    FigureCanvasSVG(chart.figure)
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with library.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name, "font.family": "sans-serif"}):
+        chart.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :].replace(INK, "currentColor")

@@ -1,0 +1,75 @@
+"""Writes the readings of a run as one self-contained HTML page, without external scripts, fonts or images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from string import Template
+
+from fp8compile.cli.explain.html import section_html
+from fp8compile.cli.monitor.charts import Chart, svg_of
+from fp8compile.cli.section import Section
+
+__all__ = ["page"]
+
+PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8" />
+<meta name="viewport" content="width=device-width, initial-scale=1" />
+<meta name="color-scheme" content="light dark" />
+<title>$title</title>
+<style>
+:root { --text: #1c2430; --page: #fff; --line: #d5dae1; --head: #f2f4f7; --loud: #8c1208; --loud-back: #fde8e6;
+  --quiet: #5b6675; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #dfe4ea; --page: #14181d; --line: #3a434d; --head: #1f262d; --loud: #ffb4a8; --loud-back: #4a1913;
+    --quiet: #9aa5b1; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); margin: 2rem auto;
+  max-width: 60rem; padding: 0 1rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
+p { margin: .2rem 0; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin-top: .5rem; font-size: .92rem; }
+th, td { border: 1px solid var(--line); padding: .3rem .6rem; text-align: left; vertical-align: top; }
+th { background: var(--head); }
+.loud, .loud td { background: var(--loud-back); color: var(--loud); font-weight: 600; }
+figure { margin: 0; }
+figcaption { color: var(--quiet); font-size: .9rem; margin-bottom: .5rem; }
+/* on a phone tables and charts keep a size at which they can be read, and scroll */
+table, svg { min-width: 34rem; }
+svg { width: 100%; height: auto; }
+footer { margin: 2rem 0; color: var(--quiet); font-size: .85rem; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$body
+<footer>fp8compile $version</footer>
+</body>
+</html>
+""")
+
+
+def _figure(chart: Chart) -> str:
+    return (
+        f"<section>\n<h2>{escape(chart.title)}</h2>\n<figure>\n<figcaption>{escape(chart.caption)}</figcaption>\n"
+        f'<div class="scroll">\n{svg_of(chart)}</div>\n</figure>\n</section>'
+    )
+
+
+def page(title: str, sections: Sequence[Section], charts: Sequence[Chart]) -> str:
+    """The HTML of the page.
+
+    Args:
+        title: Its title.
+        sections: What is said above the charts.
+        charts: The charts.
+    """
+    import fp8compile
+
+    parts = [*(section_html(section, "part") for section in sections), *map(_figure, charts)]
+    return PAGE.substitute(title=escape(title), body="\n".join(parts), version=escape(fp8compile.__version__))

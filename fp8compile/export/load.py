@@ -1,0 +1,433 @@
+"""load_quantized: a checkpoint in a serving format becomes the parameters of a model, codes as codes.
+
+    config.json --> format         plan of the model --> names and shapes, all of them checked
+    tensors of one weight --_Stored--> Quantized --> QuantizedParameter, in place of the weight
+
+Nothing is dequantized on the way, unless forward and backward multiply different codes: then the second set is made
+from the values of the first, one weight at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile import ops
+from fp8compile._compat import is_dtensor
+from fp8compile.export.checkpoint_names import Place, in_checkpoint, is_of_transformers, tied_names
+from fp8compile.export.plan import Plan, Weight, plan_of
+from fp8compile.export.scheme import Format, Scheme, numbers_of
+from fp8compile.export.stored_files import StoredFiles, read_json
+from fp8compile.export.table import FORMATS
+from fp8compile.layout.packing import one_a_byte, packed_in_rows, two_a_byte
+from fp8compile.layout.quantized import STACK, WHOLE, Quantized
+from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
+from fp8compile.nn.quantized_weights import put_codes, quantizers_of_sets
+from fp8compile.quantizers import DelayedScaling, Quantizer
+from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
+
+__all__ = ["LoadReport", "load_quantized"]
+
+METHODS = {"fp8": "fine_grained_fp8", **{name: name for name in ("compressed-tensors", "modelopt", "torchao")}}
+# static scales of inputs and of caches, which training has no use for
+STATIC = re.compile(r".*\.(input_scale|activation_scale|input_global_scale|[kvq]_scale|output_scale)")
+PROBLEMS = 8  # the most problems in an error; it tells how many there are
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What `load_quantized` put into a model.
+
+    Attributes:
+        folder: The folder.
+        format: Name of the format.
+        codes: Names of the parameters that are codes now.
+        values: Names of the parameters and buffers that have values from the folder.
+        notes: What was left out, and why.
+    """
+
+    folder: Path
+    format: str
+    codes: tuple[str, ...]
+    values: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        first = f"{self.folder}: {self.format}, {len(self.codes)} parameters as codes, {len(self.values)} as values"
+        return "\n".join([first, *(f"    {note}" for note in self.notes)])
+
+
+# ---------------------------------------------------------------------------------- what is in the folder
+
+
+def _format_of(folder: Path) -> Format:
+    config = read_json("load_quantized", folder / "config.json")
+    own = config.get("quantization_config")
+    if own is None and (folder / "hf_quant_config.json").exists():
+        own = {"quant_method": "modelopt"}
+    method = own.get("quant_method") if isinstance(own, dict) else None
+    if method not in METHODS:
+        raise ValueError(
+            f"load_quantized: {folder} has quant_method {method!r}; it is one of {', '.join(map(repr, METHODS))}. "
+            "Load a checkpoint in high precision by the model's own library, and convert it by fp8compile.convert."
+        )
+    return FORMATS[METHODS[method]]
+
+
+def _empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.device | str) -> Quantized:
+    """A matrix of codes and scales with uninitialized memory."""
+    quantizer = packed_in_rows(quantizer, (rows, columns))
+    shape = (rows, columns)
+    return Quantized(
+        codes=torch.empty(quantizer.codes_shape(shape), dtype=torch.uint8, device=device),
+        scale=torch.empty(quantizer.scale_shape(shape), dtype=quantizer.scale_dtype(), device=device),
+        quantizer=quantizer,
+        outer_scale=torch.empty(1, device=device) if quantizer.has_outer_scale() else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One matrix of a checkpoint, or the rows of a matrix."""
+
+    place: Place
+    scheme: Scheme
+    quantizer: Quantizer
+    columns: int
+
+    def name(self, suffix: str) -> str:
+        return self.place.name + suffix
+
+    def is_codes(self, files: StoredFiles) -> bool:
+        """Whether the folder has codes here, and not values."""
+        return self.name(self.scheme.suffixes[1]) in files.names()
+
+    def problems(self, files: StoredFiles) -> list[str]:
+        """What is missing or has another shape, by the headers of the files."""
+        rows, step = self.place.rows, self.quantizer.block[0]
+        if step > 1 and (self.place.step > 1 or self.place.start % step):
+            return [f"{self.place.name} has rows of several blocks {self.quantizer.block}: take weight_block=(1, n)"]
+        wanted = self.scheme.write(_empty_matrix(self.quantizer, rows, self.columns, "meta"))
+        found = []
+        for suffix, tensor in wanted.items():
+            name = self.name(suffix)
+            if name not in files.names():
+                found.append(f"{name} is missing")
+            elif (shape := files.shape(name)) != tuple(tensor.shape) and (tensor.numel(), *shape) != (1, 1):
+                found.append(
+                    f"{name} has shape {shape}; the recipe's weight, {rows} x {self.columns} by {self.quantizer!r}, "
+                    f"has {tuple(tensor.shape)}"
+                )
+        return found
+
+    def _grid(self, scale: Tensor) -> Tensor:
+        """The scales as the quantizer has them; those of square blocks stand in the file for each of their rows."""
+        if self.scheme.kind not in ("mx", "nvfp4"):
+            rows = self.place.rows
+            return numbers_of(scale).reshape(self.quantizer.scale_shape((rows, self.columns)))
+        scale, step = scale.view(torch.uint8), self.quantizer.block[0]
+        grid = scale[::step].contiguous()
+        if step > 1 and not torch.equal(grid.repeat_interleave(step, 0)[: scale.shape[0]], scale):
+            raise ValueError(
+                f"load_quantized: {self.place.name} has a scale for each row, and the recipe's weight one for "
+                f"{step} x {self.quantizer.block[1]} values. Take a recipe with weight_block=(1, "
+                f"{self.quantizer.block[1]})."
+            )
+        return grid
+
+    def read(self, files: StoredFiles) -> Quantized:
+        """The codes and scales; one tensor of the file at a time is in memory beside them."""
+        codes, scale, *outer = (files.get(self.name(suffix)) for suffix in self.scheme.suffixes)
+        assert codes is not None
+        assert scale is not None
+        numbers = numbers_of(scale)
+        if not bool((numbers >= 0).all()):
+            raise ValueError(f"load_quantized: {self.name(self.scheme.suffixes[1])} is negative or NaN somewhere.")
+        of_matrix: Any = outer[0].float().reshape(1) if outer and outer[0] is not None else None
+        if of_matrix is not None and self.scheme.stores_divisor:
+            of_matrix = 1.0 / of_matrix
+        quantizer = packed_in_rows(self.quantizer, (self.place.rows, self.columns))
+        return Quantized(
+            codes=codes.view(torch.uint8), scale=self._grid(scale), quantizer=quantizer, outer_scale=of_matrix
+        )
+
+
+# ---------------------------------------------------------------------------------- one parameter
+
+
+def _device_of(tensor: Tensor, given: torch.device | str | None) -> torch.device | str:
+    if given is not None:
+        return given
+    return torch.device("cpu") if tensor.is_meta else tensor.device
+
+
+def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> None:
+    """Copy a part's scale, or check that it is the same as the scale that another part of the matrix has put there."""
+    if is_new:
+        into.copy_(found)
+    elif not torch.equal(into, found.to(into.device)):
+        raise ValueError(
+            f"load_quantized: {name} has another {what} than the other part of the same matrix of the model. A model "
+            "that has them as one matrix multiplies by one; no codes of it stand for these values."
+        )
+
+
+def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> Quantized:
+    """The codes of a matrix or of a stack, assembled from the matrices of the checkpoint."""
+    rows, columns = _sizes(weight)
+    quantizer, filled = stored[0].quantizer, set()
+    whole = _empty_matrix(quantizer, rows, columns, device)
+    if weight.tensor.ndim == 3:
+        count = weight.tensor.shape[0]
+        whole = replace(whole.each(lambda each: each.new_empty((count, *each.shape))), layout=STACK)
+    for each in stored:
+        part, place = each.read(files), each.place
+        own = whole if place.expert is None else whole.each(lambda t, index=place.expert: t[index])  # type: ignore[misc]
+        is_new, step = place.expert not in filled, quantizer.block[0]
+        own.codes[place.start : place.stop : place.step].copy_(part.codes)
+        if step == -1:
+            _put(own.scale, part.scale, place.name, "scale", is_new=is_new)
+        else:
+            rows_of_grid = slice(place.start // step, -(-place.stop // step), place.step)
+            own.scale[rows_of_grid].copy_(part.scale)
+        if own.outer_scale is not None and part.outer_scale is not None:
+            _put(own.outer_scale, part.outer_scale, place.name, "outer scale", is_new=is_new)
+        filled.add(place.expert)
+    if whole.outer_scale is not None and weight.tensor.ndim == 3:
+        whole = replace(whole, outer_scale=whole.outer_scale.flatten())
+    return whole
+
+
+def _sizes(weight: Weight) -> tuple[int, int]:
+    """N and K of a weight's matrices."""
+    first, second = weight.tensor.shape[-2:]
+    return (second, first) if weight.layer is not None and is_transposed(weight.layer) else (first, second)
+
+
+def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
+    """Codes (E, N, K) as a module has them in memory, which may keep matrices as (in_features, out_features)."""
+    if weight.layer is None or not is_transposed(weight.layer):
+        return codes
+    single, quantizer = one_a_byte(codes.codes, codes.quantizer)
+    turned = replace(codes, codes=single, quantizer=quantizer).t()
+    quantizer = packed_in_rows(as_it_lies(weight.layer, codes.quantizer), weight.tensor.shape)
+    packed = two_a_byte(turned.codes.contiguous(), quantizer)
+    return replace(turned, codes=packed, scale=turned.scale.contiguous(), quantizer=quantizer, layout=STACK)
+
+
+def _has_rows(tensor: Tensor, index: Mapping[str, Tensor]) -> bool:
+    """Whether numbers that `_index_of_rows` returned are those of rows, and not of elements."""
+    return tensor.ndim > 1 and sum(each.numel() for each in index.values()) != tensor.numel()
+
+
+def _values_of(codes: Quantized, dtype: torch.dtype) -> Tensor:
+    if not codes.layout.batch:
+        return ops.dequantize(codes.codes, codes.scale, codes.quantizer, dtype, *codes.scales[1:])
+    outer = [()] * len(codes.codes) if codes.outer_scale is None else [(each,) for each in codes.outer_scale.split(1)]
+    each = zip(codes.codes, codes.scale, outer, strict=True)
+    return torch.stack([ops.dequantize(*two, codes.quantizer, dtype, *one) for *two, one in each])
+
+
+def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> QuantizedParameter:
+    first, dtype = _as_it_lies(_first_set(weight, stored, files, device), weight), weight.tensor.dtype
+    _, *others = quantizers_of_sets(weight.layer)
+    sets, batch = [replace(first, layout=WHOLE)], first.layout.batch
+    for quantizer in others:  # forward and backward multiply different codes
+        values = _values_of(first, dtype)
+        sets.append(QuantizedParameter.of(values, quantizer, batch=batch).sets()[0])
+    return QuantizedParameter.of_sets(sets, dtype, batch=batch)
+
+
+def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that make up a parameter, each with the numbers of the rows that it has.
+
+    The rows of a vector, and of biases that a checkpoint has one by one, are its elements.
+    """
+    tensor = weight.tensor
+    if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:
+        index = torch.arange(tensor.numel()).view(tensor.shape)
+        return {f"{each.name}.bias": index[each.expert, each.start : each.stop : each.step] for each in weight.places}
+    shape = (*tensor.shape[:-1], 1) if tensor.ndim > 1 else tensor.shape
+    return in_checkpoint(model, weight.name, torch.arange(int(torch.Size(shape).numel())).view(shape))
+
+
+# ---------------------------------------------------------------------------------- the model
+
+
+class _Loader:
+    """Checks all of a folder against a model, and then loads it."""
+
+    def __init__(self, plan: Plan, files: StoredFiles, device: torch.device | str | None) -> None:
+        self.plan, self.files, self.device = plan, files, device
+        self.problems: list[str] = list(files.problems)
+        self.used: set[str] = set()
+        self.codes: list[tuple[Weight, list[_Stored]]] = []
+        self.values: list[tuple[Weight, dict[str, Tensor]]] = []
+
+    def look(self) -> None:
+        """Find the tensors of each parameter, and collect what is wrong."""
+        if self.problems:
+            return
+        for weight in self.plan.weights:
+            if is_dtensor(weight.tensor):
+                self.problems.append(
+                    f"{weight.name} is spread over ranks; load before parallelize_module, fully_shard"
+                )
+            elif (stored := self._stored(weight)) and any(each.is_codes(self.files) for each in stored):
+                self._look_at_codes(weight, stored)
+            else:
+                self._look_at_values(weight)
+        self._look_at_others()
+
+    def _stored(self, weight: Weight) -> list[_Stored]:
+        if weight.scheme is None:
+            return []
+        layer: Any = weight.layer
+        return [_Stored(place, weight.scheme, layer.recipe.weight, _sizes(weight)[1]) for place in weight.places]
+
+    def _look_at_codes(self, weight: Weight, stored: list[_Stored]) -> None:
+        layer: Any = weight.layer
+        if isinstance(layer.recipe.weight, DelayedScaling):
+            self.problems.append(f"{weight.name} has delayed scaling, whose scale is the layer's and not the folder's")
+            return
+        try:
+            quantizers_of_sets(layer)
+        except ValueError as error:
+            self.problems.append(f"{weight.name}: the recipe {error}")
+            return
+        for each in stored:
+            self.problems += each.problems(self.files)
+            self.used.update(each.name(suffix) for suffix in each.scheme.suffixes)
+        self.codes.append((weight, stored))
+
+    def _look_at_values(self, weight: Weight) -> None:
+        rows = _index_of_rows(self.plan.model, weight, self.files.names())
+        columns = weight.tensor.shape[-1:] if _has_rows(weight.tensor, rows) else ()
+        for name, index in rows.items():
+            shape = (*index.shape[:-1], *columns) if columns else tuple(index.shape)
+            if name not in self.files.names():
+                self.problems.append(f"{name} is missing")
+            elif self.files.shape(name) != shape:
+                self.problems.append(f"{name} has shape {self.files.shape(name)}; the model has {shape}")
+        self.used.update(rows)
+        self.values.append((weight, rows))
+
+    def _look_at_others(self) -> None:
+        model: Any = self.plan.model
+        allowed = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        tied = {*tied_names(self.plan.model)}
+        for name in sorted(self.files.names() - self.used):
+            if STATIC.fullmatch(name) or name in tied or any(each.search(name) for each in allowed):
+                continue
+            self.problems.append(
+                f"{name} has no place in the model: no such parameter, or a layer that fp8compile.convert left out"
+            )
+
+    def load(self) -> None:
+        """Replace the parameters."""
+        for weight, stored in self.codes:
+            found = _parameter(weight, stored, self.files, _device_of(weight.tensor, self.device))
+            put_codes(weight.layer, weight.name.rpartition(".")[2], found)
+        for weight, rows in self.values:
+            self._load_values(weight, rows)
+        if is_of_transformers(self.plan.model):
+            model: Any = self.plan.model
+            model.tie_weights()
+
+    def _load_values(self, weight: Weight, rows: Mapping[str, Tensor]) -> None:
+        parameter = weight.tensor
+        target = parameter
+        if parameter.is_meta or is_quantized_parameter(parameter):
+            target = torch.empty(parameter.shape, dtype=parameter.dtype, device=_device_of(parameter, self.device))
+        has_rows = _has_rows(target, rows)
+        flat = target.detach().view(-1, *(target.shape[-1:] if has_rows else ()))
+        for name, index in rows.items():
+            found: Any = self.files.get(name)
+            found = found.view(-1, *(found.shape[-1:] if has_rows else ()))
+            if index.ndim == 0:
+                flat.copy_(found)
+            else:
+                flat[index.flatten().to(flat.device)] = found.to(flat)
+        if is_quantized_parameter(parameter):
+            parameter.copy_(target)
+        elif target is not parameter:
+            _replace(self.plan.model, weight.name, target)
+
+
+def _replace(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer on the meta device."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    before: Any = getattr(module, own)
+    is_parameter = isinstance(before, nn.Parameter)
+    setattr(module, own, nn.Parameter(tensor, requires_grad=before.requires_grad) if is_parameter else tensor)
+
+
+def _check_real(model: nn.Module) -> list[str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    left = [name for name, each in named if each.is_meta]
+    if not left:
+        return []
+    return [
+        f"{', '.join(left[:3])}{' and more' if len(left) > 3 else ''} stay on the meta device: no folder has them. "
+        "Make such buffers on a real device, for example by accelerate.init_empty_weights(include_buffers=False)."
+    ]
+
+
+def load_quantized(
+    model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str | None = None
+) -> LoadReport:
+    """Load a checkpoint in a serving format: weights that it has as codes become parameters that are codes.
+
+    The forward then multiplies the codes and scales of the folder. Parameters keep their ``requires_grad``: freeze
+    them, or train them by `fp8compile.MasterWeights`. Weights that the folder has in high precision stay so.
+    Parameters are new objects, so make optimizers afterwards, and spread the model over ranks afterwards.
+
+    If the model is on the meta device, no weight is there in high precision in between; ``fp8compile.convert`` works
+    on such a model. Recipes that multiply different codes in forward and backward (`rowwise`, `mxfp8`) get
+    the second set from the values of the first, one weight at a time.
+
+    Args:
+        model: A model that `fp8compile.convert` has converted, whose recipes quantize weights as the folder has them.
+        folder: A folder in one of the formats of `save_pretrained`, from here or from another tool.
+        device: Device of the parameters; by default their own, or the CPU for those on the meta device.
+
+    Returns:
+        A report; print it.
+
+    Raises:
+        ValueError: The format is not known, a file can't be read, a tensor is missing, has another shape than the
+            recipe gives it or no place in the model; the recipe has delayed scaling; or a weight is spread over ranks.
+            The text lists all of it, and nothing is changed.
+        FileNotFoundError: The folder has no config.json.
+    """
+    path = Path(folder)
+    form = _format_of(path)
+    plan = plan_of(model, form, unfit="values")
+    files = StoredFiles("load_quantized", path)
+    loader = _Loader(plan, files, device)
+    loader.look()
+    if not loader.codes and not loader.problems:
+        loader.problems.append("no converted layer has codes there")
+    if loader.problems:
+        shown = "".join(f"\n    {each}" for each in loader.problems[:PROBLEMS])
+        more = f"\n    and {len(loader.problems) - PROBLEMS} more" if len(loader.problems) > PROBLEMS else ""
+        raise ValueError(f"load_quantized: {path} does not fit the model:{shown}{more}")
+    with torch.no_grad():
+        loader.load()
+    skipped = sum(1 for name in files.names() - loader.used if STATIC.fullmatch(name))
+    notes = [f"{skipped} static scales were not read: training takes those of each input."] if skipped else []
+    return LoadReport(
+        folder=path,
+        format=form.name,
+        codes=tuple(weight.name for weight, _ in loader.codes),
+        values=tuple(weight.name for weight, _ in loader.values),
+        notes=(*notes, *_check_real(plan.model)),
+    )

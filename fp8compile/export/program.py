@@ -1,0 +1,65 @@
+"""program: a model as a graph of PyTorch's operators alone, for the device that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fp8compile import ops
+from fp8compile.nn.candidates import is_converted
+from fp8compile.nn.model_type import check_model
+from fp8compile.target import pretend_target, target_called
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+__all__ = ["program"]
+
+
+def program(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: str | None = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """Export a model's forward as a program that runs without this package, with the bits of the model.
+
+    The program is ``torch.export.export`` of the model with this package's operators taken apart into PyTorch's. So
+    ``torch.export.save`` writes it, any process with PyTorch loads it, and
+    ``torch._inductor.aoti_compile_and_package`` compiles it. Which GEMM multiplies is decided here, for the device
+    that serves. Call `fp8compile.freeze_weights` first: the program then holds weights as codes, and does not quantize
+    them in each call.
+
+    Args:
+        model: A converted model. It is exported in the mode that it has; call ``eval()`` first.
+        args: Example arguments of its forward.
+        kwargs: Example arguments by name.
+        target: The device that will run the program: ``"cpu"``, or a GPU such as ``"h100"``, ``"b200"`` or
+            ``"rtx4090"``. None for the device of the tensors. A program for a GPU that was made on a CPU is moved by
+            ``torch.export.passes.move_to_device_pass``.
+        dynamic_shapes: Sizes that may change, as ``torch.export.export`` takes them.
+
+    Returns:
+        The program.
+
+    Raises:
+        TypeError: The model is not a module.
+        ValueError: Nothing in the model is converted, or ``target`` is not known.
+        RuntimeError: An operator can't be taken apart: messages of expert parallelism, or there is no GEMM of PyTorch
+            for a recipe on the target.
+    """
+    check_model("program", model)
+    if not any(is_converted(module) for module in model.modules()):
+        raise ValueError("program: the model has no layer in FP8. Convert it by fp8compile.convert.")
+    place = nullcontext() if target is None else pretend_target(target_called(target))
+    with torch.no_grad(), place:
+        exported = torch.export.export(
+            model, args, None if kwargs is None else dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False
+        )
+        return exported.run_decompositions(ops.decompositions())

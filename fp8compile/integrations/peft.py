@@ -1,0 +1,334 @@
+"""LoRA by PEFT over FP8 layers whose weights may be codes: merged to codes or to values, and unmerged exactly.
+
+```python
+import peft
+
+import fp8compile as f8
+from fp8compile.integrations import peft as f8peft
+
+f8.freeze_weights(f8.convert(model, f8.recipes.blockwise()))
+config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+model = peft.get_peft_model(model, f8peft.register(config))
+```
+
+A base multiplies its codes by FP8 products, and what an adapter computes in high precision is added. Where PEFT
+computes with the weight itself, the base has its values for that time: dequantized, they become codes again after it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import layer as lora
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import Tensor, nn
+
+from fp8compile._compat import is_dtensor
+from fp8compile.nn.calibrate import set_row
+from fp8compile.nn.experts.added import add_to_product, no_longer_add, takes_additions
+from fp8compile.nn.experts.converted_class import ConvertedExperts
+from fp8compile.nn.grouped import grouped_linear
+from fp8compile.nn.linear import STATE, Linear
+from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
+from fp8compile.quantizers import DelayedScaling, Recipe
+from fp8compile.tensor import has_codes, is_quantized_parameter
+
+__all__ = ["register"]
+
+HIGH_PRECISION = Recipe()
+MERGE_TO = ("codes", "values")
+SPREAD = (
+    "{what}: {name} of the base is spread over ranks, whose shards hold no whole weight. {what} on one process: save "
+    "the adapter, load it beside the same base there."
+)
+
+
+class _Base:
+    """What a base layer had before adapters were merged: its weight, its bias, the weight's row of delayed scaling."""
+
+    def __init__(self, layer: Any, name: str) -> None:
+        self.weight: nn.Parameter = layer._parameters[name]
+        bias = layer._parameters.get("bias") if name == "weight" else None
+        self.bias: Tensor | None = None if bias is None else bias.detach().clone()
+        state = [layer._buffers[each] for each in STATE if each in layer._buffers]
+        self.rows: list[Tensor] = [each[ROW_OF_WEIGHT].clone() for each in state]
+
+    def put_back(self, layer: Any, name: str) -> None:
+        """Give a layer all of it again: the same parameter, not a copy."""
+        setattr(layer, name, self.weight)
+        with torch.no_grad():
+            if self.bias is not None:
+                layer.bias.copy_(self.bias)
+            for key, row in zip(STATE, self.rows, strict=False):
+                layer._buffers[key][ROW_OF_WEIGHT] = row
+
+
+def _values_of(weight: Tensor) -> Tensor:
+    found: Any = weight.detach()
+    return found.dequantize().detach() if has_codes(found) else found.clone()
+
+
+def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
+    """Give a layer codes of new values, made by the quantizers of the codes that it had.
+
+    With delayed scaling the weight's scale is that of the new values, because adapters may enlarge the amax.
+    """
+    made = copy.deepcopy(weight)
+    is_frozen, made.frozen = made.frozen, False
+    setattr(layer, name, made)
+    with torch.no_grad():
+        if isinstance(layer, Linear):
+            layer.own_weight()
+            if isinstance(quantizer := layer.recipe.weight, DelayedScaling):
+                set_row(layer, ROW_OF_WEIGHT, quantizer, values.abs().amax().float())
+        made.copy_(values)
+    made.frozen = is_frozen
+
+
+class _OverCodes:
+    """What both adapter layers share: a base with values while PEFT needs them, and the base as it was.
+
+    It comes before PEFT's class among the bases of a class, which has ``_base_module``, the layer in FP8, and
+    ``_base_name``, the name of the weight.
+    """
+
+    merge_to: str
+    merged_adapters: list[str]
+    _before: _Base | None
+    _has_values: bool
+    _caches: dict[str, Any]
+    lora_A: nn.ModuleDict
+
+    def _base_of(self: Any) -> tuple[Any, str]:
+        raise NotImplementedError
+
+    def _whole_base(self, what: str) -> tuple[Any, str]:
+        layer, name = self._base_of()
+        if is_dtensor(layer._parameters[name]):
+            raise RuntimeError(SPREAD.format(what=what, name=name))
+        return layer, name
+
+    @contextmanager
+    def _base_with_values(self, what: str) -> Iterator[nn.Parameter]:
+        """The base has values, a copy of them, within this context; afterwards what it had."""
+        layer, name = self._whole_base(what)
+        before = layer._parameters[name]
+        values = nn.Parameter(_values_of(before), requires_grad=False)
+        setattr(layer, name, values)
+        self._has_values = True
+        try:
+            yield values
+        finally:
+            setattr(layer, name, before)
+            self._has_values = False
+
+    def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into the base: into codes, if it has codes and ``merge_to`` is ``"codes"``, else into values.
+
+        All merged adapters are merged anew, from the base as it was before the first.
+
+        Args:
+            safe_merge: Whether to raise a ValueError if a merged value is not finite; the base is then as it was.
+            adapter_names: Names of the adapters; None for the active ones.
+        """
+        if self._has_values:  # PEFT's own merging calls this for a variant that needs the weight before
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return
+        names = [each for each in check_adapters_to_merge(self, adapter_names) or [] if each in self.lora_A]
+        if not names:
+            return
+        layer, name = self._whole_base("merge")
+        before = self._before or _Base(layer, name)
+        now, merged = _Base(layer, name), list(self.merged_adapters)
+        before.put_back(layer, name)
+        self.merged_adapters.clear()
+        try:
+            with self._base_with_values("merge") as values:
+                super().merge(safe_merge=safe_merge, adapter_names=[*merged, *names])
+                found = layer._parameters[name].detach()
+                del values
+            if is_quantized_parameter(before.weight) and self.merge_to == "codes":
+                _codes_like(layer, name, before.weight, found)
+            else:
+                setattr(layer, name, nn.Parameter(found, requires_grad=before.weight.requires_grad))
+        except BaseException:
+            now.put_back(layer, name)
+            self.merged_adapters[:] = merged
+            raise
+        self._before = before
+
+    def unmerge(self: Any) -> None:
+        """Put back the base as it was before adapters were merged: the same codes, to the bit."""
+        if self._has_values:
+            super().unmerge()
+            return
+        if self._before is None:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        self._before.put_back(*self._base_of())
+        self._before = None
+        self.merged_adapters.clear()
+        self._caches.clear()
+
+
+class _WithValues:
+    """A base layer as DoRA's arithmetic reads it: its weight as values."""
+
+    def __init__(self, layer: Any) -> None:
+        weight = layer.weight
+        self.weight = weight.dequantize() if has_codes(weight) else weight
+        self.bias = layer.bias
+
+
+class _DoraOverCodes(DoraLinearLayer):
+    """DoRA's magnitudes over a base in codes, whose values give the norms."""
+
+    def forward(self, x: Tensor, *, base_layer: nn.Module, **others: Any) -> Tensor:
+        """What DoRA adds to the base's output; ``base_layer`` may have codes."""
+        found: Tensor = super().forward(x, base_layer=_WithValues(base_layer), **others)
+        return found
+
+
+class LoraLinear(_OverCodes, lora.Linear):
+    """PEFT's LoRA layer over a `fp8compile.Linear`.
+
+    Args:
+        base_layer: The layer, or a LoRA layer over it.
+        adapter_name: Name of the first adapter.
+        config: PEFT's configuration.
+        merge_to: What codes become when adapters are merged: ``"codes"`` or ``"values"``.
+        others: What PEFT passes to its own class.
+    """
+
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, *, merge_to: str, **others: Any
+    ) -> None:
+        if others.pop("parameter_name", None) is not None:
+            raise ValueError("peft: target_parameters names the weight of a linear; name the layer in target_modules.")
+        self.merge_to, self._before, self._has_values = merge_to, None, False
+        super().__init__(base_layer, adapter_name, config=config, **others)
+
+    def _base_of(self) -> tuple[Any, str]:
+        return self.get_base_layer(), "weight"
+
+    def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **others: Any) -> None:
+        """Add an adapter. An initialization that changes the base's weight, such as PiSSA, changes its codes."""
+        if not config.use_dora and not isinstance(config.init_lora_weights, str):
+            super().update_layer(adapter_name, *args, config=config, **others)
+            return
+        layer, name = self._whole_base("update_layer")
+        before = layer._parameters[name]
+        with self._base_with_values("update_layer"):
+            super().update_layer(adapter_name, *args, config=config, **others)
+            found = layer._parameters[name].detach()
+        if not torch.equal(found, _values_of(before)):
+            if is_quantized_parameter(before):
+                _codes_like(layer, name, before, found)
+            else:
+                setattr(layer, name, nn.Parameter(found, requires_grad=before.requires_grad))
+        if config.use_dora:
+            self.lora_magnitude_vector[adapter_name].__class__ = _DoraOverCodes
+
+
+class ParamWrapper(_OverCodes, lora.ParamWrapper):
+    """PEFT's LoRA layer over a stack of experts' matrices; PEFT knows it by the name of its own class.
+
+    PEFT's own adds the product of A and B, of the stack's size, to the weight in each forward. Here each row is
+    multiplied by A and then by B of its expert, and the result is added, so that the base's codes stay what they are.
+
+    Args:
+        base_layer: The experts in FP8, or a LoRA layer over them.
+        adapter_name: Name of the first adapter.
+        config: PEFT's configuration; ``target_parameters`` names the stack.
+        merge_to: What codes become when adapters are merged: ``"codes"`` or ``"values"``.
+        others: What PEFT passes to its own class.
+    """
+
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, *, merge_to: str, **others: Any
+    ) -> None:
+        self.merge_to, self._before, self._has_values = merge_to, None, False
+        super().__init__(base_layer, adapter_name, config=config, **others)
+        layer, name = self._base_of()
+        if not takes_additions(layer):
+            raise TypeError(
+                f"peft: {type(layer).__name__} multiplies by its experts in a method of its own, to whose products "
+                "nothing is added. Adapters go over experts of transformers that its use_experts_implementation makes."
+            )
+        if is_dtensor(layer._parameters[name]):
+            raise TypeError(f"peft: {name} is spread over ranks; adapters are not. Add adapters before.")
+        add_to_product(layer, name, self._added)
+
+    def _base_of(self) -> tuple[Any, str]:
+        return self.get_base_layer(), self.parameter_name
+
+    def _added(self, x: Tensor, offsets: Tensor) -> Tensor | None:
+        """What the active adapters add to a product: (R, out_features) from rows (R, in_features); None if nothing."""
+        if self.disable_adapters or self.merged:
+            return None
+        found = None
+        for name in self.active_adapters:
+            if name not in self.lora_A:
+                continue
+            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            a = a.view(self.num_experts, -1, a.shape[-1]).to(x.dtype)  # (E, rank, in_features)
+            b = b.view(b.shape[0], -1, self.num_experts).permute(2, 0, 1).contiguous().to(x.dtype)  # (E, out, rank)
+            inner = grouped_linear(x, a, offsets, recipe=HIGH_PRECISION)
+            own = grouped_linear(inner, b, offsets, recipe=HIGH_PRECISION) * self.scaling[name]
+            found = own if found is None else found + own
+        return found
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        yield  # the products add what `_added` returns, and the weight stays what it is
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """The experts without adapters, merged or not."""
+        layer: Any = self
+        found: nn.Module = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
+        while isinstance(layer, ParamWrapper):
+            no_longer_add(found, layer.parameter_name)
+            layer = layer.base_layer
+        return found
+
+
+def register(config: LoraConfig, *, merge_to: str = "codes") -> LoraConfig:
+    """Have PEFT put adapters over FP8 layers and experts by the layers of this module.
+
+    Without it PEFT takes its own over a `fp8compile.Linear`, which can neither merge into codes nor compute DoRA's
+    norms of them. PEFT saves no such registration: pass the configuration to ``PeftModel.from_pretrained`` too, as
+    ``config=register(LoraConfig.from_pretrained(folder))``.
+
+    Args:
+        config: The configuration, changed in place. ``target_modules`` names linears, ``target_parameters`` stacks of
+            experts.
+        merge_to: What a weight that is codes becomes when adapters are merged: ``"codes"``, made of the merged values
+            by the same quantizers, or ``"values"``. A weight of values stays values.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        TypeError: ``config`` is no ``LoraConfig``.
+        ValueError: ``merge_to`` is neither.
+    """
+    if not isinstance(config, LoraConfig):
+        raise TypeError(f"register: config is a {type(config).__name__}; it is a peft.LoraConfig.")
+    if merge_to not in MERGE_TO:
+        raise ValueError(f"register: merge_to is {merge_to!r}; it is 'codes' or 'values'.")
+    makers: dict[Any, Any] = {
+        Linear: partial(LoraLinear, merge_to=merge_to),
+        ConvertedExperts: partial(ParamWrapper, merge_to=merge_to),
+    }
+    config._register_custom_module(makers)
+    return config

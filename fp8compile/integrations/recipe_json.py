@@ -1,0 +1,64 @@
+"""Recipes as JSON, for the configuration files of other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Recipe, TwoLevelScaling
+from fp8compile.quantizers.constant import Constant
+from fp8compile.recipes import by_name
+
+__all__ = ["recipe_from_json", "recipe_to_json"]
+
+OURS = Recipe, CurrentScaling, DelayedScaling, TwoLevelScaling
+CLASSES: dict[str, type[Any]] = {each.__name__: each for each in OURS}
+CLASS = "class"  # the key of a constant's class
+
+
+def _to_json(value: Any) -> Any:
+    if not isinstance(value, Constant):
+        return list(value) if isinstance(value, tuple) else value
+    name = type(value).__name__
+    if CLASSES.get(name) is not type(value):
+        raise TypeError(
+            f"{name} can't be written to JSON, which holds recipes of {', '.join(CLASSES)}. Convert the model after "
+            "from_pretrained, by fp8compile.convert."
+        )
+    return {CLASS: name, **{each.name: _to_json(getattr(value, each.name)) for each in fields(value)}}
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if not isinstance(value, Mapping):
+        return value
+    name = value.get(CLASS)
+    if name not in CLASSES:
+        raise ValueError(f"a recipe in JSON has the class {name!r}; it is one of {', '.join(CLASSES)}.")
+    return CLASSES[name](**{key: _from_json(each) for key, each in value.items() if key != CLASS})
+
+
+def recipe_to_json(recipe: Any) -> Any:
+    """A recipe, or a mapping from name patterns to recipes, as values that JSON holds.
+
+    Raises:
+        TypeError: A quantizer is of a class of another package.
+    """
+    if isinstance(recipe, Mapping):  # a list, because the first pattern that matches decides, and files sort keys
+        return [[name, recipe_to_json(each)] for name, each in recipe.items()]
+    return _to_json(recipe)
+
+
+def recipe_from_json(given: Any) -> Any:
+    """The recipe of what `recipe_to_json` returned, of a recipe's name, or of a recipe itself.
+
+    Raises:
+        ValueError: No recipe has this name, or a class or field is not known.
+    """
+    if isinstance(given, str):
+        return by_name(given)
+    if isinstance(given, list) or (isinstance(given, Mapping) and CLASS not in given):
+        return {name: recipe_from_json(each) for name, each in dict(given).items()}
+    return _from_json(given)

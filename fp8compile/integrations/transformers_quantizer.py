@@ -1,0 +1,221 @@
+"""F8Config: FP8 as a quantization method of transformers, from ``from_pretrained`` to ``save_pretrained``.
+
+from_pretrained --skeleton on the meta device--> fp8compile.convert --weights of the file--> values, or codes
+save_pretrained --> the state dict, with codes where parameters are codes; config.json with the recipe
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fp8compile.integrations.recipe_json import recipe_from_json, recipe_to_json
+from fp8compile.layout.packing import packed_in_rows
+from fp8compile.layout.quantized import Quantized
+from fp8compile.nn import convert
+from fp8compile.nn.candidates import is_converted, layers, weight_names
+from fp8compile.nn.codes_in_state import ENDS, PARTS
+from fp8compile.nn.quantized_weights import check_weights, quantizers_of_sets
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import QuantizedParameter
+
+__all__ = ["F8Config", "F8Quantizer"]
+
+METHOD = "fp8compile"
+
+
+@register_quantization_config(METHOD)
+class F8Config(QuantizationConfigMixin):
+    """Options of ``from_pretrained(..., quantization_config=F8Config(...))``, which are saved in config.json.
+
+    Args:
+        recipe: A recipe, its name such as ``"rowwise"``, or a mapping from name patterns to recipes.
+        filter: Which layers to convert, name patterns as `fp8compile.convert` takes them. By default all but those
+            that transformers keeps in high precision: output embeddings and tied weights.
+        quantized_parameters: Whether weights become codes while they are read, one after another. Train them by
+            `fp8compile.integrations.transformers.master_weights`, or freeze them.
+        share_outer_scale: As `fp8compile.convert` takes it.
+        others: Entries that transformers adds.
+
+    Raises:
+        ValueError: No recipe has this name, a recipe has delayed scaling, or parameters that are codes are to share an
+            outer scale.
+        TypeError: ``recipe`` is no recipe, or has a quantizer of another package, which JSON can't hold.
+    """
+
+    def __init__(
+        self,
+        recipe: Any = "rowwise",
+        *,
+        filter: Sequence[str] | None = None,
+        quantized_parameters: bool = False,
+        share_outer_scale: Any = False,
+        **others: Any,
+    ) -> None:
+        others.pop("quant_method", None)
+        self.quant_method: Any = METHOD
+        self.recipe: Any = recipe_from_json(recipe)
+        self.filter: list[str] | None = None if filter is None else list(filter)
+        self.quantized_parameters: bool = quantized_parameters
+        self.share_outer_scale: Any = share_outer_scale
+        given = self.recipe.values() if isinstance(self.recipe, Mapping) else [self.recipe]
+        for each in given:
+            if not isinstance(each, Recipe):
+                raise TypeError(f"F8Config: recipe is {each!r}; it is a fp8compile.Recipe or the name of one.")
+            if each.history():
+                raise ValueError(
+                    "F8Config: the recipe has delayed scaling, whose state no checkpoint in high precision has. Load "
+                    "the model, and convert it by fp8compile.convert."
+                )
+        if quantized_parameters and share_outer_scale:
+            raise ValueError(
+                "F8Config: share_outer_scale, and quantized_parameters: each weight is quantized when it is read, "
+                "before the others are there. Leave one of them out."
+            )
+        recipe_to_json(self.recipe)  # raises now, and not when the model is saved
+        for name, value in others.items():
+            setattr(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as config.json has them."""
+        return {**super().to_dict(), "recipe": recipe_to_json(self.recipe)}
+
+    def __iter__(self) -> Any:
+        yield from self.to_dict().items()
+
+
+def _names_in_state(name: str) -> list[str]:
+    """What a state dict has in place of a parameter that is codes."""
+    return [f"{name}_{part}{end}" for end in ENDS for part in PARTS]
+
+
+class _Codes(ConversionOps):
+    """Makes a parameter of the codes and scales that a file has for it.
+
+    Args:
+        hf_quantizer: The quantizer. Operations that have one get tensors in the dtypes of the file.
+        name: Name of the parameter in its module.
+    """
+
+    def __init__(self, hf_quantizer: F8Quantizer, name: str) -> None:
+        self.hf_quantizer, self.name = hf_quantizer, name
+
+    def convert(
+        self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Return the parameter by its full name."""
+        layer, own, weight = _layer_of(model, full_layer_name)
+        found = {key: each[0] if isinstance(each, list) else each for key, each in input_dict.items()}
+        sets = []
+        for quantizer, end in zip(quantizers_of_sets(layer), ENDS, strict=False):
+            codes, scale, outer = (found.get(f"{self.name}_{part}{end}") for part in PARTS)
+            if codes is None or scale is None:
+                raise ValueError(f"{full_layer_name}: the folder has no {own}_codes{end} or no {own}_scale{end}")
+            quantizer = packed_in_rows(quantizer, weight.shape)
+            sets.append(Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer))
+        parameter = QuantizedParameter.of_sets(sets, weight.dtype, batch=weight.ndim - 2)
+        return {full_layer_name: nn.Parameter(parameter)}
+
+
+class _Quantize(ConversionOps):
+    """Makes codes of a weight that a file has in high precision."""
+
+    def convert(
+        self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Return the parameter by its full name."""
+        layer, _, weight = _layer_of(model, full_layer_name)
+        (values,) = input_dict.values()
+        values = values[0] if isinstance(values, list) else values
+        with torch.no_grad():
+            parameter = QuantizedParameter.of(
+                values.to(weight.dtype), *quantizers_of_sets(layer), batch=weight.ndim - 2
+            )
+        return {full_layer_name: nn.Parameter(parameter)}
+
+
+def _layer_of(model: nn.Module, full_name: str) -> tuple[nn.Module, str, Tensor]:
+    """The layer that has a parameter, the parameter's name there, and the parameter on the meta device."""
+    path, _, name = full_name.rpartition(".")
+    layer = model.get_submodule(path)
+    return layer, name, getattr(layer, name)
+
+
+@register_quantizer(METHOD)
+class F8Quantizer(HfQuantizer):
+    """What transformers asks of a quantization method, for `F8Config`."""
+
+    quantization_config: F8Config
+
+    def _filter(self, model: Any) -> list[str]:
+        if self.quantization_config.filter is not None:
+            return self.quantization_config.filter
+        left = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        names = {name for _, own in layers(model) for name in own}
+        return ["*", *(f"!{name}" for name in sorted(names & set(left)))]
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        own = self.quantization_config
+        convert(model, own.recipe, filter=self._filter(model), share_outer_scale=own.share_outer_scale)
+        if own.quantized_parameters:
+            check_weights(model, {each: each.recipe for each in model.modules() if is_converted(each)})
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for module in model.modules():
+            if is_converted(module):
+                module.reach_codes()
+        used = getattr(model, "_weight_conversions", None) or []
+        model._weight_conversions = [each for each in used if not _is_own(each)]
+        return model
+
+    def _makes_codes(self, model: nn.Module, name: str) -> bool:
+        if not self.quantization_config.quantized_parameters:
+            return False
+        path, _, own = name.rpartition(".")
+        layer = model.get_submodule(path)
+        return is_converted(layer) and own in weight_names(layer)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a weight becomes codes when it is read."""
+        return self._makes_codes(model, param_name)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that makes codes of a weight."""
+        return _Quantize()
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """The model's own conversions, and those of parameters that the folder has as codes."""
+        if not self.pre_quantized or not self.quantization_config.quantized_parameters:
+            return weight_conversions
+        names = {name for each in model.modules() if is_converted(each) for name in weight_names(each)}
+        own = [WeightConverter(_names_in_state(name), name, [_Codes(self, name)]) for name in sorted(names)]
+        return [*own, *weight_conversions]
+
+    def is_serializable(self) -> bool:
+        """True: `save_pretrained` writes values, or codes and scales."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """True: a Trainer needs no adapters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """True."""
+        return True
+
+
+def _is_own(conversion: Any) -> bool:
+    return any(isinstance(each, _Codes) for each in getattr(conversion, "operations", ()))

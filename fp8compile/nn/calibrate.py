@@ -1,0 +1,143 @@
+"""calibrate: static scales of inputs, from the amaxes that a pass over data sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile import ops
+from fp8compile._compat import is_dtensor
+from fp8compile.nn.linear import Linear, become_float8
+from fp8compile.nn.model_type import Model, check_model
+from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
+
+__all__ = ["calibrate", "set_row"]
+
+ROW_OF_INPUT = 0  # in a state of delayed scaling
+
+
+def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
+    """The quantizer of the same codes whose scale is given; None if a tensor has more than one scale."""
+    if isinstance(quantizer, DelayedScaling):
+        return quantizer
+    is_plain = type(quantizer) is CurrentScaling and quantizer.block == (-1, -1) and quantizer.rounding == "nearest"
+    if not is_plain or quantizer.scale != "fp32" or quantizer.eps or quantizer.format not in ("e4m3", "e5m2"):
+        return None
+    return DelayedScaling(format=quantizer.format, history=1)
+
+
+def _static(recipe: Recipe) -> Recipe | None:
+    """The recipe with given scales for input and weight; None if they have more scales than one a tensor."""
+    own: dict[str, Any] = {}
+    for slots in (("input", "input_for_grad_weight"), ("weight", "weight_for_grad_input")):
+        given = [getattr(recipe, slot) for slot in slots]
+        found = [None if each is None else _delayed(each) for each in given]
+        if found[0] is None or (given[1] is not None and found[1] != found[0]):
+            return None
+        own.update(zip(slots, found, strict=True))
+    return replace(recipe, **own, keep_weight_codes=False)
+
+
+@contextmanager
+def _amaxes_of_inputs(layers: list[Linear]) -> Iterator[dict[Linear, Tensor]]:
+    """The largest amax of each layer's inputs, () float32, over all calls within the context."""
+    found: dict[Linear, Tensor] = {}
+
+    def seen(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(layer, Linear)
+        x: Tensor = args[0]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        quantizer: Any = _delayed(layer.recipe.input)
+        amax = ops.amax(x.detach(), quantizer).view(())
+        found[layer] = torch.maximum(found[layer], amax) if layer in found else amax
+
+    handles = [layer.register_forward_pre_hook(seen) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module, str]) -> None:
+    if type(model).__name__ == "OptimizedModule":
+        raise ValueError("calibrate: the model went through torch.compile, whose code no hook sees. Calibrate first.")
+    if not layers:
+        raise ValueError(
+            "calibrate: no layer has one scale for its whole input and one for its whole weight, as "
+            "fp8compile.recipes.tensorwise() and delayed() have. Blocks and rows have scales of the values at hand."
+        )
+    for layer in layers:
+        if is_dtensor(layer.weight):
+            raise ValueError(f"calibrate: {names[layer]} is spread over ranks. Calibrate on one process.")
+        if layer.is_quantized() and not layer.recipe.history():
+            raise ValueError(
+                f"calibrate: the weight of {names[layer]} is codes already. Calibrate first, then freeze_weights."
+            )
+
+
+def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
+    """Set one tensor's multiplier by an amax, and make that the only amax of its history."""
+    history, multiplier = torch.zeros_like(layer.amax_history[row]), torch.ones_like(layer.multiplier[row])
+    history[0] = layer.amax_history[row, 0]  # that of a quantized weight
+    history, multiplier = quantizer.next_state(history, multiplier, amax)
+    layer.amax_history[row] = history
+    layer.multiplier[row] = multiplier
+
+
+def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
+    """Give the layers of a model static scales of their inputs, from the values that a pass over data has.
+
+    In place. A layer whose recipe scales input and weight as whole tensors gets delayed scaling, whose multipliers are
+    those of the largest amax of its inputs and of its weight. No forward changes these. A later backward does: training
+    goes on with delayed scaling. Other layers, such as experts and layers with scales of blocks, stay as they are.
+
+    Call `freeze_weights` after this to make the weights codes. ``fp8compile.export.save_pretrained`` writes the static
+    scales in formats that have them.
+
+    Args:
+        model: A converted model, not compiled and not spread over ranks.
+        run: Called once with the model, without gradients. It runs forwards over the data.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is not a module.
+        ValueError: The model is compiled, no layer has one scale a tensor, a layer's weight is codes or spread over
+            ranks, or ``run`` called a layer never or with an input whose amax is 0, infinite or NaN. Nothing is
+            changed then.
+    """
+    check_model("calibrate", model)
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    every = [module for module in model.modules() if isinstance(module, Linear)]
+    layers = {layer: own for layer in every if (own := _static(layer.recipe)) is not None}
+    _check(model, layers, names)
+    with torch.no_grad(), _amaxes_of_inputs(list(layers)) as amaxes:
+        run(model)
+    for layer in layers:
+        if layer not in amaxes:
+            raise ValueError(f"calibrate: run never called {names[layer]}. Run forwards that call all layers.")
+        if not (amaxes[layer] > 0) or not amaxes[layer].isfinite():
+            raise ValueError(f"calibrate: the inputs of {names[layer]} have amax {amaxes[layer].item()}.")
+    with torch.no_grad():
+        for layer, recipe in layers.items():
+            if layer.recipe.history():
+                quantizer: Any = layer.recipe.input
+                set_row(layer, ROW_OF_INPUT, quantizer, amaxes[layer])
+                continue
+            become_float8(layer, recipe, None)
+            for row, own, amax in (
+                (ROW_OF_INPUT, recipe.input, amaxes[layer]),
+                (ROW_OF_WEIGHT, recipe.weight, layer.weight.abs().amax().float()),
+            ):
+                assert isinstance(own, DelayedScaling)
+                set_row(layer, row, own, amax)
+    return model

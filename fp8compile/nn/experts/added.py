@@ -1,0 +1,39 @@
+"""What is added to the product of a stack of experts, such as the low-rank product of an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Added", "add_to_product", "no_longer_add", "takes_additions", "with_additions"]
+
+# Maps rows sorted by expert (R, in_features) and the experts' ends (E,) to what is added (R, out_features), or None.
+Added = Callable[[Tensor, Tensor], Tensor | None]
+NAME = "_fp8compile_added"  # attribute of a module: for each of its weights, by name, what is added to the product
+
+
+def takes_additions(module: nn.Module) -> bool:
+    """Whether the products of a converted module's experts take additions."""
+    host = getattr(type(module), "_host", None)
+    return host is not None and bool(host.takes_additions)
+
+
+def add_to_product(module: nn.Module, weight: str, added: Added) -> None:
+    """Add the result of ``added`` to each product by a weight of a module's experts, in place of what was added."""
+    vars(module).setdefault(NAME, {})[weight] = added
+
+
+def no_longer_add(module: nn.Module, weight: str) -> None:
+    """Undo `add_to_product`."""
+    vars(module).get(NAME, {}).pop(weight, None)
+
+
+def with_additions(module: Any, weight: str, x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+    """The product ``y`` of rows ``x`` by a weight, and what is added to it."""
+    own = getattr(module, NAME, None)
+    if not own or weight not in own:
+        return y
+    added = own[weight](x, offsets)
+    return y if added is None else y + added.to(y.dtype)

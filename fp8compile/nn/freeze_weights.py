@@ -1,0 +1,129 @@
+"""freeze_weights: make the weights of a trained model codes once, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import attrgetter
+
+from torch import nn
+
+from fp8compile._compat import local_itself
+from fp8compile.nn.candidates import is_converted, weight_names
+from fp8compile.nn.experts.converted_class import ConvertedModule
+from fp8compile.nn.linear import Linear
+from fp8compile.nn.model_type import Model, check_model
+from fp8compile.nn.quantized_weights import check_weights, quantize_weights
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import QuantizedParameter, in_place_of, is_quantized_parameter
+
+__all__ = ["freeze_weights"]
+
+FUNCTION = "freeze_weights"
+
+
+def _frozen(recipe: Recipe) -> Recipe | None:
+    """The recipe of a layer that has only the codes of its forward; None if its forward has no codes of the weight.
+
+    If grad_input would read other codes of the weight, it multiplies the values of the forward's codes instead.
+    """
+    if recipe.weight is None:
+        return None
+    if recipe.shares_weight_codes():
+        return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
+    if recipe.history():
+        raise ValueError(
+            "freeze_weights: a layer has delayed scaling for the output, and other quantizers of its weight for "
+            "grad_input, so that one set of codes does not serve both. Take fp8compile.recipes.delayed()."
+        )
+    return Recipe(
+        input=recipe.input,
+        weight=recipe.weight,
+        fast_accumulation_output=recipe.fast_accumulation_output,
+        dequantized_output=recipe.dequantized_output,
+        dequantized_gradients=True,
+        emulate=recipe.emulate,
+    )
+
+
+def _forward_set(weight: QuantizedParameter) -> QuantizedParameter:
+    """The codes of the forward alone, of a weight that is codes already."""
+    if weight.quantizer_for_grad_input is None:
+        return weight
+    found = QuantizedParameter.of_sets(weight.sets()[:1], weight.dtype, batch=weight.batch)
+    found.state = weight.state
+    if weight.group is not None and weight.shard_dim is not None:
+        found.group, found.shard_dim, found.sizes = weight.group, weight.shard_dim, weight.sizes
+    return found
+
+
+def _check_codes(layers: Mapping[Linear | ConvertedModule, Recipe]) -> None:
+    for layer in layers:
+        for name in weight_names(layer):
+            weight = attrgetter(name)(layer)
+            if weight is not local_itself(weight) and local_itself(weight).quantizer_for_grad_input is not None:
+                raise ValueError(
+                    "freeze_weights: a weight has two sets of codes and is spread over ranks. Freeze it on one "
+                    "process, and spread it after that."
+                )
+
+
+def _freeze(layer: nn.Module) -> None:
+    for name in weight_names(layer):
+        weight = attrgetter(name)(layer)
+        local = local_itself(weight)
+        if is_quantized_parameter(local):
+            local.frozen = True
+            local.initial = None
+        weight.requires_grad_(False)
+
+
+def freeze_weights(model: Model) -> Model:
+    """Make the weights of all FP8 layers codes, once, and keep them so: for inference, and as a base of adapters.
+
+    Each weight has then one set of codes, that of the forward, with the codes and scales that it has in training.
+    Nothing quantizes it again, and its values are gone. Outputs have the same bits. The weights ask for no gradient,
+    and a write of values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A state dict
+    with codes loads.
+
+    Gradients still flow to the inputs of the layers. If a recipe has other codes of the weight for grad_input, such as
+    ``fp8compile.recipes.rowwise()``, that GEMM multiplies the values of the forward's codes in high precision.
+
+    Layers with delayed scaling keep the scale of their input as it is, for no forward changes it. For static scales
+    without delayed scaling in training see `calibrate`.
+
+    Args:
+        model: A converted model, not compiled and not under FSDP. Its parameters may be values or codes.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is not a module.
+        ValueError: The model has no FP8 layer; or a weight can't be kept as one set of codes: it is shared with a
+            layer that is not converted, FSDP2 has sharded it, or its recipe has delayed scaling for one product only.
+            Nothing is changed then.
+    """
+    check_model(FUNCTION, model)
+    found = [module for module in model.modules() if is_converted(module)]
+    if not found:
+        raise ValueError(
+            "freeze_weights: the model has no fp8compile.Linear and no experts in FP8. Call fp8compile.convert first."
+        )
+    recipes = {layer: own for layer in found if (own := _frozen(layer.recipe)) is not None}
+    quantized = {layer: own for layer, own in recipes.items() if layer.is_quantized()}
+    values = {layer: own for layer, own in recipes.items() if layer not in quantized}
+    check_weights(model, values, function=FUNCTION)
+    _check_codes(quantized)
+    for layer, own in recipes.items():
+        layer.recipe = own
+    quantize_weights(values, keep_initial=False)
+    for layer in quantized:
+        for name in weight_names(layer):
+            weight = attrgetter(name)(layer)
+            one = local_itself(weight)
+            if one.quantizer_for_grad_input is not None:
+                setattr(layer, name, in_place_of(weight, _forward_set(one)))
+    for layer in found:
+        _freeze(layer)
+    return model

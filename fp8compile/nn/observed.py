@@ -1,0 +1,64 @@
+"""Observed: base of modules whose FP8 products a `fp8compile.Monitor` can observe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fp8compile._compat import is_dtensor
+from fp8compile.nn.ungathered import UngatheredStack
+from fp8compile.ops.layer.observe import Observer
+
+if TYPE_CHECKING:
+    from torch.nn import Module  # Observed is always combined with a Module
+else:
+    Module = object
+
+__all__ = ["Observed", "first_expert"]
+
+
+class Observed(Module):
+    """Mixin for modules whose forward gives `observer` to the functions that multiply.
+
+    A module of your own that multiplies by ``fp8compile.parallel.column_parallel_linear``, for example, derives from
+    it, names its weights, and passes ``observer=self.observer("weight")``. All modules of `fp8compile.convert` do.
+
+    Attributes:
+        observed_weights: Names of the module's parameters that it multiplies by; 3-D parameters are stacks of experts.
+    """
+
+    observed_weights: Sequence[str] = ()
+    _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
+
+    def observer(self, name: str, stack: Any = None) -> Observer | None:
+        """Where statistics of the products with a weight go in this step; None if nobody reads them.
+
+        Args:
+            name: The name of the weight.
+            stack: The weight of experts as the forward finds it, if ranks may have different experts of it.
+        """
+        if self._observers is None:
+            return None
+        found = self._observers.get(name)
+        if found is None:
+            return None
+        return found if stack is None else found.placed(first_expert(stack))
+
+    def weights_to_observe(self) -> dict[str, int]:
+        """For each weight that the module multiplies by, the number of matrices; 0 if it is no stack."""
+        parameters: dict[str, Any] = {name: self.get_parameter(name) for name in self.observed_weights}
+        return {name: each.shape[0] if each.ndim == 3 else 0 for name, each in parameters.items()}
+
+
+def first_expert(stack: Any) -> int:
+    """Index of this rank's first expert of a stack that expert parallelism spreads over ranks."""
+    if isinstance(stack, UngatheredStack):
+        if stack.spread is None:
+            return 0
+        mesh, placements, own = stack.spread
+    elif is_dtensor(stack):
+        mesh, placements, own = stack.device_mesh, stack.placements, stack.to_local().shape[0]
+    else:
+        return 0
+    ranks = [mesh.get_local_rank(index) for index, each in enumerate(placements) if each.is_shard(0)]
+    return ranks[0] * own if ranks else 0

@@ -1,0 +1,63 @@
+"""The amax for a scale that several weights share, computed from all of them in each forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8compile import ops
+from fp8compile._compat import is_dtensor, local_itself, replicated
+from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.tensor import SOURCE_DTYPES, has_codes
+
+__all__ = ["shared_outer_amax"]
+
+WHOLE_TENSOR = CurrentScaling()  # its amax is one number
+
+
+def _check_together(weights: Sequence[Tensor]) -> None:
+    """Raise a RuntimeError unless ranks hold the weights in the same way."""
+    meshes = {each.device_mesh if is_dtensor(each) else None for each in weights}
+    if len(meshes) > 1:
+        raise RuntimeError(
+            "Linear: layers share an outer scale (share_outer_scale of fp8compile.convert), and ranks hold their "
+            "weights differently while one of them runs. Put all layers of a group, such as q_proj and k_proj, into "
+            "one unit of fully_shard, and give all of them to parallelize_module or none."
+        )
+
+
+def _amax(weight: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> Tensor:
+    weight = weight.detach() if dtype is None else weight.detach().to(dtype)
+    if is_dtensor(weight):  # the amaxes of blocks would gather a weight whose blocks ranks cut
+        return replicated(ops.amax(weight, WHOLE_TENSOR)).view(1)
+    amaxes = ops.amax(weight, quantizer)  # compiled code computes it once, here and for the scales of blocks
+    return ops.outer_amax(amaxes, quantizer) if quantizer.has_outer_scale() else amaxes.view(1)
+
+
+def shared_outer_amax(weights: Sequence[Tensor], quantizer: Quantizer) -> Tensor | None:
+    """The largest magnitude of some weights in the dtype that a layer computes in, (1,) float32.
+
+    Returns None if the weights are codes already, whose scales are known.
+
+    Args:
+        weights: Matrices, plain or all of them DTensors on one mesh.
+        quantizer: Their quantizer.
+
+    Raises:
+        RuntimeError: Ranks hold the weights in different ways.
+    """
+    if any(has_codes(local_itself(each)) for each in weights):
+        return None
+    _check_together(weights)
+    device, dtype = weights[0].device.type, None
+    if device != "meta" and torch.is_autocast_enabled(device) and weights[0].dtype in SOURCE_DTYPES:
+        dtype = torch.get_autocast_dtype(device)
+    found = torch.cat([_amax(each, quantizer, dtype) for each in weights]).amax(0, keepdim=True)
+    if not is_dtensor(weights[0]):
+        return found
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weights[0].device_mesh
+    return DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,240 @@
+"""The elements of an operand beside their codes and scales, for statistics of what a cast does to them.
+
+    operand                     values, codes, scales                       totals
+    a matrix                    (M, K)                                      (1,)
+    a stack                     (E, N, K)                                   (E,)
+    groups, codes along rows    (R, K), a row belongs to a group            (E,)
+    groups, codes along tokens  (C, K), a column of codes is a row here     (E,)
+
+A sum goes through a matrix as the cast does, so that Inductor makes one kernel of both: along rows, within the blocks
+of a row, or along columns. A second, small kernel adds the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile._compat import guard_or_false
+from fp8compile.formats import Float4Format, Float8Format
+from fp8compile.layout.cuts import SIDES
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.groups.layout import (
+    alignment,
+    group_of_rows,
+    group_to_read,
+    padded_offsets,
+    row_of_columns,
+    sizes_of_groups,
+)
+from fp8compile.ops.layer.over_ranks import as_operand
+from fp8compile.ops.layer.quantize import expanded_scales
+from fp8compile.ops.layer.quantize_groups import as_values_of_rows
+from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.blocks import Block, as_matrix
+from fp8compile.quantizers.hadamard import random_hadamard
+
+__all__ = ["Elements", "elements_of", "elements_of_codes", "total"]
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of an operand on this rank.
+
+    Attributes:
+        values: What was cast, float32: the values, after the quantizer's transform if it has one.
+        codes: Their codes, one a byte.
+        scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
+            broadcasts against ``values``.
+        format: Format of the codes.
+        block: Block of the quantizer, over a matrix as ``values`` has it.
+        group: The group of each row; the number of groups for a row that belongs to none. None without groups.
+        numel: Number of elements, padding left out, shape (1,) or (E,), float64.
+        has_values: Whether values are what was cast. If a weight is kept as codes, they are what the codes stand for.
+    """
+
+    values: Tensor
+    codes: Tensor
+    scale: Tensor
+    format: Float8Format | Float4Format
+    block: Block
+    group: Tensor | None
+    numel: Tensor
+    has_values: bool = True
+
+    def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
+        """What a function computes of the elements; several statistics share one computation."""
+        known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
+        if compute not in known:
+            known[compute] = compute(self)
+        return known[compute]
+
+    def decoded(self) -> Tensor:
+        """The numbers that codes stand for, before scales, float32."""
+        return self.once(_decoded)
+
+    def magnitude(self) -> Tensor:
+        """The magnitudes of the values."""
+        return self.once(_magnitude)
+
+    def dequantized(self) -> Tensor:
+        """The values that the product multiplies: codes times scales, float32."""
+        return self.decoded() * self.scale
+
+
+def _decoded(elements: Elements) -> Tensor:
+    return elements.format.decode(elements.codes)
+
+
+def _magnitude(elements: Elements) -> Tensor:
+    return elements.values.abs()
+
+
+def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool) -> Elements:
+    """Lay values, codes and scales of an operand beside each other.
+
+    Args:
+        part: The values on this rank.
+        found: Their codes, before ranks gather them.
+        shape: Shape of the values without the rows that pad each matrix of a stack to whole blocks.
+        along_tokens: Whether codes of groups lie along tokens.
+    """
+    if part.layout.ends is not None:
+        return _of_groups(part, found, along_tokens=along_tokens)
+    values = part.local if part.layout.batch else as_matrix(part.local)
+    return _of_matrices(values, found, shape[-2] if part.layout.batch else None)
+
+
+def elements_of_codes(found: Quantized) -> Elements:
+    """The elements of a weight that is kept as codes; see `elements_of`."""
+    return _of_matrices(None, found, None)
+
+
+def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None) -> Elements:
+    batch, (operand, *windows) = found.layout.batch, as_operand(found)
+    scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
+    codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
+    scales = expanded_scales(codes, scale, quantizer)
+    if (outer := operand.outer_scale) is not None:
+        scales = scales * (outer.view(-1, 1, 1) if batch else outer)
+    for dim, window in zip(SIDES, windows, strict=True):
+        if window is not None:  # what is before this rank's elements belongs to other ranks
+            codes, scales = window.extract(codes, dim), window.extract(scales.expand(codes.shape), dim)
+    fmt, has_values = quantizer.element_format(), values is not None
+    if values is None:
+        values = fmt.decode(codes) * scales
+    elif quantizer.transform():  # fills the last sixteen
+        values = _transformed(values.float(), quantizer)
+    elif rows is not None:
+        scales = scales.expand(codes.shape)
+        values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
+    numel = values.shape[batch:].numel()
+    count = torch.full((codes.shape[0] if batch else 1,), numel, dtype=torch.float64, device=codes.device)
+    return Elements(values.float(), codes, scales, fmt, quantizer.block, None, count, has_values)
+
+
+def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
+    if not (signs := quantizer.transform()):
+        return values
+    dim = 0 if quantizer.block[1] == 1 else 1
+    if values.ndim == 2:
+        return random_hadamard(values, dim, signs)
+    stack = values.transpose(-2, -1) if dim == 0 else values  # along rows no group has elements of two matrices
+    found = random_hadamard(stack.flatten(0, 1), 1, signs).view(*stack.shape[:2], -1)
+    return found.transpose(-2, -1) if dim == 0 else found
+
+
+def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements:
+    ends: Any = part.layout.ends  # the caller has asked
+    x, groups = part.local, ends.shape[0]
+    numel = sizes_of_groups(ends).double() * x.shape[1]
+    if not along_tokens:
+        operand, _, window = as_operand(as_values_of_rows(found, x.shape[1]))
+        values = x if window is None else window.embed(x, SIDES[1])
+        scale = expanded_scales(operand.codes, operand.scale, operand.quantizer)
+        if operand.outer_scale is not None:
+            scale = scale * operand.outer_scale[group_to_read(ends, x.shape[0])].unsqueeze(1)
+        group, codes, quantizer = group_of_rows(ends, x.shape[0]), operand.codes, operand.quantizer
+        values = torch.where((group < groups).unsqueeze(1), values, 0)  # rows behind the groups may hold anything
+    else:
+        codes, quantizer = one_a_byte(found.codes, found.quantizer)
+        codes, rows = codes.t(), quantizer.block[0]
+        row, group = row_of_columns(ends, alignment(quantizer), codes.shape[0])
+        values = torch.where((row >= 0).unsqueeze(1), pad(x, (0, 0, 0, 1))[row], 0)
+        place = group if rows == -1 else torch.arange(codes.shape[0], device=codes.device) // rows
+        scale = quantizer.scale_values(_grid_along_tokens(found, rows, codes.shape))[place]
+        if found.outer_scale is not None:
+            scale = scale * found.outer_scale[group].unsqueeze(1)
+        if quantizer.transform():  # fills a group's last sixteen
+            numel = torch.diff(padded_offsets(ends, alignment(quantizer)), prepend=ends.new_zeros(1)).double()
+            numel = numel * x.shape[1]
+            behind = torch.arange(codes.shape[0], device=ends.device) >= padded_offsets(ends, alignment(quantizer))[-1]
+            group = torch.where(behind, groups, group)
+        else:
+            group = torch.where(row >= 0, group, groups)
+    values = _transformed(values.float(), quantizer)
+    return Elements(values, codes, scale, quantizer.element_format(), (1, quantizer.block[1]), group, numel)
+
+
+def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
+    """Scales of blocks of tokens as rows: (blocks, features) or (E, features or 1)."""
+    if rows == -1 or found.scale.ndim == 2:
+        return found.scale
+    from fp8compile.scale_layouts import untiled
+
+    return untiled(found.scale, shape[1], shape[0] // rows).t()
+
+
+# ---------------------------------------------------------------------------------- totals
+
+
+def _reduced(values: Tensor, combine: str, dim: int) -> Tensor:
+    if combine == "max":
+        return values.amax(dim)
+    if values.dtype == torch.float64:
+        return values.sum(dim)
+    return values.sum(dim, dtype=torch.int32 if values.dtype in (torch.bool, torch.int32) else torch.float32)
+
+
+def total(elements: Elements, numbers: Sequence[Tensor], combine: str) -> Tensor:
+    """Reduce numbers of each element to one for a matrix, for each matrix of a stack, or for each group.
+
+    Args:
+        elements: The elements.
+        numbers: Tensors of the shape of ``elements.values``: bool or int32 to be counted, float32 or float64.
+        combine: ``"sum"`` or ``"max"``.
+
+    Returns:
+        (numbers, E), and E is 1 for a matrix: float64 for sums, float32 for maxima, which are -inf without elements.
+    """
+    matrices, like = elements.numel.shape[0], elements.values
+    neutral, dtype = (0, torch.float64) if combine == "sum" else (-torch.inf, torch.float32)
+    if not numbers or guard_or_false(like.numel() == 0):
+        return like.new_full((len(numbers), matrices), neutral, dtype=dtype)
+    pieces = torch.stack([_pieces(each, combine, elements).to(dtype) for each in numbers])
+    if elements.group is not None:
+        groups = torch.arange(matrices, device=like.device).unsqueeze(1)
+        pieces = torch.where(groups == elements.group, pieces.unsqueeze(1), neutral)
+    if combine == "sum":
+        return pieces.sum(-1)
+    return pad(pieces, (0, 1), value=neutral).amax(-1)  # amax of no rows raises
+
+
+def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
+    """Reduce as the cast goes through memory: (rows,) with groups, else (E, pieces)."""
+    if elements.group is not None or each.ndim == 3:
+        return _reduced(each, combine, -1)
+    _, columns = elements.block
+    if columns == 1:
+        found = _reduced(each, combine, 0)
+    elif columns > 1 and guard_or_false(each.shape[1] % columns == 0):
+        found = _reduced(each.view(each.shape[0], -1, columns), combine, -1)
+    else:
+        found = _reduced(each, combine, -1)
+    return found.reshape(1, -1)

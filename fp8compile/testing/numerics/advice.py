@@ -1,0 +1,231 @@
+"""Advice: which recipe each layer takes, with the errors and costs that decided; a recipe function for `convert`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.tables import folded, paragraph, table_lines, terminal_width
+from fp8compile.testing.numerics.decibels import shown_decibels
+from fp8compile.testing.numerics.product_costs import Cost
+from fp8compile.testing.numerics.product_errors import Errors
+
+__all__ = ["HIGH_PRECISION", "Advice", "LayerAdvice", "least_of"]
+
+HIGH_PRECISION = "unconverted"  # the name of "no recipe" among the names of recipes
+PRODUCTS = tuple(gemm.name for gemm in GEMMS)
+
+
+def least_of(errors: Errors) -> float:
+    """The smallest ratio of the products that were measured, in dB; ``inf`` if none was, ``nan`` if one is."""
+    known = [each for each in errors if each is not None]
+    return math.nan if any(map(math.isnan, known)) else min(known, default=math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAdvice:
+    """What is known of one layer, and the recipe that it takes.
+
+    Attributes:
+        name: Fully qualified name.
+        matrices: (out_features, in_features) of each matrix that multiplies a row.
+        rows: Number of rows that the layer multiplied, all calls together.
+        sampled: Number of these rows that the errors were measured on.
+        groups: Number of experts that had rows, and of all experts; None for a linear.
+        errors: For each recipe's name, the signal-to-noise ratios of output, grad_input and grad_weight in dB, against
+            float64. The smallest over calls and matrices; None for a product that the backward does not compute or
+            whose exact value is 0. The entry ``"unconverted"`` has the error of the operands' own dtype.
+        costs: For each recipe's name, bytes and least time of products and casts in one step.
+        refused: For each recipe that the layer or the GPU can't run, the reason.
+        takes: Name of the recipe, or ``"unconverted"``.
+    """
+
+    name: str
+    matrices: tuple[tuple[int, int], ...]
+    rows: int
+    sampled: int
+    groups: tuple[int, int] | None
+    errors: Mapping[str, Errors]
+    costs: Mapping[str, Cost]
+    refused: Mapping[str, str]
+    takes: str = HIGH_PRECISION
+
+    def allowed(self) -> list[str]:
+        """Names of what the layer may take: recipes that are not refused, and ``"unconverted"``."""
+        return [name for name in self.errors if name not in self.refused]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Advice on the recipes of a model's layers. `fp8compile.convert` takes it as ``recipe``; it prints as a table.
+
+    Attributes:
+        layers: The layers that were measured, in the order of the model.
+        recipes: The recipes by name.
+        budget: What decided: ``{"sqnr": dB}`` or ``{"time": share}``.
+        gpu: Name of the GPU whose peaks give least times.
+        rows_factor: Number by which rows were multiplied for bytes and times.
+        left_out: The layers that stay in high precision whatever the budget, each with the reason.
+    """
+
+    layers: tuple[LayerAdvice, ...]
+    recipes: Mapping[str, Recipe]
+    budget: Mapping[str, float]
+    gpu: str
+    rows_factor: float
+    left_out: Mapping[str, str]
+
+    def __call__(self, module: nn.Module, fqn: str) -> Recipe | None:
+        """The recipe of a layer, or None for high precision.
+
+        Args:
+            module: The layer.
+            fqn: Its fully qualified name in the model that was measured.
+
+        Raises:
+            ValueError: The model that was measured has no such layer.
+        """
+        taken = next((layer.takes for layer in self.layers if layer.name == fqn), None)
+        if taken is None and fqn not in self.left_out:
+            raise ValueError(
+                f"advice: {fqn!r} is no layer of the model that was measured. Call advise with the model that is "
+                "converted."
+            )
+        return None if taken is None else self.recipes.get(taken)
+
+    def total(self, name: str | None = None) -> Cost:
+        """The cost of all layers, as advised or with one recipe.
+
+        Args:
+            name: Name of a recipe, or ``"unconverted"``; layers that can't run it stay unconverted. None for the
+                advice.
+        """
+        total = Cost(0, 0)
+        for layer in self.layers:
+            taken = layer.takes if name is None else name if name in layer.allowed() else HIGH_PRECISION
+            total += layer.costs[taken]
+        return total
+
+    def lines_of_data(self) -> list[str]:
+        """How much data the errors rest on, in words."""
+        counts = sorted({layer.sampled for layer in self.layers})
+        rows = sorted({layer.rows for layer in self.layers})
+        shown, all_rows = (f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in (counts, rows))
+        lines = [f"Errors rest on one batch: {shown} rows a layer, of {all_rows}."]
+        experts = [layer for layer in self.layers if layer.groups is not None]
+        idle = sum(layer.groups[1] - layer.groups[0] for layer in experts if layer.groups is not None)
+        if idle:
+            lines.append(f"{idle} experts had no rows in it, so nothing is known of them.")
+        forward_only = sum(all(each is None for each in layer.errors[HIGH_PRECISION][1:]) for layer in self.layers)
+        if forward_only:
+            lines.append(f"{forward_only} layers got no gradient, so only their outputs count.")
+        return lines
+
+    def lines_of_result(self) -> list[str]:
+        """The budget and what came of it, in words."""
+        plain, advised = self.total(HIGH_PRECISION), self.total()
+        (kind, value), *_ = self.budget.items()
+        wanted = (
+            f"the fastest recipe whose three products have {value:g} dB each"
+            if kind == "sqnr"
+            else f"the least noise within {value:g} of the time without FP8"
+        )
+        counts = Counter(layer.takes for layer in self.layers)
+        parts = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+        ratio = advised.seconds / plain.seconds if plain.seconds else 1.0
+        moved = advised.bytes / plain.bytes if plain.bytes else 1.0
+        factor = "" if self.rows_factor == 1 else f", with {self.rows_factor:g} times these rows"
+        lines = [
+            f"Budget: {wanted}.",
+            f"Layers: {parts}. By the peaks of an {self.gpu}{factor}, products and casts take at least {ratio:.2f} of "
+            f"the time without FP8, and {moved:.2f} of the bytes: a bound, and no measurement.",
+        ]
+        refused = {reason: name for layer in self.layers for name, reason in layer.refused.items()}
+        lines += [f"{name} is refused: {reason}" for reason, name in refused.items()]
+        if self.left_out:
+            reasons = Counter(self.left_out.values()).most_common()
+            left = "; ".join(f"{count} ({reason})" for reason, count in reasons)
+            lines.append(f"Left out: {left}.")
+        return lines
+
+    def table(self, *, products: bool = False) -> tuple[list[str], list[tuple[str, ...]]]:
+        """Headings and rows of the table.
+
+        Args:
+            products: Whether each product has a row; if not, a layer has one row, with the smallest of its three
+                ratios.
+        """
+        names = list(self.recipes)
+        columns = ["layer", "out x in", *(["product"] if products else []), *names, "takes", "time"]
+        rows: list[tuple[str, tuple[str, ...]]] = []
+        for layer in self.layers:
+            sizes = ", ".join(f"{n} x {k}" for n, k in layer.matrices)
+            plain = layer.costs[HIGH_PRECISION].seconds
+            time = f"{layer.costs[layer.takes].seconds / plain:.2f}" if plain else "-"
+            for place, product in enumerate(PRODUCTS) if products else ((None, ""),):
+                shown = [
+                    "-"
+                    if name not in layer.errors
+                    else shown_decibels(least_of(layer.errors[name]) if place is None else layer.errors[name][place])
+                    for name in names
+                ]
+                rows.append((layer.name, (sizes, *([product] if products else []), *shown, layer.takes, time)))
+        return columns, [(name, *cells) for name, cells in folded(rows)]
+
+    def text(self, *, products: bool = False, width: int | None = None) -> str:
+        """The advice in words and as a table.
+
+        Args:
+            products: As `table` takes it.
+            width: Width in characters; None for the terminal's.
+        """
+        width = terminal_width() if width is None else width
+        columns, rows = self.table(products=products)
+        above = "Signal-to-noise ratio in dB against float64" + ("." if products else ", the least of three products.")
+        lines = [
+            *(line for each in [*self.lines_of_data(), above] for line in paragraph(each, width=width)),
+            *table_lines(columns, rows, width=width),
+            *(line for each in self.lines_of_result() for line in paragraph(each, width=width)),
+        ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """The table with one row a layer, and what the advice rests on."""
+        return self.text()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the recipes as plain values for JSON; a ratio without error is the string ``"inf"``."""
+
+        def plain(value: float | None) -> Any:
+            return value if value is None or math.isfinite(value) else str(value)
+
+        return {
+            "gpu": self.gpu,
+            "budget": dict(self.budget),
+            "rows_factor": self.rows_factor,
+            "left_out": dict(self.left_out),
+            "layers": [
+                {
+                    "name": layer.name,
+                    "matrices": [list(each) for each in layer.matrices],
+                    "rows": layer.rows,
+                    "sampled": layer.sampled,
+                    "groups": layer.groups and list(layer.groups),
+                    "sqnr": {
+                        name: dict(zip(PRODUCTS, map(plain, errors), strict=True))
+                        for name, errors in layer.errors.items()
+                    },
+                    "bytes": {name: cost.bytes for name, cost in layer.costs.items()},
+                    "seconds": {name: cost.seconds for name, cost in layer.costs.items()},
+                    "refused": dict(layer.refused),
+                    "takes": layer.takes,
+                }
+                for layer in self.layers
+            ],
+        }

@@ -1,0 +1,128 @@
+"""Comparison: where two runs of a model differ, module by module, and how the difference grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8compile.tables import paragraph, table_lines, terminal_width
+from fp8compile.testing.numerics.decibels import shown_decibels
+
+__all__ = ["Comparison", "ComparisonRow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """One module in one pass. Ratios are signal-to-noise ratios in dB; ``inf`` where no element differs.
+
+    Attributes:
+        name: Fully qualified name; with a number from the module's second call on.
+        kind: The model's class and the reference's, if they differ; else one class.
+        direction: ``"forward"`` or ``"backward"``.
+        arriving: What arrives: the input, or grad_output. None if the module gets no floating tensor.
+        leaving: What leaves: the output, or grad_input. None if there is none.
+        own: What the module itself adds: its output, or its grad_input, from the reference's input and grad_output.
+        own_weight: In the backward, the same for the gradients of the module's parameters, the smallest ratio.
+    """
+
+    name: str
+    kind: str
+    direction: str
+    arriving: float | None
+    leaving: float | None
+    own: float | None
+    own_weight: float | None = None
+
+    @property
+    def least_own(self) -> float:
+        """The smaller of ``own`` and ``own_weight``; ``inf`` if neither was measured."""
+        known = [each for each in (self.own, self.own_weight) if each is not None]
+        return -math.inf if any(map(math.isnan, known)) else min(known, default=math.inf)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the module's result is that of the reference, to the bit."""
+        return self.least_own == math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What `compare` found. It prints as a table.
+
+    Attributes:
+        rows: The modules in the order in which they run: forward, then backward.
+        losses: The loss of the model and that of the reference.
+        missing: Names of modules that only one of the two has or calls.
+    """
+
+    rows: tuple[ComparisonRow, ...]
+    losses: tuple[float, float]
+    missing: tuple[str, ...]
+
+    @property
+    def first(self) -> ComparisonRow | None:
+        """The first module, in the order of the run, that computes something else than the reference; None if none."""
+        return next((row for row in self.rows if not row.is_equal), None)
+
+    @property
+    def worst(self) -> ComparisonRow | None:
+        """The module that adds the largest difference itself; None if none adds one."""
+        differing = [row for row in self.rows if not row.is_equal]
+        return min(differing, key=lambda row: row.least_own, default=None)
+
+    @property
+    def between_modules(self) -> ComparisonRow | None:
+        """The first module whose input differs although each module before gave the reference's result; else None.
+
+        Such a difference arises in code between modules, such as an attention function or a sum.
+        """
+        for row in self.rows:
+            if row.arriving is not None and row.arriving != math.inf:
+                return row
+            if not row.is_equal:
+                return None
+        return None
+
+    def verdict(self) -> list[str]:
+        """Where the difference arises, in words."""
+        lines = [f"loss {self.losses[0]:.6g}, reference {self.losses[1]:.6g}"]
+        if self.missing:
+            lines.append(f"only in one of the two: {', '.join(self.missing)}")
+        if (row := self.between_modules) is not None:
+            what = "input" if row.direction == "forward" else "grad_output"
+            lines.append(
+                f"it arises before {row.name or 'the model'}, outside of modules: its {what} differs "
+                f"({shown_decibels(row.arriving)} dB), and each module before gave the reference's result"
+            )
+        elif self.first is None:
+            lines.append("every module gives the reference's result, to the bit")
+        if self.first is not None:
+            lines.append(f"first module that differs: {_said(self.first)}")
+        if self.worst is not None and self.worst is not self.first:
+            lines.append(f"adds most itself: {_said(self.worst)}")
+        return lines
+
+    def table(self) -> tuple[list[str], list[tuple[str, ...]]]:
+        """Headings and rows of the table."""
+        columns = ["module", "class", "pass", "arrives", "own", "own, parameters", "leaves"]
+        rows: Sequence[tuple[Any, ...]] = [
+            (
+                row.name or "the model", row.kind, row.direction,
+                *map(shown_decibels, (row.arriving, row.own, row.own_weight, row.leaving)),
+            )
+            for row in self.rows
+        ]  # fmt: skip
+        return columns, list(rows)
+
+    def __str__(self) -> str:
+        """The verdict, and a row for each module and pass."""
+        width = terminal_width()
+        columns, rows = self.table()
+        lines = [line for each in self.verdict() for line in paragraph(each, width=width)]
+        return "\n".join([*lines, *table_lines(columns, rows, width=width)])
+
+
+def _said(row: ComparisonRow) -> str:
+    return f"{row.name or 'the model'} ({row.kind}), {row.direction}, {shown_decibels(row.least_own)} dB"

@@ -1,0 +1,107 @@
+"""Call a model with a batch as a data loader gives it, and find the loss in what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fp8compile._compat import is_dtensor
+from fp8compile.nn.model_type import check_model
+from fp8compile.nn.parameter_uses.first_forward import untold
+from fp8compile.testing.graphs.kept_state import kept_state
+from fp8compile.testing.graphs.report import is_compiled
+
+__all__ = ["Loss", "arguments_of", "check_eager", "check_whole", "loss_of", "mean_square", "run_aside"]
+
+Loss = Callable[[Any], Tensor]
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call: a mapping is passed by names, a tuple or list one after the other, else it is one."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def loss_of(function: str, output: Any, loss: Loss | None) -> Tensor:
+    """The scalar that the backward begins with.
+
+    Args:
+        function: Name of the public function, for errors.
+        output: What the model returned.
+        loss: A function of it; None to take the output's own loss: itself, its ``loss``, or its first entry.
+
+    Raises:
+        TypeError: ``output`` has no loss, or ``loss`` returns no scalar that requires grad.
+    """
+    found: Any
+    if loss is not None:
+        found = loss(output)
+    elif isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", output)
+    if not _is_loss(found):
+        given = "loss returned" if loss is not None else "the model returned"
+        raise TypeError(
+            f"{function}: {given} a {type(found if loss is not None else output).__name__} and no scalar loss, from "
+            "which gradients come. Pass loss=, a function of what the model returns, such as "
+            "loss=lambda y: y.float().square().mean()."
+        )
+    if not found.requires_grad:
+        raise TypeError(f"{function}: the loss does not require grad, so no layer gets a gradient. Train something.")
+    return found
+
+
+def mean_square(output: Any) -> Tensor:
+    """The mean square of all floating tensors in an output, for models that return no loss."""
+    leaves = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
+    if not leaves:
+        raise TypeError("the model returns no floating tensor, so there is nothing to take a gradient of.")
+    return torch.stack([each.float().square().mean() for each in leaves]).sum()
+
+
+def check_eager(function: str, model: object) -> None:
+    """Raise a TypeError unless ``model`` is a module and no part of it is compiled."""
+    check_model(function, model)
+    assert isinstance(model, nn.Module)
+    compiled = next((name or "the model" for name, each in model.named_modules() if is_compiled(each)), None)
+    if compiled is not None:
+        raise TypeError(
+            f"{function}: {compiled} is compiled, and its layers are not called one by one. Pass what torch.compile "
+            "was given."
+        )
+
+
+def check_whole(function: str, layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise a TypeError if a layer's parameters are spread over ranks."""
+    for name, layer in layers:
+        if any(is_dtensor(parameter) for parameter in layer.parameters()):
+            raise TypeError(
+                f"{function}: parameters of {name!r} are DTensors; it takes a model that is whole on this process. "
+                "Call it before the model is sharded."
+            )
+
+
+@contextmanager
+def run_aside(model: nn.Module, arguments: Any, seed: int | None = None) -> Iterator[None]:
+    """A block in which a model runs and after which it is as before: modes, buffers, gradients and random states.
+
+    The backward runs in the calling thread, where modes of this process hold. With a seed, random numbers are those
+    of that seed.
+    """
+    with kept_state(model, arguments), untold(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield

@@ -1,0 +1,93 @@
+"""RankComparison: where ranks that share a model compute something else than one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fp8compile.tables import paragraph, table_lines, terminal_width
+
+__all__ = ["RankComparison", "RankFinding", "merged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFinding:
+    """A difference at one product of one layer.
+
+    Attributes:
+        order: Number of the product in the order of execution, from 0.
+        layer: Name of the layer.
+        op: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
+        operand: The recipe's field for the operand, such as ``"input"`` or ``"weight_for_grad_input"``; ``"result"``
+            for the product itself.
+        what: ``"values"`` if the operand arrives with other values than in one process, ``"scale"``, ``"outer scale"``
+            or ``"codes"`` if ranks quantize the same values in another way, ``"product"`` if they multiply the same
+            codes to another result.
+        detail: The difference in words, as the first of ``ranks`` sees it.
+        ranks: The ranks that see it.
+    """
+
+    order: int
+    layer: str
+    op: str
+    operand: str
+    what: str
+    detail: str
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """The finding in one line."""
+        ranks = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {', '.join(map(str, self.ranks))}"
+        return f"{self.layer or 'the model'}, {self.op}, {self.what} of {self.operand} on {ranks}: {self.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankComparison:
+    """What `compare_ranks` found, the same on every rank. It prints as a list.
+
+    Attributes:
+        ranks: Number of ranks.
+        products: Number of products that were compared.
+        findings: The differences, in the order of execution.
+    """
+
+    ranks: int
+    products: int
+    findings: tuple[RankFinding, ...]
+
+    @property
+    def first(self) -> RankFinding | None:
+        """The first difference, which is where to look; those after it may only follow from it. None if none."""
+        return self.findings[0] if self.findings else None
+
+    def __str__(self) -> str:
+        """The first difference in words, and all of them as a table."""
+        width = terminal_width()
+        if self.first is None:
+            return (
+                f"{self.ranks} ranks compute what one process computes: {self.products} products, each with its "
+                "operands"
+            )
+        lines = paragraph(f"{self.ranks} ranks first differ from one process at {self.first}", width=width)
+        rows = [
+            (f"{each.order}", each.layer, each.op, f"{each.what} of {each.operand}", ", ".join(map(str, each.ranks)))
+            for each in self.findings
+        ]
+        return "\n".join([*lines, *table_lines(("#", "layer", "op", "differs", "ranks"), rows, width=width)])
+
+
+def merged(by_rank: Sequence[tuple[int, Sequence[RankFinding]]]) -> tuple[RankFinding, ...]:
+    """The findings of all ranks in the order of execution; equal ones of several ranks become one.
+
+    Args:
+        by_rank: Each rank's number, and its findings in their order.
+    """
+    found: dict[tuple[int, int, str, str], RankFinding] = {}
+    for rank, findings in by_rank:
+        for place, each in enumerate(findings):
+            same = [number for number, other in enumerate(findings) if other.order == each.order]
+            key = (each.order, place - same[0], each.operand, each.what)
+            before = found.get(key)
+            ranks = (*(before.ranks if before is not None else ()), rank)
+            found[key] = replace(before or each, ranks=ranks)
+    return tuple(found[key] for key in sorted(found, key=lambda key: key[:2]))

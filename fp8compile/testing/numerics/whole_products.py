@@ -1,0 +1,156 @@
+"""Compares one product that ranks share with the product that one process computes of the same values.
+
+Each rank gathers its parts, quantizes and multiplies the whole by the same code, and compares. Scales and codes are
+equal to the bit. So is the product, but for sums: terms of other ranks are rounded, and a GEMM of other sizes may add
+in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.layer.operands import GRAD_WEIGHT, WEIGHT_SLOTS, Operands
+from fp8compile.ops.layer.over_ranks import gather
+from fp8compile.ops.layer.products import Product
+from fp8compile.ops.layer.rows import rows_cut
+from fp8compile.quantizers import Gemm
+from fp8compile.testing.bits import difference, sum_difference
+
+__all__ = ["differences", "is_shared", "whole"]
+
+Multiply = Callable[..., Product]
+
+
+def _cut_by_fsdp(part: Plain, slot: str, operands: Operands) -> Plain:
+    if operands.rows is None or slot not in WEIGHT_SLOTS:
+        return part
+    return part.with_cuts((*part.cuts, rows_cut(operands.rows)))
+
+
+def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
+    """The whole tensor, `Plain` or `Quantized`, gathered over all ranks that share it.
+
+    Args:
+        part: This rank's part.
+        slot: The recipe's field for it.
+        operands: The product's; None if no FSDP cuts the tensor besides.
+    """
+    if operands is not None:
+        part = _cut_by_fsdp(part, slot, operands)
+    for index in range(len(part.cuts)):
+        if part.cuts[index] is not None:
+            part = gather(part, index)
+    return part.with_cuts(())
+
+
+def is_shared(a: Plain, b: Plain, operands: Operands) -> bool:
+    """Whether several ranks share the product."""
+    return any((*a.cuts, *b.cuts)) or operands.rows is not None
+
+
+def _has_given_codes(gemm: Gemm, operands: Operands) -> bool:
+    """Whether an operand is codes already, of which no whole values are known here."""
+    return operands.weight is not None or (gemm is GRAD_WEIGHT and operands.input is not None)
+
+
+def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | None:
+    words = difference(mine, expected)
+    if words is None or mine.shape != expected.shape or mine.numel() > 1:
+        return None if words is None else (name, words)
+    ratio = mine.double().item() / expected.double().item() if mine.is_floating_point() and expected.any() else None
+    return name, words + ("" if ratio is None else f", {ratio:.3g} times")
+
+
+def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
+    """What differs, ``"scale"``, ``"outer scale"`` or ``"codes"``, and how; None if nothing does."""
+    mine = whole(mine)
+    if mine.outer_scale is not None and expected.outer_scale is not None:
+        found = _in_words("outer scale", mine.outer_scale, expected.outer_scale)
+        if found is not None:
+            return found
+    scales = [each.quantizer.scale_values(each.scale) for each in (mine, expected)]
+    codes = [one_a_byte(each.codes, each.quantizer)[0] for each in (mine, expected)]
+    return _in_words("scale", *scales) or _in_words("codes", *codes)
+
+
+def _gathered(product: Product, b: Plain, gemm: Gemm) -> tuple[Tensor, Tensor | None]:
+    """The whole product in float64, and the sum of the magnitudes of the ranks' terms; None without a sum."""
+    local, terms = product.local, None
+    if gemm is not GRAD_WEIGHT:
+        local = local.view(*product.shape[:-1], local.shape[-1])
+    for index in reversed(range(len(product.steps))):
+        out, left, right = product.steps[index].out, product.cuts[index], b.cuts[index]
+        if out is None:
+            continue
+        cut: Any = right if out == "n" or left is None else left
+        if out == "sum":
+            every = all_gather(local.unsqueeze(0).contiguous(), 0, (1,) * len(cut.sizes), cut.group).double()
+            local, terms = every.sum(0), every.abs().sum(0)
+            continue
+        dim = local.ndim - 1 if out == "n" else local.ndim - 2 if gemm is GRAD_WEIGHT else cut.dim
+        local = all_gather(local.contiguous(), dim, cut.sizes, cut.group)
+        terms = None if terms is None else all_gather(terms.contiguous(), dim, cut.sizes, cut.group)
+    return local, terms
+
+
+def _of_product(product: Product, expected: Product, b: Plain, gemm: Gemm, bias: Tensor | None) -> str | None:
+    found, terms = _gathered(product, b, gemm)
+    dtype = expected.local.dtype
+    want = expected.local.view(found.shape)
+    if terms is None:
+        return sum_difference(found, want)
+    # Each term is rounded, each sum of two, and in one process the sum: half a unit in the last place each. A bias is
+    # added to a rounded term, which is no larger than bias and sum together.
+    terms = terms if bias is None else terms + 2 * bias.double().abs()
+    ranks = sum(each.out == "sum" for each in product.steps) * max(len(c.sizes) for c in (*product.cuts, *b.cuts) if c)
+    allowed = (ranks + 2) * torch.finfo(dtype).eps * terms
+    apart = (found - want.double()).abs()
+    unlike = ~(apart <= allowed) & ~(found.isnan() & want.isnan())
+    if not unlike.any():
+        return None
+    at = tuple(unlike.nonzero()[0].tolist())
+    return (
+        f"{int(unlike.sum())} of {unlike.numel()} elements differ by more than roundings of sums, the first at "
+        f"{list(at)}: {found[at].item():.6g} instead of {want[at].item():.6g}"
+    )
+
+
+def differences(
+    gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None, product: Product, multiply: Multiply
+) -> Iterator[tuple[str, str, str]]:
+    """How a product that ranks share differs from that of one process; every rank of the groups calls this.
+
+    Args:
+        gemm: Which product.
+        a: This rank's part of the left operand.
+        b: This rank's part of the right operand.
+        operands: What quantized them.
+        bias: This rank's part of the bias, or None.
+        product: This rank's product.
+        multiply: The function that made it.
+
+    Yields:
+        The operand, ``"result"`` for the product; what differs; how.
+    """
+    if _has_given_codes(gemm, operands):
+        return
+    alone = Operands(operands.recipe, operands.phase, operands.multiplier)
+    parts = {gemm.a: a, gemm.b: b}
+    wholes = {slot: whole(part, slot, operands) for slot, part in parts.items()}
+    if operands.recipe.quantizers(gemm) is not None:
+        for slot, part in parts.items():
+            found = _of_operand(operands.of(part, slot), alone.of(wholes[slot], slot))
+            if found is not None:
+                yield slot, *found
+    all_of_bias = None if bias is None else whole(bias)
+    expected = multiply(gemm, wholes[gemm.a], wholes[gemm.b], alone, all_of_bias)
+    words = _of_product(product, expected, b, gemm, None if all_of_bias is None else all_of_bias.local)
+    if words is not None:
+        yield "result", "product", words

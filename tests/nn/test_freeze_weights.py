@@ -1,0 +1,174 @@
+"""freeze_weights: one set of codes a weight, the bits of the trained model, and no way to train on; calibrate."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile as f8
+from fp8compile.tensor import QuantizedParameter
+
+RECIPES = f8.recipes.names()
+
+
+def model_of(recipe, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64)).bfloat16()
+    return f8.convert(model, recipe, filter="*", **options)
+
+
+def experts_of(recipe):
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2)
+    model = nn.ModuleDict({"experts": Qwen3MoeExperts(config)})
+    for each in model.parameters():
+        nn.init.normal_(each, std=0.1)
+    return f8.convert(model.bfloat16(), recipe, filter="*")
+
+
+def rows(count=24):
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def parameter_bytes(model):
+    own = [part for each in model.parameters() for part in (each.parts() if hasattr(each, "parts") else (each,))]
+    return sum(each.numel() * each.element_size() for each in own)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("is_codes", [False, True], ids=["values", "codes"])
+def test_a_frozen_model_has_the_bits_of_the_trained_one_and_one_set_of_codes(name, is_codes):
+    model, x = model_of(f8.recipes.by_name(name), quantized_parameters=is_codes), rows()
+    model(x).float().square().mean().backward()  # with delayed scaling, the state is no longer the first one
+    with torch.no_grad():
+        expected = model(x)
+        assert f8.freeze_weights(model) is model
+        assert torch.equal(model(x), expected)
+    for layer in (model[0], model[2]):
+        assert isinstance(layer.weight, QuantizedParameter)
+        assert layer.weight.quantizer_for_grad_input is None
+        assert not layer.weight.requires_grad
+    values = (64 * 96 * 2 + 96 + 64) * 2
+    assert parameter_bytes(model) < (0.36 if name == "nvfp4" else 0.58) * values
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "nvfp4"])
+def test_frozen_experts_have_the_bits_of_trained_ones(name):
+    model = experts_of(f8.recipes.by_name(name))
+    given = torch.randn(7, 32).bfloat16(), torch.randint(4, (7, 2)), torch.rand(7, 2).bfloat16()
+    with torch.no_grad():
+        expected = model["experts"](*given)
+        f8.freeze_weights(model)
+        assert torch.equal(model["experts"](*given), expected)
+    assert model["experts"].down_proj.quantizer_for_grad_input is None
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_gradients_flow_to_inputs_and_are_those_of_the_codes_values(name):
+    model = f8.freeze_weights(model_of(f8.recipes.by_name(name)))
+    layer, x = model[0], rows().requires_grad_()
+    grad = torch.randn(24, 96).bfloat16()
+    layer(x).backward(grad)
+    values = grad @ layer.weight.dequantize()
+    if name == "rowwise":  # that GEMM is in high precision
+        assert torch.equal(x.grad, values)
+    else:  # codes of 3 bits of mantissa: 2**-4 of each product, of which errors partly cancel
+        assert (x.grad - values).float().norm() < 2**-4 * values.float().norm()
+
+
+def test_training_a_frozen_weight_raises():
+    model = f8.freeze_weights(model_of(f8.recipes.tensorwise()))
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(rows()).float().square().mean().backward()
+    with pytest.raises(RuntimeError, match="froze"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="froze"), torch.no_grad():
+        copy.deepcopy(model)[0].weight.copy_(torch.zeros(96, 64))
+
+
+def test_a_frozen_model_loads_codes_and_refuses_values():
+    model, other = (f8.freeze_weights(model_of(f8.recipes.rowwise())) for _ in range(2))
+    with torch.no_grad():
+        expected = model(rows())
+    plain = model_of(f8.recipes.rowwise()).state_dict()
+    for each in other.state_dict().values():
+        each.zero_()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(rows()), expected)
+    with pytest.raises(RuntimeError, match="froze"):
+        other.load_state_dict(plain)
+
+
+def test_a_frozen_model_is_one_graph_without_a_cast_of_the_weight():
+    model, x = f8.freeze_weights(model_of(f8.recipes.rowwise())), rows()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(step(x), model(x))
+
+
+def test_what_can_not_be_frozen_is_said_and_nothing_changes():
+    with pytest.raises(ValueError, match="Call fp8compile.convert first"):
+        f8.freeze_weights(nn.Linear(16, 16))
+    tied = nn.ModuleDict({"embedding": nn.Embedding(64, 64), "head": nn.Linear(64, 64, bias=False)}).bfloat16()
+    tied["head"].weight = tied["embedding"].weight
+    f8.convert(tied, f8.recipes.tensorwise(), filter="*")
+    with pytest.raises(ValueError, match="freeze_weights, and the weight of head is also that of embedding"):
+        f8.freeze_weights(tied)
+    assert type(tied["head"].weight) is nn.Parameter
+
+
+# ---------------------------------------------------------------------------------- static scales of inputs
+
+
+def test_calibrated_scales_are_those_of_the_data_and_stay():
+    model, x = model_of(f8.recipes.tensorwise()), rows()
+    with torch.no_grad():
+        expected = model(x)
+        f8.calibrate(model, lambda given: [given(x[:8] / 2), given(x)])
+        assert torch.equal(model(x), expected)  # the scales of the data at hand, for that data
+        f8.freeze_weights(model)
+        assert torch.equal(model(x), expected)
+        before = model[0].multiplier.clone()
+        assert not torch.equal(model(x / 64), f8.freeze_weights(model_of(f8.recipes.tensorwise()))(x / 64))
+        assert torch.equal(model[0].multiplier, before)
+    assert model[0].multiplier[0] == 448 / x.float().abs().max()
+
+
+def test_layers_with_delayed_scaling_are_calibrated_anew():
+    model, x = model_of(f8.recipes.delayed()), rows()
+    model(x).float().square().mean().backward()
+    with torch.no_grad():
+        f8.calibrate(model, lambda given: given(x * 4))
+        assert model[0].multiplier[0] == 448 / (4 * x.float().abs().max())
+    model(x).float().square().mean().backward()  # trains on
+
+
+@pytest.mark.parametrize(
+    ("recipe", "run", "text"),
+    [
+        (f8.recipes.blockwise(), lambda model: model(rows()), "no layer has one scale"),
+        (f8.recipes.tensorwise(), lambda model: model[0](rows()), "run never called 2"),
+        (f8.recipes.tensorwise(), lambda model: model(rows() * 0), "the inputs of 0 have amax 0"),
+        (f8.recipes.tensorwise(), lambda model: model(rows() / 0), "the inputs of 0 have amax"),
+    ],
+    ids=["blocks", "never called", "zeros", "infinite"],
+)
+def test_what_can_not_be_calibrated_is_said_and_nothing_changes(recipe, run, text):
+    model = model_of(recipe)
+    with pytest.raises(ValueError, match=text):
+        f8.calibrate(model, run)
+    assert model[0].recipe == recipe
+    assert "multiplier" not in model[0]._buffers
+
+
+def test_codes_are_calibrated_before_they_are_frozen():
+    model = f8.freeze_weights(model_of(f8.recipes.tensorwise()))
+    with pytest.raises(ValueError, match="Calibrate first"):
+        f8.calibrate(model, lambda given: given(rows()))
