@@ -45,20 +45,17 @@ def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4For
     return rounded.copysign(saturated)
 
 
-def _to_nearest(values: Tensor, fmt: Float8Format) -> Tensor:
-    """Round each value to the nearest code's value, ties to even, by integer operations and exact products.
+def _to_odd(values: Tensor) -> Tensor:
+    """Cut float32 values to the 7 mantissa bits of bfloat16; the last bit becomes 1 if any bit that is cut is 1.
 
-    ``values`` are float32 with magnitudes up to ``fmt.max``, or NaN, which stays NaN.
+    float16 has every result that does not round to a code for 0, so a cast by float16 toward zero changes nothing.
+    The nearest code of the result is that of the value, because codes have at least two bits fewer (rounding to odd:
+    Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to
+    odd"). NaN stays NaN.
     """
-    dropped = FLOAT32_MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
-    odd = (bits >> dropped) & 1
-    normal = ((bits + ((1 << dropped - 1) - 1) + odd) & -(1 << dropped)).view(torch.float32)
-    per_unit = 2.0 ** (fmt.mantissa_bits - fmt.min_exponent)
-    subnormal = (values * per_unit).round() * (1 / per_unit)
-    magnitude = values.abs()
-    rounded = torch.where(magnitude < 2.0**fmt.min_exponent, subnormal, normal)
-    return torch.where(magnitude <= fmt.max, rounded, values)
+    sticky = ((bits & 0xFFFF) + 0xFFFF) & 0x10000
+    return ((bits | sticky) & -0x10000).view(torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +98,7 @@ class Float8Format:
         """Clamp values to the format's range; if the target's own cast rounds wrongly, also round them here."""
         saturated = values.clamp(-self.max, self.max)
         if target_of(values.device).capability == CASTS_BY_FLOAT16:
-            return _to_nearest(saturated, self)
+            return _to_odd(saturated)
         return saturated
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:

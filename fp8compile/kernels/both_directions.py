@@ -23,7 +23,6 @@ RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
 EXPONENT_MASK = tl.constexpr(FLOAT32_EXPONENT_MASK)
 MANTISSA_MASK = tl.constexpr((1 << FLOAT32_MANTISSA_BITS) - 1)
-SIGN_MASK = tl.constexpr(-(1 << 31))
 HALF = tl.constexpr(1 << (FLOAT32_MANTISSA_BITS - 1))
 LARGEST = tl.constexpr(FLOAT32_MAX)
 NAN_CODE = tl.constexpr(0x7F)
@@ -73,23 +72,11 @@ def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.c
 
 
 @triton.jit
-def _to_nearest(values, MAX: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, PER_UNIT: tl.constexpr):
-    """Round values to those of the nearest codes, like `fp8compile.formats`; for compute capability 8.9.
-
-    STEP is the last bit of a code's mantissa in float32, LEAST the smallest normal value of a code, and 1 / PER_UNIT
-    the smallest value.
-    """
+def _to_odd(values):
+    """Cut values to 7 mantissa bits and set the last one if any other was 1, like `fp8compile.formats`; for 8.9."""
     bits = values.to(tl.int32, bitcast=True)
-    odd = tl.where((bits & STEP) != 0, 1, 0)
-    normal = _float((bits + (STEP // 2 - 1) + odd) & -STEP)
-    magnitude = tl.abs(values)
-    in_units = magnitude * PER_UNIT  # exact, because PER_UNIT is a power of two
-    lower = tl.floor(in_units)
-    above, is_odd = in_units - lower, (lower.to(tl.int32) & 1) == 1
-    subnormal = (lower + tl.where((above > 0.5) | ((above == 0.5) & is_odd), 1.0, 0.0)) * (1.0 / PER_UNIT)
-    subnormal = _float(subnormal.to(tl.int32, bitcast=True) | (bits & SIGN_MASK))
-    rounded = tl.where(magnitude < LEAST, subnormal, normal)
-    return tl.where(magnitude <= MAX, rounded, values)
+    sticky = ((bits & 0xFFFF) + 0xFFFF) & 0x10000
+    return _float((bits | sticky) & -0x10000)
 
 
 @triton.jit
@@ -97,10 +84,7 @@ def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
     """Encode values: saturated, rounded to nearest even, with one code for NaN."""
     saturated = tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if not cuda_capability_geq(9):
-        if IS_E4M3:
-            saturated = _to_nearest(saturated, MAX, STEP=1 << 20, LEAST=0.015625, PER_UNIT=512.0)
-        else:
-            saturated = _to_nearest(saturated, MAX, STEP=1 << 21, LEAST=6.103515625e-05, PER_UNIT=65536.0)
+        saturated = _to_odd(saturated)
     if IS_E4M3:
         codes = saturated.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:

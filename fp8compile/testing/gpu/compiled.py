@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -118,26 +118,34 @@ def compiled_kernels(source: str, gpu: Gpu, *, most: int | None = None) -> Itera
 
 
 def compiled_jit(
-    fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu, num_stages: int = 3
+    fn: Any,
+    kinds: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    num_warps: int,
+    gpu: Gpu,
+    num_stages: int = 3,
+    aligned: Iterable[str] | None = None,
 ) -> CompiledKernel:
     """Compile a function under ``triton.jit`` for a GPU; nothing is launched.
 
     Args:
         fn: The function.
-        kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32". The compiler may assume
-            that pointers and sizes are multiples of 16.
+        kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32".
         constants: The function's ``tl.constexpr`` arguments.
         num_warps: Number of warps, of 32 threads each.
         gpu: The GPU.
         num_stages: Number of stages of a pipelined loop; Triton's default is 3.
+        aligned: Names of pointers and sizes that the compiler may assume to be multiples of 16; None for all.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
     """
-    aligned: dict[tuple[int, ...], Any] = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in kinds}
+    names = kinds if aligned is None else aligned
+    attributes: dict[tuple[int, ...], Any] = {(fn.arg_names.index(each),): [["tt.divisibility", 16]] for each in names}
     with pretend_gpu(gpu):
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        arguments, shared, ptx = _compiled(fn, kinds, constants, aligned, options, gpu)
+        arguments, shared, ptx = _compiled(fn, kinds, constants, attributes, options, gpu)
     sizes = {name: value for name, value in constants.items() if type(value) is int}
     return CompiledKernel(
         name=fn.__name__, config=sizes, num_warps=num_warps, arguments=arguments, shared_bytes=shared, ptx=ptx

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import fp8compile as f8
+from benchmarks.experts import experts_arguments, feed_forward
 from fp8compile import formats
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program
 from fp8compile.testing.explain.roofline import PEAKS
 from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.program.arithmetic import through_float16
 
 pytest.importorskip("triton", reason="generated GPU code needs Triton")
 pytestmark = pytest.mark.filterwarnings(
@@ -50,6 +54,27 @@ def test_forward_and_backward_of_a_feed_forward_are_the_graphs_to_the_bit(arch):
     assert result.differences == ()
 
 
+EXPERTS = {
+    "rtx4090": f8.recipes.rowwise(),
+    "h100": f8.recipes.blockwise(),
+    "b300": f8.recipes.mxfp8(),
+    "rtx5090": f8.recipes.blockwise(),
+}
+# 8.9 has a cast and a product of its own
+SLOW = [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("arch", [pytest.param(each, marks=SLOW * (each != "rtx4090")) for each in EXPERTS])
+def test_forward_and_backward_of_experts_are_the_graphs_to_the_bit(arch):
+    torch.manual_seed(0)
+    *arguments, ends = experts_arguments(40, 64, 32, 3)
+    arguments = [torch.randn(each.shape).bfloat16().requires_grad_() for each in arguments]
+    ends = torch.tensor([0, 19, 36], dtype=torch.int32)  # one has no tokens, and four rows no expert
+    result = run_gpu_program(partial(feed_forward, recipe=EXPERTS[arch]), *arguments, ends, arch=arch)
+    assert len([product for graph in result.graphs for product in graph.products]) == 6
+    assert result.differences == ()
+
+
 def test_each_gpu_has_properties_and_peaks_of_one_capability():
     assert GPUS.keys() == PEAKS.keys()
     assert all(GPUS[name].target.capability == PEAKS[name].capability for name in GPUS)
@@ -62,8 +87,11 @@ def test_each_gpu_has_properties_and_peaks_of_one_capability():
 def values(fmt):
     any_bits = torch.randint(-(2**31), 2**31 - 1, (1 << 18,), dtype=torch.int64).to(torch.int32).view(torch.float32)
     subnormal = torch.randn(1 << 16) * 2.0**fmt.min_exponent
+    # each bfloat16 value, which is all that lies between two codes, and its neighbours in float32
+    bfloat16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    near = torch.cat([bfloat16 + low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).view(torch.float32)
     edges = torch.tensor([0.0, -0.0, 1.0625001, fmt.max, float("nan"), float("inf"), -float("inf")])
-    return torch.cat((any_bits, subnormal, torch.randn(1 << 16) * fmt.max / 4, edges, -edges))
+    return torch.cat((any_bits, near, subnormal, torch.randn(1 << 16) * fmt.max / 4, edges, -edges))
 
 
 @pytest.mark.parametrize("fmt", [formats.E4M3, formats.E5M2], ids=lambda fmt: fmt.name)
@@ -73,6 +101,9 @@ def test_values_of_nearest_codes_are_cast_as_without(fmt):
     with pretend_target(ADA):
         assert torch.equal(fmt.encode(x), expected)
         assert torch.equal(fmt.encode_numbers(x)[~x.isnan()], expected[~x.isnan()])
+        given = fmt._saturated(x).numpy()
+    by_float16 = torch.from_numpy(through_float16(given)).to(fmt.dtype).view(torch.uint8)
+    assert torch.equal(by_float16[~x.isnan()], expected[~x.isnan()])
 
 
 def test_codes_of_8_9_would_differ_without_the_mend(monkeypatch):
