@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     with _setting(parsed.gpu):
         for number in parsed.cases:
             _say(begin=number)
-            faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__ or 2)
             verdict, detail = answer(cases[number], device)
             faulthandler.cancel_dump_traceback_later()
             lost = verdict == "raised" and _is_lost(device)

@@ -33,12 +33,17 @@ TRAPPED = (
     "CUDA kernel errors might be asynchronously reported at some other API call."
 )
 # the products that run natively on a GPU of each kind, with a PyTorch 2.13 for CUDA 13.0
-EVERYWHERE = {"tensorwise", "rowwise", "rowwise groups, ours", "blockwise groups"}
+DENSE, GROUPS = {"tensorwise", "rowwise"}, {"rowwise groups, ours", "blockwise groups"}
+SMALL_BLOCKS = {"mx", "nvfp4"}
 RUN = {
-    "rtx4090": EVERYWHERE,
-    "h200": EVERYWHERE | {"blockwise", "rowwise groups"},
-    **dict.fromkeys(("b200", "b300"), EVERYWHERE | {"mx", "nvfp4", "mx groups", "nvfp4 groups"}),
-    **dict.fromkeys(("rtx5090", "gb10"), EVERYWHERE | {"mx", "nvfp4"}),
+    "rtx4090": DENSE | GROUPS,
+    "h200": DENSE | GROUPS | {"blockwise", "rowwise groups"},
+    "b200": DENSE | GROUPS | SMALL_BLOCKS | {"mx groups", "nvfp4 groups"},
+    "b300": DENSE | GROUPS | SMALL_BLOCKS | {"mx groups", "nvfp4 groups"},
+    "rtx5090": DENSE | GROUPS | SMALL_BLOCKS,
+    "gb10": DENSE | GROUPS | SMALL_BLOCKS,
+    "mi355x": DENSE,
+    "rx9070": DENSE,
 }
 
 
@@ -76,6 +81,14 @@ def test_a_gpu_of_each_kind_runs_what_its_table_says(gpu, in_process, capsys):
     assert {each["product"] for each in found["products"] if each["verdict"] == "ok"} == RUN[gpu]
     assert all(each["detail"] for each in found["products"] if each["verdict"] == "refused")
     assert in_process == [sum(each["verdict"] == "ok" for each in found["products"])], "one process"
+
+
+def test_a_gpu_with_other_formats_runs_no_product(in_process, capsys):
+    assert main(["doctor", "--gpu", "mi300x", "--products", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["products"]
+    assert {each["verdict"] for each in found["products"]} == {"refused"}
+    assert all("they multiply e4m3fnuz and e5m2fnuz" in each["detail"] for each in found["products"])
+    assert in_process == [], "and no process is started"
 
 
 def shown(monkeypatch, capsys, gpu):
