@@ -125,10 +125,17 @@ GPUS = {
 
 
 def gpu_called(arch: str) -> Gpu:
-    """The GPU with this key in ``GPUS``; raises a ValueError if there is none."""
-    if arch not in GPUS:
-        raise ValueError(f"arch is {arch!r}; it is one of {', '.join(GPUS)}.")
-    return GPUS[arch]
+    """The GPU with this key in ``GPUS``, or the first one that NVIDIA's ``"sm_120"`` or AMD's ``"gfx950"`` names.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if arch in GPUS:
+        return GPUS[arch]
+    named = {str(gpu.cc) if gpu.is_amd else f"sm_{gpu.cc}": gpu for gpu in reversed(GPUS.values())}
+    if arch not in named:
+        raise ValueError(f"arch is {arch!r}; it is one of {', '.join(GPUS)}, or of {', '.join(sorted(named))}.")
+    return named[arch]
 
 
 def check_is_nvidia(gpu: Gpu, what: str) -> None:
