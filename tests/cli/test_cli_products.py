@@ -6,11 +6,13 @@ The processes of the products are this one, except where the test says so.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +55,8 @@ def in_process(monkeypatch):
     started = []
 
     def product_processes(*options):
+        options = [each for each in options if each != "--interpret"]  # seconds; a test below does
+
         def run(cases):
             started.append(len(cases))
             out = io.StringIO()
@@ -237,6 +241,23 @@ def test_a_process_that_cannot_start_is_an_answer_too():
     assert {each.verdict for each in found} == {"gpu says no", "refused"}
     assert found[0].detail == "took its process along (exit code 1): ModuleNotFoundError: no module named 'torch'"
     assert not products.are_in_order([{"products": [{"verdict": each.verdict} for each in found]}])
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter")
+def test_our_triton_kernels_of_groups_are_interpreted(capsys):
+    """A case of each kind of scales and sums; `doctor --gpu` plays all of them."""
+    wanted = {}
+    for number, case in enumerate(product_cases()):
+        if case.gemm.calls == ("grouped_blockwise_mm",):
+            wanted[case.product, case.over_tokens, case.b.block] = number
+    assert len(wanted) == 7
+    from fp8compile.kernels import grouped_blockwise as kernels
+
+    with mock.patch.object(kernels, "multiply_rows", wraps=kernels.multiply_rows) as rows:
+        assert product_process.main(["--gpu", "rtx5090", "--interpret", *map(str, wanted.values())]) == 0
+    assert rows.call_count == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line.removeprefix(product_process.LINE))["verdict"] for line in lines[1::2]] == ["ok"] * 7
 
 
 def test_a_process_of_its_own_answers():
