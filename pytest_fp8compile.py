@@ -1,7 +1,7 @@
-"""The pytest plugin of fp8compile: guards tests against graph breaks and recompiles.
+"""The pytest plugin of fp8compile: guards tests against graph breaks and recompiles, and runs programs of GPUs.
 
-Pytest loads this file in every run, so it imports nothing heavy. PyTorch is imported by the first test that uses the
-marker or the fixture; `fp8compile.testing.graphs.plugin` implements both.
+Pytest loads this file in every run, so it imports nothing heavy. PyTorch is imported by the first test that uses a
+marker or a fixture; `fp8compile.testing.graphs.plugin` and `fp8compile.testing.gpu.plugin` implement them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 MARKER = "fullgraph(max_breaks=0, max_recompiles=0, own=None, max_bypasses=None, max_graphs=None)"
+GPU_MARKER = "gpu_program(arch='h200', **options)"
 USES_FIXTURE = pytest.StashKey[bool]()  # on a test: it has our fixture, and not another one of that name
 # what a guarded test leaves in its report, and in JUnit's XML: `fp8compile.testing.graphs.plugin.PROPERTIES`, short
 COUNTS = ("graphs", "breaks", "recompiles", "bypasses", "saved_bytes", "sent_bytes")
@@ -33,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         f"{MARKER}: fail on graph breaks and recompiles in the test; with `own`, of the breaks only on those in that "
         "package, and on every recompile all the same; max_bypasses: graphs that no cache holds; max_graphs: all",
+    )
+    config.addinivalue_line(
+        "markers",
+        f"{GPU_MARKER}: run the test's fixture `gpu_program` for this GPU, or for each of a list of GPUs; options are "
+        "those of fp8compile.testing.run_gpu_program",
     )
     given = config.getoption("--graph-baseline")
     update, frozen = config.getoption("--graph-update"), config.getoption("--graph-frozen")
@@ -85,6 +91,38 @@ def graph_report(request: pytest.FixtureRequest) -> Callable:
 
     request.node.stash[USES_FIXTURE] = True
     return recorded_graph_report(request.node)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with the fixture ``gpu_program`` once for each GPU of its marker."""
+    if "gpu_program" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("gpu_program")
+    arch = "h200" if marker is None else marker.kwargs.get("arch", *marker.args[:1] or ("h200",))
+    archs = [arch] if isinstance(arch, str) else arch
+    if not isinstance(archs, (list, tuple)) or not archs or not all(isinstance(each, str) for each in archs):
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: @pytest.mark.gpu_program: arch is {arch!r}; it is the name of a GPU such "
+            "as 'h200' or 'sm_120', or a list of such names."
+        )
+    metafunc.parametrize("gpu_program", archs, indirect=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test that has the marker and does not take the fixture: nothing would be run."""
+    if item.get_closest_marker("gpu_program") is not None and "gpu_program" not in getattr(item, "fixturenames", ()):
+        text = "@pytest.mark.gpu_program: take the fixture gpu_program, and call it: gpu_program(fn, *args)"
+        pytest.fail(text, pytrace=False)
+
+
+@pytest.fixture
+def gpu_program(request: pytest.FixtureRequest) -> Callable:
+    """A ``fp8compile.testing.run_gpu_program`` for the GPU of the marker, which fails the test on a difference."""
+    from fp8compile.testing.gpu.plugin import program_runner
+
+    marker = request.node.get_closest_marker("gpu_program")
+    options = {} if marker is None else {name: given for name, given in marker.kwargs.items() if name != "arch"}
+    return program_runner(request.node, request.param, options)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

@@ -27,18 +27,20 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8compile as f8
-from fp8compile.ops.gemms.gates import GPU_NAMES, PRODUCTS, Gate, gates_of
+from fp8compile.ops.gemms.gates import AMD_NAMES, GPU_NAMES, PRODUCTS, Gate, gates_of
 from fp8compile.ops.support import recipe_support
 from fp8compile.target import Build, Target, pretend_target
+from fp8compile.testing.gpu.gpus import GPUS as GPUS_KNOWN
 
 __all__ = ["BUILDS", "GPUS", "PLACES", "RECIPES", "TRIED", "build_section", "gpu_section", "main", "placement_section"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "support.md"
 TRIED = ("2.11", "2.13", "2.15")
+AMD = {"mi300x": "MI300X", "mi355x": "MI355X", "rx9070": "RX 9070"}
 GPUS = {
     "8.0 (A100)": Target("cuda", (8, 0)),
     **{f"{major}.{minor} ({name})": Target("cuda", (major, minor)) for (major, minor), name in GPU_NAMES.items()},
-    "AMD": Target("cuda", (9, 4), hip="7.0"),
+    **{f"{GPUS_KNOWN[name].gcnArchName} ({card})": GPUS_KNOWN[name].target for name, card in AMD.items()},
 }
 BUILDS = {
     "2.11, CUDA 12.6": Build((2, 11), (12, 6)),
@@ -48,6 +50,7 @@ BUILDS = {
     "2.13, CUDA 13.0, Windows": Build((2, 13), (13, 0), is_windows=True),
     "2.15, CUDA 13.0": Build((2, 15), (13, 0)),
     "2.15, CUDA 13.0, without MSLK": Build((2, 15), (13, 0), has_mslk=False),
+    "2.13, ROCm 7.0": Build((2, 13), None, rocm=(7, 0)),
 }
 RECIPES = {
     "tensorwise": f8.recipes.tensorwise(),
@@ -103,7 +106,7 @@ def _reason(text: str) -> str:
     text = re.sub(r", this is \d[^ ]*\. ", ". ", text)
     text = re.sub(r"^.*? by .*? with block \([^)]*\) ", "", text)
     text = re.sub(r"(this GPU has(?: for experts)?) \(.*?\), or ", r"\1, or ", text)
-    return re.sub(r" This (GPU has compute capability|is ROCm) [\d.]+$", "", text).strip()
+    return re.sub(r" This (GPU has compute capability|is (gfx\w+, )?ROCm) [\d.]+$", "", text).strip()
 
 
 def _cell(recipe: f8.Recipe, target: Target, notes: Notes, *, grouped: bool) -> str:
@@ -143,13 +146,16 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def _running(product: str, build: Build) -> str:
-    """The capabilities that run a product, those with the same dtypes together."""
+    """The capabilities that run a product, or AMD's names, those with the same dtypes together."""
     of_dtypes: dict[str, list[str]] = {}
-    for major, minor in GPU_NAMES:
-        gates: tuple[Gate, ...] = gates_of(product, Target("cuda", (major, minor), None, build))
-        dtypes = [name for dtype, name in DTYPES.items() if any(dtype in gate.out_dtypes for gate in gates)]
+    targets = {f"{major}.{minor}": Target("cuda", (major, minor), None, build) for major, minor in GPU_NAMES}
+    if build.rocm is not None:
+        targets = {gcn: Target("cuda", (9, 0), "7.0", build, gcn) for gcn in AMD_NAMES}
+    for name, target in targets.items():
+        gates: tuple[Gate, ...] = gates_of(product, target)
+        dtypes = [short for dtype, short in DTYPES.items() if any(dtype in gate.out_dtypes for gate in gates)]
         if dtypes:
-            of_dtypes.setdefault(", ".join(dtypes), []).append(f"{major}.{minor}")
+            of_dtypes.setdefault(", ".join(dtypes), []).append(name)
     every = ", ".join(DTYPES.values())
     return "; ".join(
         _between(where) + ("" if dtypes == every else f" ({dtypes} only)") for dtypes, where in of_dtypes.items()
@@ -159,7 +165,7 @@ def _running(product: str, build: Build) -> str:
 def _between(capabilities: list[str]) -> str:
     """Capabilities as a reader names them: all of them, those from one on, or each."""
     known = [f"{major}.{minor}" for major, minor in GPU_NAMES]
-    if len(capabilities) > 2 and capabilities == known[known.index(capabilities[0]) :]:
+    if len(capabilities) > 2 and capabilities[0] in known and capabilities == known[known.index(capabilities[0]) :]:
         return f"{capabilities[0]} to {capabilities[-1]}"
     return ", ".join(capabilities)
 

@@ -27,6 +27,7 @@ class Build:
     Attributes:
         torch: Version of PyTorch, (major, minor).
         cuda: Version of CUDA of the build, (major, minor); None for a build without CUDA.
+        rocm: Version of ROCm of the build, (major, minor); None for a build without ROCm.
         is_windows: Whether it is a build for Windows.
         has_mslk: Whether the build has MSLK, Meta's kernels.
     """
@@ -35,18 +36,24 @@ class Build:
     cuda: tuple[int, ...] | None = (13, 0)
     is_windows: bool = False
     has_mslk: bool = True
+    rocm: tuple[int, ...] | None = None
 
     @staticmethod
     @cache
     def here() -> Build:
         """The PyTorch build of this process."""
-        cuda = torch.version.cuda
         return Build(
             TORCH_VERSION,
-            None if cuda is None else tuple(int(part) for part in cuda.split(".")[:2]),
+            _version(torch.version.cuda),
             platform.system() == "Windows",
             "MSLK" in torch.__config__.show().upper(),
+            _version(torch.version.hip),
         )
+
+
+def _version(text: str | None) -> tuple[int, ...] | None:
+    """(major, minor) of a version such as "7.0.51831"; None for None."""
+    return None if text is None else tuple(int(part) for part in text.split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,29 @@ class Target:
         hip: Version of ROCm for an AMD GPU, which PyTorch calls "cuda" and gives a capability as NVIDIA's GPUs have;
             None for any other device.
         build: The PyTorch that runs the code there.
+        gcn: AMD's name of an AMD GPU's architecture, such as "gfx950"; empty for any other device.
     """
 
     type: str
     capability: tuple[int, int] = (0, 0)
     hip: str | None = None
     build: Build = Build()
+    gcn: str = ""
+
+    @property
+    def architecture(self) -> tuple[int, int] | str:
+        """What tells one kind of GPU from another: the compute capability, or AMD's name for an AMD GPU."""
+        return self.capability if self.hip is None else self.gcn
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one program may have on an NVIDIA GPU of compute capability 8.0 or later.
+        """Bytes of shared memory that one program may have, on an NVIDIA GPU of 8.0 or later or on an AMD GPU.
 
-        Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+        Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; ROCm documentation,
+        "Accelerator and GPU hardware specifications" (LDS).
         """
+        if self.hip is not None:
+            return (160 if self.gcn == "gfx950" else 64) << 10
         major = self.capability[0]
         kib = 99 if major == 12 or self.capability in ((8, 6), (8, 9)) else 163 if major == 8 else 227
         return kib << 10
@@ -117,7 +134,9 @@ def target_of(device: torch.device) -> Target:
         return pretended
     if device.type != "cuda":
         return _made(device.type)
-    return _made(device.type, torch.cuda.get_device_capability(device), torch.version.hip, Build.here())
+    capability, hip = torch.cuda.get_device_capability(device), torch.version.hip
+    gcn = "" if hip is None else torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    return _made(device.type, capability, hip, Build.here(), gcn)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ __all__ = ["main"]
 
 # Modules or packages of this folder that have add_parser(subparsers), which sets the default `run`: a function of the
 # parsed arguments that returns an exit code.
-SUBCOMMANDS = ("explain", "advise", "monitor", "doctor", "bench")
+SUBCOMMANDS = ("explain", "advise", "monitor", "doctor", "bench", "run-gpu")
 # Former subcommands, and where their code is now.
 MOVED = {
     "train": "it is an example now, outside of the package. In a clone of the repository see examples/train/; run "
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="command", metavar="|".join(SUBCOMMANDS), required=True, parser_class=_OneLineParser
     )
     for name in SUBCOMMANDS:
-        importlib.import_module(f"fp8compile.cli.{name}").add_parser(subparsers)
+        importlib.import_module(f"fp8compile.cli.{name.replace('-', '_')}").add_parser(subparsers)
     return parser
 
 

@@ -20,7 +20,7 @@ __all__ = ["add_parser", "examine"]
 
 log: logging.Logger = logging.getLogger(__name__)
 ALL_GEMMS, CANNOT = "all three", "can't run"
-DEVICE_KEYS = ("device", "name", "capability", "rocm", "threads")
+DEVICE_KEYS = ("device", "name", "capability", "architecture", "rocm", "threads")
 PACKAGES = ("torch", "triton", "numpy", "matplotlib", "torchao")
 
 
@@ -45,7 +45,10 @@ def _devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
-        rocm = {} if torch.version.hip is None else {"rocm": torch.version.hip}
+        rocm = {}
+        if torch.version.hip is not None:
+            gcn = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
+            rocm = {"architecture": gcn, "rocm": torch.version.hip}
         devices.append({"device": f"cuda:{index}", "name": name, "capability": f"{major}.{minor}", **rocm})
     return devices
 
@@ -208,11 +211,11 @@ def _on_gpu(gpu: str) -> dict[str, Any]:
     known = KNOWN[gpu]
     with pretend_target(known.target):
         recipes = _recipes([{"device": "cuda"}])
-    torch, cuda = (
-        ".".join(map(str, version or ())) for version in (known.target.build.torch, known.target.build.cuda)
-    )
-    build = f"PyTorch {torch} for CUDA {cuda} on Linux"
-    return {"gpu": known.name, "capability": f"{known.major}.{known.minor}", "build": build, "recipes": recipes}
+    built = known.target.build
+    torch, platform_version = (".".join(map(str, each or ())) for each in (built.torch, built.rocm or built.cuda))
+    build = f"PyTorch {torch} for {'ROCm' if known.is_amd else 'CUDA'} {platform_version} on Linux"
+    kind = known.gcnArchName or f"{known.major}.{known.minor}"
+    return {"gpu": known.name, "capability": kind, "build": build, "recipes": recipes}
 
 
 def _played_on(gpu: str) -> dict[str, Any]:
@@ -222,10 +225,9 @@ def _played_on(gpu: str) -> dict[str, Any]:
 
 
 def _gpu_section(found: dict[str, Any]) -> Section:
-    line = (
-        f"Compute capability {found['capability']}, {found['build']}: what the tables of GEMMs say. Nothing was run, "
-        "and the GPU need not be here."
-    )
+    kind = found["capability"]
+    kind = f"Architecture {kind}" if kind.startswith("gfx") else f"Compute capability {kind}"
+    line = f"{kind}, {found['build']}: what the tables of GEMMs say. Nothing was run, and the GPU need not be here."
     rows = [cells for recipe in found["recipes"] for _, *rest in _recipe_rows(recipe) for cells in [tuple(rest)]]
     title = f"recipes on {found['gpu']}, and how their GEMMs run"
     return Section(title=title, lines=(line,), columns=("recipe", "GEMMs", "run"), rows=rows)

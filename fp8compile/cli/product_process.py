@@ -3,7 +3,8 @@
 It prints a line before and a line after each case, so that the parent knows which case a lost process was at.
 
     python -m fp8compile.cli.product_process --device cuda:0 CASE...
-    python -m fp8compile.cli.product_process --gpu rtx5090 CASE...      played on the CPU
+    python -m fp8compile.cli.product_process --gpu rtx5090 CASE...      played on the CPU; with --interpret,
+                                                                        our Triton kernels in Triton's interpreter
 
 A CASE is a position in `fp8compile.ops.gemms.cases.product_cases()`.
 """
@@ -65,13 +66,13 @@ def _say(**line: Any) -> None:
     print(LINE + json.dumps(line), flush=True)
 
 
-def _setting(gpu: str | None) -> AbstractContextManager[None]:
+def _setting(gpu: str | None, *, interpret: bool) -> AbstractContextManager[None]:
     if gpu is None:
         return nullcontext()
     from fp8compile.testing.gpu.gpus import gpu_called
     from fp8compile.testing.gpu.program.played import played_products
 
-    return played_products(gpu_called(gpu))
+    return played_products(gpu_called(gpu), interpret=interpret)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,13 +83,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run products of a GPU once each, for `fp8compile doctor`.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gpu")
+    parser.add_argument("--interpret", action="store_true")
     parser.add_argument("cases", nargs="+", type=int)
     parsed = parser.parse_args(arguments)
     device, cases = torch.device(parsed.device), product_cases()
-    with _setting(parsed.gpu):
+    with _setting(parsed.gpu, interpret=parsed.interpret):
         for number in parsed.cases:
             _say(begin=number)
-            faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__ or 2)
             verdict, detail = answer(cases[number], device)
             faulthandler.cancel_dump_traceback_later()
             lost = verdict == "raised" and _is_lost(device)

@@ -11,6 +11,7 @@ Cases run in other processes, because a kernel that traps destroys its process's
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import re
@@ -164,8 +165,10 @@ def played_on(gpu: str) -> dict[str, Any]:
     """The same for a GPU that need not be here, played on the CPU; ``gpu`` is one of `known_gpus.GPUS`."""
     from fp8compile.testing.gpu.gpus import gpu_called
 
-    known = gpu_called(gpu)
-    return {"device": "played on the CPU", "name": known.name, "products": _asked(known.target, "--gpu", gpu)}
+    known, options = gpu_called(gpu), ["--gpu", gpu]
+    if importlib.util.find_spec("triton"):
+        options.append("--interpret")
+    return {"device": "played on the CPU", "name": known.name, "products": _asked(known.target, *options)}
 
 
 def are_in_order(found: Sequence[dict[str, Any]]) -> bool:

@@ -34,11 +34,14 @@ Reason = Callable[[nn.Module, str], str | None]
 # A GEMM takes codes in rows of 16 bytes: below that, FP8 multiplies more padding than values.
 SMALLEST_DIM = 16
 
-# The least K N / (K + N), by compute capability, at which a layer of K inputs and N outputs is faster in FP8. A layer
-# with less loses more by its casts than its GEMMs gain, even if the casts are fused into the kernels that produce the
-# tensors. A capability has the least value of its GPUs. Source: published peaks, `python -m benchmarks.roofline`. This
-# was not measured on the GPUs themselves, and it leaves out the cost of kernel launches.
-LEAST_GAINING = {(8, 9): 109, (9, 0): 137, (10, 0): 187, (10, 3): 187, (12, 0): 77, (12, 1): 305}
+# The least K N / (K + N) at which a layer of K inputs and N outputs is faster in FP8, by compute capability or AMD's
+# name. A layer with less loses more by its casts than its GEMMs gain, even if the casts are fused into the kernels
+# that produce the tensors. A capability has the least value of its GPUs. Source: published peaks, `python -m
+# benchmarks.roofline`. This was not measured on the GPUs themselves, and it leaves out the cost of kernel launches.
+LEAST_GAINING: dict[tuple[int, int] | str, int] = {
+    (8, 9): 109, (9, 0): 137, (10, 0): 187, (10, 3): 187, (12, 0): 77, (12, 1): 305,
+    "gfx942": 162, "gfx950": 208, "gfx1201": 203,
+}  # fmt: skip
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
@@ -52,11 +55,11 @@ def default_filter_reason(module: nn.Module, fqn: str) -> str | None:
     smallest = min(min(size) for size in sizes)
     if smallest < SMALLEST_DIM:
         return f"tiny: a dim of {smallest} is less than {SMALLEST_DIM}"
-    capability = target_of(device_of(module)).capability
-    least, gain = LEAST_GAINING.get(capability, 0), min(size_of_gain(*size) for size in sizes)
+    kind = target_of(device_of(module)).architecture
+    least, gain = LEAST_GAINING.get(kind, 0), min(size_of_gain(*size) for size in sizes)
     if gain < least:
-        gpu = ".".join(map(str, capability))
-        return f"small: K N / (K + N) is {gain}; on a GPU of compute capability {gpu} FP8 gains from {least} on"
+        gpu = kind if isinstance(kind, str) else f"compute capability {'.'.join(map(str, kind))}"
+        return f"small: K N / (K + N) is {gain}; on a GPU of {gpu} FP8 gains from {least} on"
     return None
 
 

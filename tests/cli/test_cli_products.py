@@ -6,11 +6,13 @@ The processes of the products are this one, except where the test says so.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -33,12 +35,17 @@ TRAPPED = (
     "CUDA kernel errors might be asynchronously reported at some other API call."
 )
 # the products that run natively on a GPU of each kind, with a PyTorch 2.13 for CUDA 13.0
-EVERYWHERE = {"tensorwise", "rowwise", "rowwise groups, ours", "blockwise groups"}
+DENSE, GROUPS = {"tensorwise", "rowwise"}, {"rowwise groups, ours", "blockwise groups"}
+SMALL_BLOCKS = {"mx", "nvfp4"}
 RUN = {
-    "rtx4090": EVERYWHERE,
-    "h200": EVERYWHERE | {"blockwise", "rowwise groups"},
-    **dict.fromkeys(("b200", "b300"), EVERYWHERE | {"mx", "nvfp4", "mx groups", "nvfp4 groups"}),
-    **dict.fromkeys(("rtx5090", "gb10"), EVERYWHERE | {"mx", "nvfp4"}),
+    "rtx4090": DENSE | GROUPS,
+    "h200": DENSE | GROUPS | {"blockwise", "rowwise groups"},
+    "b200": DENSE | GROUPS | SMALL_BLOCKS | {"mx groups", "nvfp4 groups"},
+    "b300": DENSE | GROUPS | SMALL_BLOCKS | {"mx groups", "nvfp4 groups"},
+    "rtx5090": DENSE | GROUPS | SMALL_BLOCKS,
+    "gb10": DENSE | GROUPS | SMALL_BLOCKS,
+    "mi355x": DENSE,
+    "rx9070": DENSE,
 }
 
 
@@ -48,6 +55,8 @@ def in_process(monkeypatch):
     started = []
 
     def product_processes(*options):
+        options = [each for each in options if each != "--interpret"]  # seconds; a test below does
+
         def run(cases):
             started.append(len(cases))
             out = io.StringIO()
@@ -76,6 +85,14 @@ def test_a_gpu_of_each_kind_runs_what_its_table_says(gpu, in_process, capsys):
     assert {each["product"] for each in found["products"] if each["verdict"] == "ok"} == RUN[gpu]
     assert all(each["detail"] for each in found["products"] if each["verdict"] == "refused")
     assert in_process == [sum(each["verdict"] == "ok" for each in found["products"])], "one process"
+
+
+def test_a_gpu_with_other_formats_runs_no_product(in_process, capsys):
+    assert main(["doctor", "--gpu", "mi300x", "--products", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["products"]
+    assert {each["verdict"] for each in found["products"]} == {"refused"}
+    assert all("they multiply e4m3fnuz and e5m2fnuz" in each["detail"] for each in found["products"])
+    assert in_process == [], "and no process is started"
 
 
 def shown(monkeypatch, capsys, gpu):
@@ -224,6 +241,23 @@ def test_a_process_that_cannot_start_is_an_answer_too():
     assert {each.verdict for each in found} == {"gpu says no", "refused"}
     assert found[0].detail == "took its process along (exit code 1): ModuleNotFoundError: no module named 'torch'"
     assert not products.are_in_order([{"products": [{"verdict": each.verdict} for each in found]}])
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter")
+def test_our_triton_kernels_of_groups_are_interpreted(capsys):
+    """A case of each kind of scales and sums; `doctor --gpu` plays all of them."""
+    wanted = {}
+    for number, case in enumerate(product_cases()):
+        if case.gemm.calls == ("grouped_blockwise_mm",):
+            wanted[case.product, case.over_tokens, case.b.block] = number
+    assert len(wanted) == 7
+    from fp8compile.kernels import grouped_blockwise as kernels
+
+    with mock.patch.object(kernels, "multiply_rows", wraps=kernels.multiply_rows) as rows:
+        assert product_process.main(["--gpu", "rtx5090", "--interpret", *map(str, wanted.values())]) == 0
+    assert rows.call_count == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line.removeprefix(product_process.LINE))["verdict"] for line in lines[1::2]] == ["ok"] * 7
 
 
 def test_a_process_of_its_own_answers():

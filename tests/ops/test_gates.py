@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
 
 CUDA = torch.device("cuda")
-AMD = {"MI300X": (9, 4), "MI355X": (9, 5), "RX 9070": (12, 0), "MI200": (9, 0)}
+AMD = {"MI300X": ((9, 4), "gfx942"), "MI200": ((9, 0), "gfx90a"), "not named": ((9, 5), "")}  # without OCP formats
 TENSORWISE = f8.recipes.tensorwise(grad_format="e4m3")
 NO_MX_GROUPS = "is MX in groups, which needs compute capability 10.0"
 OFFSETS = torch.tensor([16, 32], dtype=torch.int32)
@@ -32,16 +34,17 @@ def kinds(recipe, target, *, grouped=False):
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["linears", "experts"])
 @pytest.mark.parametrize("name", f8.recipes.names())
-@pytest.mark.parametrize("capability", AMD.values(), ids=AMD)
-def test_no_product_runs_on_an_amd_gpu_by_a_capability_like_nvidias(capability, name, grouped):
+@pytest.mark.parametrize(("capability", "gcn"), AMD.values(), ids=AMD)
+def test_no_product_runs_on_an_amd_gpu_by_a_capability_like_nvidias(capability, gcn, name, grouped):
     recipe = f8.recipes.by_name(name)
-    found = kinds(recipe, Target("cuda", capability, hip="7.0"), grouped=grouped)
+    found = kinds(recipe, Target("cuda", capability, hip="7.0", gcn=gcn), grouped=grouped)
     for gemm, each in zip(GEMMS, found, strict=True):
         if recipe.quantizers(gemm) is not None:
             assert each.kind == "none"
             if not (grouped and "delayed scaling" in each.detail):
                 assert "has no FP8 or FP4 GEMM on AMD GPUs" in each.detail
-                assert each.detail.endswith("This is ROCm 7.0.")
+                assert each.detail.endswith(f"This is {gcn}, ROCm 7.0." if gcn else "This is ROCm 7.0.")
+                assert ("e4m3fnuz" in each.detail) == (gcn == "gfx942")
 
 
 def test_emulation_runs_on_an_amd_gpu():
@@ -49,11 +52,54 @@ def test_emulation_runs_on_an_amd_gpu():
     assert {each.kind for each in found} == {"emulated"}
 
 
+OCP = {name: GPUS[name].target for name in ("mi355x", "rx9070")}
+
+
+@pytest.mark.parametrize("target", OCP.values(), ids=OCP)
+def test_an_amd_gpu_with_ocp_formats_runs_tensorwise_and_rowwise_products_and_no_others(target):
+    for name in f8.recipes.names():
+        recipe = f8.recipes.by_name(name)
+        wanted = {"delayed": "tensorwise", "rowwise_bf16_wgrad": "rowwise"}.get(name, name)
+        runs = wanted in ("tensorwise", "rowwise")
+        found = [each for each in kinds(recipe, target) if each.kind != "high_precision"]
+        assert {each.kind for each in found} == {wanted if runs else "none"}
+        if not runs:
+            assert all("has no GEMM here on AMD GPUs" in each.detail for each in found)
+            assert all("recipe that this GPU has (tensorwise, rowwise)" in each.detail for each in found)
+        experts = [each for each in kinds(recipe, target, grouped=True) if each.kind != "high_precision"]
+        assert {each.kind for each in experts} == {"none"}
+        assert all("Leave the experts in bfloat16." in e.detail or "delayed scaling" in e.detail for e in experts)
+
+
+def test_hipblaslt_multiplies_rows_to_bfloat16_by_e4m3_and_by_a_rocm_that_has_them():
+    e4m3, e5m2 = (f8.CurrentScaling(format=name, block=(1, -1)) for name in ("e4m3", "e5m2"))
+    target = OCP["mi355x"]
+    with pretend_target(target):
+        assert select_gemm(e5m2, e4m3.transposed(), CUDA, BF16) == "rowwise"
+        assert select_gemm(e4m3, e5m2.transposed(), CUDA, BF16) == "scaled_after"
+        assert select_gemm(e4m3, e4m3.transposed(), CUDA, FP32) == "scaled_after"
+    old = replace(target, hip="6.2", build=Build(cuda=None, rocm=(6, 2)))
+    for name in ("tensorwise", "rowwise"):
+        assert "needs a PyTorch built with ROCm 6.5 or later; this one has 6.2. Leave" in (
+            kinds(f8.recipes.by_name(name), old)[0].detail
+        )
+
+
 def test_the_target_of_a_rocm_gpu_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    assert target_of(CUDA) == Target("cuda", (9, 4), torch.version.hip, Build.here())
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert target_of(CUDA) == Target("cuda", (9, 4), "7.0", Build.here())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 5))
+    properties = SimpleNamespace(gcnArchName="gfx950:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert target_of(CUDA) == Target("cuda", (9, 5), None, Build.here())
+    monkeypatch.setattr(torch.version, "hip", "7.0.51831-a3e329ad8")
+    Build.here.cache_clear()
+    try:
+        found = target_of(CUDA)
+        assert (found.hip, found.gcn, found.architecture) == ("7.0.51831-a3e329ad8", "gfx950", "gfx950")
+        assert found.build.rocm == (7, 0)
+        assert select_gemm(f8.CurrentScaling(), f8.CurrentScaling(), CUDA, BF16) == "tensorwise"
+    finally:
+        Build.here.cache_clear()
     assert target_of(torch.device("cpu")) == Target("cpu")
 
 
@@ -65,9 +111,12 @@ def test_doctor_names_rocm_and_refuses(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "MI300X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.version, "hip", "7.0")
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert doctor._devices()[1] == {"device": "cuda:0", "name": "MI300X", "capability": "9.4", "rocm": "7.0"}
+    named = {"device": "cuda:0", "name": "MI300X", "capability": "9.4", "architecture": "gfx942", "rocm": "7.0"}
+    assert doctor._devices()[1] == named
     rowwise = next(each for each in found["recipes"] if (each["device"], each["recipe"]) == ("cuda:0", "rowwise"))
     assert all("AMD" in gemm["detail"] for gemm in (*rowwise["gemms"], *rowwise["experts"]))
 

@@ -49,7 +49,7 @@ def _refused(function: str, problem: GemmProblem, reason: str) -> RuntimeError:
     a, b, (major, minor) = problem.a, problem.b, problem.target.capability
     has = f" This GPU has compute capability {major}.{minor}." if problem.target.type == "cuda" else ""
     if problem.target.hip is not None:
-        has = f" This is ROCm {problem.target.hip}."
+        has = f" This is {', '.join(filter(None, (problem.target.gcn, f'ROCm {problem.target.hip}')))}."
     return RuntimeError(
         f"{function}: {_codes_of(a)} with block {a.block} by {_codes_of(b)} with block {b.block} {reason}{has}"
     )

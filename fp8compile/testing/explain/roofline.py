@@ -24,7 +24,7 @@ class Peaks:
 
     Attributes:
         name: Full name of the GPU.
-        capability: Compute capability.
+        capability: Compute capability; for an AMD GPU, AMD's name of the architecture.
         fp4: Operations a second of FP4 tensor cores; if the GPU has none, of the cores that it uses instead.
         fp8: Operations a second of FP8 tensor cores, with float32 sums.
         mx: The same for block-scaled codes, if that is another number.
@@ -36,7 +36,7 @@ class Peaks:
     """
 
     name: str
-    capability: tuple[int, int]
+    capability: tuple[int, int] | str
     fp4: float
     fp8: float
     bf16: float
@@ -63,6 +63,7 @@ class Peaks:
 # for both directions together. DGX H200 and DGX B200 data sheets: one adapter of 400 Gb/s for each GPU. H100, B300 and
 # L40S: their data sheets, read in the same way. GeForce and RTX PRO: specification pages, FP8 with float32 sums (half
 # the block-scaled rate on 12.x); they reach other GPUs only by PCIe, 32 GB/s (4.0) or 64 (5.0) in one direction.
+# AMD: data sheets of MI300X, MI355X and RX 9070 XT; seven links of Infinity Fabric, 64 or 76.8 GB/s in one direction.
 PEAKS = {
     "h200": Peaks(
         name="NVIDIA H200 SXM", capability=(9, 0),
@@ -100,6 +101,18 @@ PEAKS = {
     "gb10": Peaks(
         name="NVIDIA GB10", capability=(12, 1),
         fp4=500e12, fp8=250e12, bf16=125e12, fp32=31e12, bandwidth=0.273e12, nvlink=25e9, network=25e9,
+    ),
+    "mi300x": Peaks(
+        name="AMD Instinct MI300X", capability="gfx942",
+        fp4=2610e12, fp8=2610e12, bf16=1300e12, fp32=163e12, bandwidth=5.3e12, nvlink=448e9, network=50e9,
+    ),
+    "mi355x": Peaks(
+        name="AMD Instinct MI355X", capability="gfx950",
+        fp4=10100e12, fp8=5000e12, bf16=2500e12, fp32=157e12, bandwidth=8e12, nvlink=538e9, network=50e9,
+    ),
+    "rx9070": Peaks(
+        name="AMD Radeon RX 9070 XT", capability="gfx1201",
+        fp4=389e12, fp8=389e12, bf16=195e12, fp32=49e12, bandwidth=0.64e12, nvlink=64e9, network=50e9,
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels to a GPU's PTX on a machine without that GPU."""
+"""Compiles Triton kernels to a GPU's PTX, or AMD's assembly, on a machine without that GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu, triton_target
 
 __all__ = ["CompiledKernel", "compiled_jit", "compiled_kernels"]
 
@@ -29,7 +29,7 @@ class CompiledKernel:
         num_warps: Number of warps, of 32 threads each.
         arguments: Triton's type ("*bf16", "i32") of each of the PTX's parameters by name, in order.
         shared_bytes: Bytes of shared memory that each program uses.
-        ptx: The text of the PTX.
+        ptx: The text of the PTX; for an AMD GPU, of its assembly.
     """
 
     name: str
@@ -69,7 +69,6 @@ def _compiled(
         Types of the PTX's parameters by name, bytes of shared memory, and the PTX.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature = {name: "constexpr" if name in constants else kinds[name] for name in fn.arg_names}
@@ -79,9 +78,9 @@ def _compiled(
         constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
         attrs=attributes,
     )
-    found = triton.compile(source, target=GPUTarget("cuda", gpu.cc, gpu.warp_size), options=options)
+    found = triton.compile(source, target=triton_target(gpu), options=options)
     parameters = {name: kind for name, kind in signature.items() if kind != "constexpr"}
-    return parameters, found.metadata.shared, found.asm["ptx"]
+    return parameters, found.metadata.shared, found.asm["amdgcn" if gpu.is_amd else "ptx"]
 
 
 def _generated(name: str, source: str, folder: str, gpu: Gpu) -> Iterator[CompiledKernel]:

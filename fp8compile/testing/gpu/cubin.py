@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8compile.testing.gpu.compiled import CompiledKernel, compiled_jit, compiled_kernels
-from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.gpu.gpus import Gpu, check_is_nvidia
 
 __all__ = ["KernelResources", "assembled", "jit_resources", "kernel_resources"]
 
@@ -51,10 +51,11 @@ def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
     """Numbers of registers and of spilled bytes of a kernel, as ptxas reports them."""
     from triton.backends.nvidia.compiler import get_ptxas
 
+    check_is_nvidia(gpu, "resources(), by ptxas,")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        name = f"sm_{gpu.cc}a" if gpu.cc >= 90 else f"sm_{gpu.cc}"  # 9.0 and later have instructions of their own
+        name = f"sm_{gpu.cc}a" if gpu.major >= 9 else f"sm_{gpu.cc}"  # 9.0 and later have instructions of their own
         command = [get_ptxas(gpu.cc).path, "-v", f"--gpu-name={name}", str(path), "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = SPILLS.search(said)

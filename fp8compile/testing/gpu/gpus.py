@@ -16,9 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fp8compile.target import Target
+from fp8compile.target import Build, Target
 
-__all__ = ["GPUS", "Gpu", "gpu_called", "pretend_gpu"]
+__all__ = ["GPUS", "Gpu", "check_is_nvidia", "gpu_called", "pretend_gpu", "triton_target"]
+
+ROCM = (7, 0)  # of the PyTorch that is pretended for an AMD GPU
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Gpu:
     The defaults are those of an H200 SXM.
 
     Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; NVIDIA data sheets
-    (memory, multiprocessors, cache).
+    (memory, multiprocessors, cache); for AMD, ROCm documentation, "Accelerator and GPU hardware specifications".
     """
 
     name: str = "NVIDIA H200"
@@ -38,7 +40,7 @@ class Gpu:
     gcnArchName: str = ""
     major: int = 9
     minor: int = 0
-    cc: int = 90
+    cc: int | str = 90  # AMD's name of the architecture for an AMD GPU, as Inductor has it
     warp_size: int = 32
     multi_processor_count: int = 132
     total_memory: int = 140 << 30
@@ -54,7 +56,15 @@ class Gpu:
     @property
     def target(self) -> Target:
         """The target by which our ops choose their code for this GPU."""
-        return Target("cuda", (self.major, self.minor))
+        if not self.is_amd:
+            return Target("cuda", (self.major, self.minor))
+        hip, build = ".".join(map(str, ROCM)), Build(cuda=None, rocm=ROCM)
+        return Target("cuda", (self.major, self.minor), hip, build, self.gcnArchName)
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is an AMD GPU, which runs a PyTorch for ROCm."""
+        return bool(self.gcnArchName)
 
 
 ADA_OR_GEFORCE: dict[str, Any] = {  # 8.9 and 12.x have less shared memory, and fewer threads, than data centre GPUs
@@ -62,6 +72,12 @@ ADA_OR_GEFORCE: dict[str, Any] = {  # 8.9 and 12.x have less shared memory, and 
     "shared_memory_per_block_optin": 99 << 10,
     "shared_memory_per_multiprocessor": 100 << 10,
 }
+AMD_COMPUTE: dict[str, Any] = {  # local data share; a workgroup may have 1024 threads, and a compute unit 2048
+    "shared_memory_per_block": 64 << 10,
+    "shared_memory_per_block_optin": 64 << 10,
+    "shared_memory_per_multiprocessor": 64 << 10,
+}
+CDNA4: dict[str, Any] = dict.fromkeys(AMD_COMPUTE, 160 << 10)
 GPUS = {
     "h200": Gpu(),
     "b200": Gpu(
@@ -93,14 +109,49 @@ GPUS = {
         name="NVIDIA GB10", major=12, minor=1, cc=121, multi_processor_count=48, total_memory=128 << 30,
         L2_cache_size=24 << 20, is_integrated=True, **ADA_OR_GEFORCE,
     ),
+    "mi300x": Gpu(
+        name="AMD Instinct MI300X", gcnArchName="gfx942", major=9, minor=4, cc="gfx942", warp_size=64,
+        multi_processor_count=304, total_memory=192 << 30, L2_cache_size=4 << 20, **AMD_COMPUTE,
+    ),
+    "mi355x": Gpu(
+        name="AMD Instinct MI355X", gcnArchName="gfx950", major=9, minor=5, cc="gfx950", warp_size=64,
+        multi_processor_count=256, total_memory=288 << 30, L2_cache_size=4 << 20, **CDNA4,
+    ),
+    "rx9070": Gpu(
+        name="AMD Radeon RX 9070 XT", gcnArchName="gfx1201", major=12, minor=0, cc="gfx1201",
+        multi_processor_count=64, total_memory=16 << 30, L2_cache_size=8 << 20, **AMD_COMPUTE,
+    ),
 }  # fmt: skip
 
 
 def gpu_called(arch: str) -> Gpu:
-    """The GPU with this key in ``GPUS``; raises a ValueError if there is none."""
-    if arch not in GPUS:
-        raise ValueError(f"arch is {arch!r}; it is one of {', '.join(GPUS)}.")
-    return GPUS[arch]
+    """The GPU with this key in ``GPUS``, or the first one that NVIDIA's ``"sm_120"`` or AMD's ``"gfx950"`` names.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if arch in GPUS:
+        return GPUS[arch]
+    named = {str(gpu.cc) if gpu.is_amd else f"sm_{gpu.cc}": gpu for gpu in reversed(GPUS.values())}
+    if arch not in named:
+        raise ValueError(f"arch is {arch!r}; it is one of {', '.join(GPUS)}, or of {', '.join(sorted(named))}.")
+    return named[arch]
+
+
+def check_is_nvidia(gpu: Gpu, what: str) -> None:
+    """Raise a ValueError that says what needs an NVIDIA GPU, if the GPU is one of AMD's."""
+    if gpu.is_amd:
+        raise ValueError(
+            f"{what} is for NVIDIA's GPUs, and {gpu.name} ({gpu.gcnArchName}) is AMD's. `gpu_kernels` and `fp8compile "
+            "explain --gpu` generate its code."
+        )
+
+
+def triton_target(gpu: Gpu) -> Any:
+    """The GPU as Triton's compiler names it."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("hip" if gpu.is_amd else "cuda", gpu.cc, gpu.warp_size)
 
 
 def _answers(gpu: Gpu) -> dict[str, object]:
@@ -126,12 +177,10 @@ def _always(value: object) -> Callable[..., object]:
 
 
 def _triton_driver(gpu: Gpu) -> Any:
-    from triton.backends.compiler import GPUTarget
-
     driver = mock.Mock(spec_set=[
         "get_current_target", "get_current_device", "get_active_torch_device", "get_device_interface", "is_active",
     ])  # fmt: skip
-    driver.get_current_target.return_value = GPUTarget("cuda", gpu.cc, gpu.warp_size)
+    driver.get_current_target.return_value = triton_target(gpu)
     driver.get_current_device.return_value = 0
     driver.get_active_torch_device.return_value = torch.device("cuda", 0)
     driver.get_device_interface.return_value = torch.cuda
@@ -193,6 +242,10 @@ def pretend_gpu(gpu: Gpu) -> Iterator[None]:
     worker = {"get_device_properties": gpu, "current_device": 0}
     with ExitStack() as stack:
         stack.callback(_forget_devices)
+        hip = gpu.target.hip
+        stack.enter_context(mock.patch.object(torch.version, "hip", hip))
+        if hip is not None:
+            stack.enter_context(mock.patch.object(torch.version, "cuda", None))
         # not by set_active, because reset_active, which would undo it, needs a driver that works
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _triton_driver(gpu)))
         for name, answer in _answers(gpu).items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8compile.testing.gpu.compiled import CompiledKernel, compiled_kernels
-from fp8compile.testing.gpu.gpus import gpu_called
+from fp8compile.testing.gpu.gpus import check_is_nvidia, gpu_called
 from fp8compile.testing.gpu.graphs import gpu_graphs
 from fp8compile.testing.gpu.ptx import Instruction, Ptx
 from fp8compile.testing.gpu.ptx_paths import stored_to, traced
@@ -140,12 +140,13 @@ def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | N
         most: Number of configurations of each kernel to check, from the first on; None for all.
 
     Raises:
-        ValueError: No such GPU is known.
+        ValueError: No such GPU is known, or it is AMD's.
         ModuleNotFoundError: Triton is not installed.
         NotImplementedError: A kernel has an instruction that can't be followed.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """
     gpu = gpu_called(arch)
+    check_is_nvidia(gpu, "ptx_of")
     graphs = gpu_graphs(fn, args, gpu)
     schedules = [schedule(graph, gpu) for graph in graphs]
     written = written_parameters(graphs, schedules)

@@ -77,8 +77,8 @@ def test_forward_and_backward_of_experts_are_the_graphs_to_the_bit(arch):
 
 def test_each_gpu_has_properties_and_peaks_of_one_capability():
     assert GPUS.keys() == PEAKS.keys()
-    assert all(GPUS[name].target.capability == PEAKS[name].capability for name in GPUS)
-    assert all(gpu.cc == 10 * gpu.major + gpu.minor for gpu in GPUS.values())
+    assert all(GPUS[name].target.architecture == PEAKS[name].capability for name in GPUS)
+    assert all(gpu.cc == (gpu.gcnArchName or 10 * gpu.major + gpu.minor) for gpu in GPUS.values())
 
 
 # ---------------------------------------------------------------------------------- 8.9 casts by float16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,25 +14,43 @@ from fp8compile.testing.gpu.program.products import Products, is_product
 
 __all__ = ["played_products"]
 
+BY_OUR_KERNEL = "grouped_blockwise_mm"
+
 
 class _Played(TorchDispatchMode):
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, *, interprets: bool) -> None:
         super().__init__()
-        self._products = Products(gpu)
+        self._products, self._interprets = Products(gpu), interprets
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_product(op):
-            return self._products.multiply(op._schema.name.partition("::")[2], *args, **(kwargs or {}))
+        name = op._schema.name.partition("::")[2]
+        if is_product(op) and not (self._interprets and name == BY_OUR_KERNEL):
+            return self._products.multiply(name, *args, **(kwargs or {}))
         return op(*args, **(kwargs or {}))
 
 
 @contextmanager
-def played_products(gpu: Gpu) -> Iterator[None]:
+def played_products(gpu: Gpu, *, interpret: bool = False) -> Iterator[None]:
     """While this runs, GEMMs choose what a GPU would run, and its products are computed on the CPU.
 
     A product whose operands the GPU's library would refuse raises a ValueError. Results are rounded once.
+
+    Args:
+        gpu: The GPU.
+        interpret: Whether this package's own Triton kernel of groups runs in Triton's interpreter. If not, the CPU's
+            kernel of the same operator takes its place.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed, and ``interpret`` is True.
     """
-    with pretend_target(gpu.target), _Played(gpu):
+    with ExitStack() as stack:
+        stack.enter_context(pretend_target(gpu.target))
+        if interpret:
+            from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+            from fp8compile.testing.gpu.program.interpreter import Interpreter
+
+            stack.enter_context(Interpreter(Arithmetic()).active())
+        stack.enter_context(_Played(gpu, interprets=interpret))
         yield

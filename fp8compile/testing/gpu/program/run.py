@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8compile.formats import CASTS_BY_FLOAT16
 from fp8compile.target import pretend_target
-from fp8compile.testing.gpu.gpus import gpu_called, pretend_triton
+from fp8compile.testing.gpu.gpus import check_is_nvidia, gpu_called, pretend_triton
 from fp8compile.testing.gpu.program.step import step
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def _settings(
         raise ValueError(f"run_gpu_program: configurations is {configurations!r}; it is 'largest', 'all' or numbers.")
     named = {"largest": None, "all": ()}
     gpu = gpu_called(arch)
+    check_is_nvidia(gpu, "run_gpu_program")
     arithmetic = Arithmetic(contract, approximate, gpu.target.capability == CASTS_BY_FLOAT16)
     return Settings(
         gpu=gpu, precision_casts=precision_casts, arithmetic=arithmetic,

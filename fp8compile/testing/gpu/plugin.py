@@ -1,0 +1,40 @@
+"""The pytest plugin's fixture ``gpu_program``: runs a GPU's program on the CPU, and fails if its bits are others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fp8compile.testing.gpu.program.run import run_gpu_program
+
+if TYPE_CHECKING:
+    from fp8compile.testing.gpu.program.result import GpuRun
+
+__all__ = ["program_runner"]
+
+
+def program_runner(item: pytest.Item, arch: str, options: Mapping[str, Any]) -> Callable[..., GpuRun]:
+    """The function that the fixture gives to a test.
+
+    Args:
+        item: The test, whose report gets the GPU and the numbers of launches and differences.
+        arch: The GPU.
+        options: Options of `run_gpu_program`, from the marker.
+    """
+
+    def run(fn: Callable[..., Any], *args: Any, **others: Any) -> GpuRun:
+        """Run ``fn(*args)`` as `run_gpu_program` does, with the marker's options; fails the test on a difference."""
+        __tracebackhide__ = True
+        found = run_gpu_program(fn, *args, arch=arch, **{**options, **others})
+        launches = sum(len(graph.launches) for graph in found.graphs)
+        item.user_properties.extend(
+            (f"gpu_program_{name}", value)
+            for name, value in (("arch", arch), ("launches", launches), ("differences", len(found.differences)))
+        )
+        if found.differences:
+            pytest.fail(f"the program of {arch} differs from its graphs:\n{found.differences}", pytrace=False)
+        return found
+
+    return run
