@@ -109,8 +109,17 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
     return found
 
 
+def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The dtype in which graph_fsdp uses each parameter, by the parameter."""
+    states = [(module, vars(module)["graph_fsdp"]) for module in model.modules() if "graph_fsdp" in vars(module)]
+    own = ((module._parameters, state.shardings) for module, state in states)
+    return {parameters[name]: each.dtype for parameters, every in own for name, each in every.items()}
+
+
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The dtype to which FSDP2 casts each of its parameters, by the parameter, if it casts it."""
+    """The dtype to which FSDP2 or graph_fsdp casts each of its parameters, by the parameter, if it casts it."""
+    if found := _dtypes_of_graph_fsdp(model):
+        return found
     if not any(is_fsdp_managed(module) for module in model.modules()):
         return {}
     own = {module: module._parameters for module in model.modules()}
@@ -274,11 +283,6 @@ def _check_exportable(model: nn.Module, unfit: str) -> None:
     check_model("export", model)
     if not any(is_converted(module) for module in model.modules()):
         raise ValueError("export: the model has no layer in FP8. Convert it by fp8compile.convert.")
-    if any("graph_fsdp" in vars(module) for module in model.modules()):
-        raise ValueError(
-            "export: graph_fsdp spreads this model. Load its state dict into the same model on one process, or under "
-            "fully_shard, and export that."
-        )
 
 
 def plan_of(
