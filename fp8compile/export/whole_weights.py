@@ -100,7 +100,7 @@ def _of_owner(stack: Quantized, index: int) -> Quantized:
     for level in reversed(range(len(cuts))):
         if is_mine[level]:
             for tensor in found.parts():
-                group = cuts[level].group
+                group: Any = cuts[level].group
                 group = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
                 torch.distributed.broadcast(tensor, group=group, group_src=owners[level])
     return found
