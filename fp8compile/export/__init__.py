@@ -8,6 +8,7 @@
     table.py             the formats by name
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
     whole_weights.py     a parameter over ranks as one whole tensor
+    in_slices.py         quantizes a few rows at a time
     folder.py            files that are written beside their place and renamed
     stored_files.py      tensors of a folder's files
     load.py              a folder that becomes the parameters of a model

@@ -106,12 +106,19 @@ class Shards:
         return self.folder / f"model-{number}{'' if count is None else f'-of-{count:05d}'}.safetensors"
 
     def _write(self) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         header = {"format": "pt", **self._metadata}
         if self._metadata:
             header["tensor_names"] = json.dumps(list(self._metadata))
-        save_file(self._held, self._path(len(self._names)), metadata=header)
+        path = self._path(len(self._names))
+        try:
+            save_file(self._held, path, metadata=header)
+        except SafetensorError as error:  # such as that of a full disk, which is no OSError there
+            raise OSError(
+                f"save_pretrained: {path} can't be written, and what was there before stays: {error}"
+            ) from None
         self._names.append(list(self._held))
         self._held, self._metadata, self._size = {}, {}, 0
 

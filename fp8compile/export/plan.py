@@ -20,7 +20,7 @@ from fp8compile._compat import fsdp_parameters, is_fsdp_managed
 from fp8compile.export.checkpoint_names import Place, places, places_of_transposed, tied_names
 from fp8compile.export.kinds import kind_of
 from fp8compile.export.scheme import Format, Scheme
-from fp8compile.nn.candidates import is_converted, is_layer, layers, weight_slots
+from fp8compile.nn.candidates import is_converted, is_layer, layers, weight_names, weight_slots
 from fp8compile.nn.experts.known_modules import is_transposed
 from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.linear import STATE, Linear
@@ -109,8 +109,17 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
     return found
 
 
+def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The dtype in which graph_fsdp uses each parameter, by the parameter."""
+    states = [(module, vars(module)["graph_fsdp"]) for module in model.modules() if "graph_fsdp" in vars(module)]
+    own = ((module._parameters, state.shardings) for module, state in states)
+    return {parameters[name]: each.dtype for parameters, every in own for name, each in every.items()}
+
+
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The dtypes to which FSDP2 casts parameters in the forward, by parameter."""
+    """The dtypes to which FSDP2 or graph_fsdp casts parameters in the forward, by parameter."""
+    if found := _dtypes_of_graph_fsdp(model):
+        return found
     if not any(is_fsdp_managed(module) for module in model.modules()):
         return {}
     own = {module: module._parameters for module in model.modules()}
@@ -147,6 +156,23 @@ def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
     return None
 
 
+def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Scheme) -> tuple[Scheme, list[Place]] | str:
+    """How a stack of transposed experts is stored, and where; or the reason why one of the stacks does not fit.
+
+    All stacks of a module are stored in one way, because a reader expects linears or stacks.
+    """
+    path, _, own = name.rpartition(".")
+    found: list[Place] = []
+    for other in weight_names(experts):
+        count, columns, rows = getattr(experts, other).shape
+        places = places_of_transposed(experts, f"{path}.{other}" if path else other, rows, count)
+        reasons = (_wrong_size(place, columns, scheme) for place in places)
+        if (reason := next((each for each in reasons if each is not None), None)) is not None:
+            return reason if other == own else f"belongs to {other}, which {reason}"
+        found = places if other == own else found
+    return scheme, found
+
+
 def _scheme_or_reason(
     model: nn.Module, format: Format, layer: Any, name: str, weight: Tensor
 ) -> tuple[Scheme, list[Place]] | str:
@@ -161,11 +187,11 @@ def _scheme_or_reason(
         return f"has codes of {layer.recipe.weight!r}; {format.refusal(kind)}"
     if (reason := _static_inputs_missing(layer, scheme)) is not None:
         return reason
-    rows, columns = weight.shape[-2:] if not turned else reversed(weight.shape[-2:])
-    found = places_of_transposed(layer, name, rows, weight.shape[0]) if turned else places(model, name, weight)
-    if isinstance(found, str):
+    if turned:
+        return _scheme_of_transposed(layer, name, weight, scheme)
+    if isinstance(found := places(model, name, weight), str):
         return found
-    reasons = (_wrong_size(place, columns, scheme) for place in found)
+    reasons = (_wrong_size(place, weight.shape[-1], scheme) for place in found)
     return next((reason for reason in reasons if reason is not None), None) or (scheme, found)
 
 
@@ -232,6 +258,11 @@ class _Planner:
         scheme, where = found
         self.plan.groups.setdefault(scheme, []).extend(place.name for place in where)
         self._note_scheme(scheme, layer)
+        if is_transposed(layer):
+            self.note(
+                f"Experts such as {name} are written as linears, one for each expert and projection. Readers that "
+                "expect a stack, such as that of transformers for gpt-oss, don't find them."
+            )
         if any(_is_ragged(place, scheme) for place in where):
             self.note(
                 f"Weights such as {name} have {tensor.shape[-2]} rows, no multiple of {scheme.multiples[0]}. vLLM and "
@@ -277,11 +308,6 @@ def _check_exportable(model: nn.Module, unfit: str) -> None:
     check_model("export", model)
     if not any(is_converted(module) for module in model.modules()):
         raise ValueError("export: the model has no layer in FP8. Convert it by fp8compile.convert.")
-    if any("graph_fsdp" in vars(module) for module in model.modules()):
-        raise ValueError(
-            "export: graph_fsdp spreads this model. Load its state dict into the same model on one process, or under "
-            "fully_shard, and export that."
-        )
 
 
 def plan_of(

@@ -57,7 +57,9 @@ def _config(plan: Plan) -> dict[str, Any]:
         return {"quantization_config": quantization}
     config: Any = plan.model.config
     own = json.loads(config.to_json_string())
-    classes = [each.__name__ for each in type(plan.model).__mro__ if each.__module__.startswith("transformers.")]
+    # graph_fsdp makes a class of its own, which pretends to lie where the model's class lies
+    own_classes = (each for each in type(plan.model).__mro__ if each.__module__.startswith("transformers."))
+    classes = [each.__name__ for each in own_classes if not each.__name__.startswith("GraphFSDP")]
     dtypes = [each.dtype or each.tensor.dtype for each in plan.weights if each.tensor.is_floating_point()]
     dtype = str(dtypes[0]).removeprefix("torch.") if dtypes else "bfloat16"
     return {**own, "architectures": classes[:1], "dtype": dtype, "quantization_config": quantization}

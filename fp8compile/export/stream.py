@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,16 @@ def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
     return values if matrix.outer_scale is None else values * matrix.outer_scale
 
 
-def _part(codes: Quantized, place: Place) -> Quantized:
+def _matrices(codes: Quantized, places: Sequence[Place]) -> Iterator[tuple[Place, Quantized]]:
+    """Each place with the matrix that it has rows of; ranks send a matrix once."""
+    for expert, own in groupby(places, key=lambda place: place.expert):
+        matrix = codes if expert is None else matrix_of(codes, expert)
+        for place in own:
+            yield place, matrix
+
+
+def _part(matrix: Quantized, place: Place) -> Quantized:
     """Rows of one matrix, with their scales; a block that spans all rows keeps its scale."""
-    matrix = codes if place.expert is None else matrix_of(codes, place.expert)
     step, rows = matrix.quantizer.block[0], slice(place.start, place.stop, place.step)
     if step > 1 and (place.step > 1 or place.start % step):  # rows of several blocks: a scale for each row
         own = replace(matrix.quantizer, block=(1, matrix.quantizer.block[1]))
@@ -73,8 +81,8 @@ def _quantized(plan: Plan, weight: Weight) -> Iterator[Piece]:
     assert weight.layer is not None
     assert weight.scheme is not None
     scheme, codes = weight.scheme, whole_codes(weight.layer, weight.tensor, weight.dtype)
-    for place in weight.places:
-        matrix = _part(codes, place)
+    for place, whole in _matrices(codes, weight.places):
+        matrix = _part(whole, place)
         stored = scheme.write(matrix)
         if scheme.input_scale is not None and isinstance(weight.layer, Linear):
             scale = scale_of_input(weight.layer)
@@ -103,6 +111,16 @@ def pieces(plan: Plan) -> Iterator[Piece]:
             yield from _values(plan, weight) if weight.scheme is None else _quantized(plan, weight)
 
 
+def _pairs(stream: Iterator[Piece]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of pieces one after another; what was given out is not held while the next one is made."""
+    for piece in stream:
+        found = dict(piece.tensors)
+        del piece
+        while found:
+            name = next(iter(found))
+            yield name, found.pop(name)
+
+
 def tensors(
     model: nn.Module, format: str, *, unfit: str = "raise", forward_dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +131,8 @@ def tensors(
     as vLLM by its weight transfer, can load them as they come.
 
     If the model is spread over ranks (FSDP2, tensor parallel, expert parallel), all ranks call this and take all
-    tensors. Each quantizes its shard, and codes are sent; a rank holds its shards and one parameter's codes at a time.
+    tensors. Each quantizes its shard, and codes are sent; a rank holds its shards and the codes of one
+    matrix at a time.
 
     Args:
         model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
@@ -132,4 +151,4 @@ def tensors(
             call raises, and not the first step of the iterator.
     """
     plan = plan_of(model, format_named("tensors", format), unfit=unfit, forward_dtype=forward_dtype)
-    return (pair for piece in pieces(plan) for pair in piece.tensors.items())
+    return _pairs(pieces(plan))

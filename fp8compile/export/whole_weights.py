@@ -1,19 +1,23 @@
 """A parameter over ranks as one whole tensor: as values, or as the codes that the forward multiplies.
 
-Ranks quantize their shards, with scales of the whole, and then send codes; values in high precision are sent only for
-parameters that stay in it. All ranks that share a parameter call these functions.
+Ranks quantize their shards, with scales of the whole, and then send codes; those of experts go one matrix at a time.
+Values in high precision are sent only for parameters that stay in it. All ranks that share a parameter call these
+functions.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from fp8compile import ops
 from fp8compile._compat import local_itself, replicated
+from fp8compile.export.in_slices import IN_SLICES
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
@@ -32,7 +36,15 @@ WHOLE_TENSOR = CurrentScaling()  # its amax is one number
 ROW_OF_INPUT = 0  # in a state of delayed scaling
 
 
+def _has_whole_matrices(layout: TensorLayout) -> bool:
+    """Whether ranks have whole matrices of a stack, so that each one can be sent by itself."""
+    cuts = [cut for cut in layout.cuts if cut is not None]
+    return bool(cuts) and all(cut.dim < layout.batch for cut in cuts)
+
+
 def _gathered(part: Part) -> Part:
+    if isinstance(part, Quantized) and _has_whole_matrices(part.layout):
+        return part  # `matrix_of` sends a matrix
     for index in range(len(part.cuts)):
         if part.cuts[index] is not None:  # a gather may take later groups with it
             part = gather(part, index)
@@ -57,14 +69,52 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
         codes = _codes_of_parameter(parameter)
         own = local.dtype if dtype is None else dtype
         if codes.layout.batch:
-            matrices = [matrix_of(codes, index) for index in range(codes.codes.shape[0])]
+            matrices = [matrix_of(codes, index) for index in range(parameter.shape[0])]
             return torch.stack([_values_of(each, own) for each in matrices])
         return _values_of(codes, own)
     return _gathered(Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter)))).local
 
 
+def _of_owner(stack: Quantized, index: int) -> Quantized:
+    """One matrix of a stack of codes that ranks share, sent by the rank that has it.
+
+    Ranks of an inner cut hold a part of what a rank of an outer cut holds. So the owner sends the matrix to the ranks
+    of its innermost group first; then they send it to their outer groups.
+    """
+    owners: list[int] = []
+    is_mine = [True]  # whether this rank lies in the owner's part of the cuts so far
+    for cut in (cut for cut in stack.cuts if cut is not None):
+        ends = list(accumulate(cut.sizes))
+        owner = next((rank for rank, end in enumerate(ends) if index < end), 0) if is_mine[-1] else 0
+        index -= ends[owner] - cut.sizes[owner]
+        owners.append(owner)
+        is_mine.append(is_mine[-1] and owner == cut.rank)
+    local = replace(stack, layout=TensorLayout(batch=1))
+    if is_mine[-1]:
+        found = matrix_of(local, index).each(lambda tensor: tensor.contiguous())
+    else:
+        shapes = [tensor.new_empty((1, *tensor.shape[1:])) for tensor in local.parts()]
+        codes, scale, *outer = shapes
+        found = matrix_of(replace(local, codes=codes, scale=scale, outer_scale=outer[0] if outer else None), 0)
+    cuts: list[Any] = [cut for cut in stack.cuts if cut is not None]
+    for level in reversed(range(len(cuts))):
+        if is_mine[level]:
+            for tensor in found.parts():
+                group: Any = cuts[level].group
+                group = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+                torch.distributed.broadcast(tensor, group=group, group_src=owners[level])
+    return found
+
+
 def matrix_of(stack: Quantized, index: int) -> Quantized:
-    """One matrix of a stack of codes, with its scales."""
+    """One matrix of a stack of codes, with its scales. If ranks share the stack, all of them call this.
+
+    Args:
+        stack: The codes.
+        index: Number of the matrix in the whole stack.
+    """
+    if _has_whole_matrices(stack.layout):
+        return _of_owner(stack, index)
     outer = None if stack.outer_scale is None else stack.outer_scale[index : index + 1]
     return replace(stack, codes=stack.codes[index], scale=stack.scale[index], outer_scale=outer, layout=TensorLayout())
 
@@ -86,7 +136,7 @@ def _codes_of_parameter(parameter: Tensor) -> Quantized:
 def _delayed_codes(layer: Linear, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
     quantizer: Any = layer.recipe.weight
     multiplier = replicated(layer.multiplier)[ROW_OF_WEIGHT].view(1, 1)
-    codes = ops.cast(_local_values(parameter, dtype), multiplier, quantizer)
+    codes = IN_SLICES.cast(_local_values(parameter, dtype), multiplier, quantizer)
     layout, scale = TensorLayout(sharding_of(parameter)), quantizer.scale_of(multiplier)
     return _gathered(Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=layout))
 
@@ -115,11 +165,13 @@ def _codes_as_they_lie(layer: nn.Module, parameter: Tensor, dtype: torch.dtype |
         return _delayed_codes(layer, parameter, dtype)
     batch = 1 if parameter.ndim == 3 else 0
     part = Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter), batch))
-    return _gathered(quantize_part(part, quantizer, outer_amax=_shared_amax(layer, dtype)))
+    return _gathered(quantize_part(part, quantizer, IN_SLICES, outer_amax=_shared_amax(layer, dtype)))
 
 
 def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
-    """The codes of a converted layer's weight as its forward multiplies them, whole; a stack for experts.
+    """The codes of a converted layer's weight as its forward multiplies them; a stack for experts.
+
+    They are whole, except a stack whose matrices lie on several ranks: `matrix_of` gives each of its matrices.
 
     Args:
         layer: The layer.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -178,9 +180,8 @@ def linear(
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
-        given = {"recipe": recipe, "state": state, **given_observer(observer)}
-        if outer_amax is not None:
-            given["outer_amax"] = outer_amax
+        given: Any = {"recipe": recipe, "state": state, **given_observer(observer)}
+        given |= {} if outer_amax is None else {"outer_amax": outer_amax}
         return handle_torch_function(linear, (x, weight, bias), x, weight, bias, **given)
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import resource
 from dataclasses import replace
 
 import pytest
@@ -259,21 +259,31 @@ def test_a_folder_is_not_overwritten_unless_asked(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.fixture
+def almost_full_disk():
+    """Files of this process have 100 kB at most, and the next byte fails as on a full disk."""
+    own = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, own[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, own)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_full_disk_leaves_what_was_there(overwrite, tmp_path, monkeypatch):
-    model, path = one_layer(f8.recipes.blockwise()), tmp_path / "x"
+def test_a_full_disk_leaves_what_was_there(overwrite, tmp_path, almost_full_disk):
+    model, path = one_layer(f8.recipes.blockwise(), sizes=(512, 512)), tmp_path / "x"
     if overwrite:
         f8.export.save_pretrained(model, path, "fine_grained_fp8")
     before = {each.name: each.read_bytes() for each in path.glob("*")}
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(folders.Shards, "_write", full)
-    with pytest.raises(OSError, match="No space left"):
+    almost_full_disk()
+    with pytest.raises(OSError, match="can't be written, and what was there before stays"):
         f8.export.save_pretrained(model, path, "fine_grained_fp8", overwrite=overwrite)
     assert {each.name: each.read_bytes() for each in path.glob("*")} == before
     assert [each.name for each in tmp_path.iterdir()] == ["x"] * overwrite
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="a folder that not even root can write to")
+def test_a_file_system_that_can_not_be_written_to_is_told():
+    with pytest.raises(OSError, match="/sys/fp8"):
+        f8.export.save_pretrained(one_layer(f8.recipes.blockwise()), "/sys/fp8", "fine_grained_fp8")
 
 
 def test_a_read_only_folder_is_told_before_anything_is_made(tmp_path, monkeypatch):
