@@ -27,9 +27,7 @@ def _check_placed(function: str, names: Mapping[nn.Module, str], layers: Iterabl
         return
     allow_group_in_subclass()
     if sharded := [name or "the model" for module, name in names.items() if is_fsdp(module)]:
-        raise ValueError(
-            f"{function}, and fully_shard was called for {', '.join(sharded)}. Do this before that."
-        )
+        raise ValueError(f"{function}, and fully_shard was called for {', '.join(sharded)}. Do this before that.")
 
 
 def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
@@ -94,7 +92,7 @@ def _check_shared(
         )
     first = users[0]
     if _slots(recipe) != _slots(recipes[first]):
-        raise ValueError(f"{function}, and {name} shares its weight with a layer of another recipe. Give them the same.")
+        raise ValueError(f"{function}, and {name} shares its weight with a layer of another recipe.")
     if _sets_as_it_lies(module, recipe) != _sets_as_it_lies(first, recipe):
         raise ValueError(
             f"{function}, and {name} shares its weight with {names[first]}, of which one keeps it "
@@ -128,10 +126,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
                 "first, then spread the experts by fp8compile.parallel.ExpertParallel, or fully_shard."
             )
         if is_dtensor(weight) and (reason := not_placed(weight, _sets_as_it_lies(module, recipe))) is not None:
-            raise ValueError(
-                f"{function}, and the weight of {name} {reason}. Leave that layer out by the "
-                "filter."
-            )
+            raise ValueError(f"{function}, and the weight of {name} {reason}. Leave that layer out by the filter.")
         _check_shared(function, names, recipes, module, weight, users[weight])
 
 
