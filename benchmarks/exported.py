@@ -1,7 +1,8 @@
 """What does a program that `f8.export.program` makes weigh, is it equal, and how long does AOTInductor take?
 
-Two linears (512 x 1024, 1024 x 512) in bfloat16, in eval, and a ReLU, which rounds nothing. Each program is loaded by a process that can't import
-fp8compile; "equal" is the largest difference to the model's output. The package is AOTInductor's, for this CPU.
+Two linears (512 x 1024, 1024 x 512) in bfloat16, in eval, with a ReLU between them, which rounds nothing. Each program
+is loaded by a process that can't import fp8compile; "differs" is the largest difference to the model's output. The
+package is AOTInductor's, for this CPU.
 
     python -m benchmarks.exported [--json] [--recipes rowwise ...]
 """
@@ -76,10 +77,10 @@ def exported(name: str, way: str, folder: Path) -> Row:
         "weights": way,
         "export s": seconds,
         "file KB": os.path.getsize(file) // 1024,
-        "equal": differences[0],
+        "differs": str(differences[0]),
         "AOTInductor s": compiled,
         "package KB": os.path.getsize(package) // 1024,
-        "its difference": differences[1],
+        "package differs": str(differences[1]),
     }
 
 

@@ -57,7 +57,7 @@ def lora(name: str, steps: int) -> tuple[int, list[float], int]:
         f8.freeze_weights(f8.convert(base, _recipe(name), filter=["model.layers.*"]))
     config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, f8peft.register(config))
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=2e-3)
     torch.compiler.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     step = torch.compile(model, fullgraph=True, backend=graphs)

@@ -384,7 +384,7 @@ def weight_only(quantizer: Quantizer | None = None) -> Recipe:
 
     Raises:
         TypeError: The argument is not a quantizer.
-        ValueError: The quantizer has delayed scaling or a transform.
+        ValueError: The quantizer has delayed scaling.
     """
     own = TwoLevelScaling(block=NV_LINE) if quantizer is None else quantizer
     return Recipe(weight=own, dequantized_output=True, dequantized_gradients=True)

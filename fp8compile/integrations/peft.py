@@ -96,8 +96,8 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 class _OverCodes:
     """What both adapter layers share: a base with values while PEFT needs them, and the base as it was.
 
-    It comes before PEFT's class among the bases of a class, which has ``_base_module``, the layer in FP8, and
-    ``_base_name``, the name of the weight.
+    It comes before PEFT's class among the bases of a class. ``_base_of`` returns the layer in FP8, and the name of the
+    weight.
     """
 
     merge_to: str
@@ -107,8 +107,12 @@ class _OverCodes:
     _caches: dict[str, Any]
     lora_A: nn.ModuleDict
 
-    def _base_of(self: Any) -> tuple[Any, str]:
+    def _base_of(self) -> tuple[Any, str]:
         raise NotImplementedError
+
+    def _pefts(self) -> Any:
+        """The methods of PEFT's class, as this class would inherit them."""
+        return super()
 
     def _whole_base(self, what: str) -> tuple[Any, str]:
         layer, name = self._base_of()
@@ -117,7 +121,7 @@ class _OverCodes:
         return layer, name
 
     @contextmanager
-    def _base_with_values(self, what: str) -> Iterator[nn.Parameter]:
+    def _base_with_values(self, what: str) -> Iterator[None]:
         """The base has values, a copy of them, within this context; afterwards what it had."""
         layer, name = self._whole_base(what)
         before = layer._parameters[name]
@@ -125,7 +129,7 @@ class _OverCodes:
         setattr(layer, name, values)
         self._has_values = True
         try:
-            yield values
+            yield
         finally:
             setattr(layer, name, before)
             self._has_values = False
@@ -140,7 +144,7 @@ class _OverCodes:
             adapter_names: Names of the adapters; None for the active ones.
         """
         if self._has_values:  # PEFT's own merging calls this for a variant that needs the weight before
-            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            self._pefts().merge(safe_merge=safe_merge, adapter_names=adapter_names)
             return
         names = [each for each in check_adapters_to_merge(self, adapter_names) or [] if each in self.lora_A]
         if not names:
@@ -151,10 +155,9 @@ class _OverCodes:
         before.put_back(layer, name)
         self.merged_adapters.clear()
         try:
-            with self._base_with_values("merge") as values:
-                super().merge(safe_merge=safe_merge, adapter_names=[*merged, *names])
+            with self._base_with_values("merge"):
+                self._pefts().merge(safe_merge=safe_merge, adapter_names=[*merged, *names])
                 found = layer._parameters[name].detach()
-                del values
             if is_quantized_parameter(before.weight) and self.merge_to == "codes":
                 _codes_like(layer, name, before.weight, found)
             else:
@@ -168,7 +171,7 @@ class _OverCodes:
     def unmerge(self: Any) -> None:
         """Put back the base as it was before adapters were merged: the same codes, to the bit."""
         if self._has_values:
-            super().unmerge()
+            self._pefts().unmerge()
             return
         if self._before is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
@@ -219,15 +222,15 @@ class LoraLinear(_OverCodes, lora.Linear):
     def _base_of(self) -> tuple[Any, str]:
         return self.get_base_layer(), "weight"
 
-    def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **others: Any) -> None:
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **others: Any) -> None:
         """Add an adapter. An initialization that changes the base's weight, such as PiSSA, changes its codes."""
         if not config.use_dora and not isinstance(config.init_lora_weights, str):
-            super().update_layer(adapter_name, *args, config=config, **others)
+            super().update_layer(adapter_name, r, lora_alpha, config, **others)
             return
         layer, name = self._whole_base("update_layer")
         before = layer._parameters[name]
         with self._base_with_values("update_layer"):
-            super().update_layer(adapter_name, *args, config=config, **others)
+            super().update_layer(adapter_name, r, lora_alpha, config, **others)
             found = layer._parameters[name].detach()
         if not torch.equal(found, _values_of(before)):
             if is_quantized_parameter(before):
@@ -278,7 +281,8 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
         for name in self.active_adapters:
             if name not in self.lora_A:
                 continue
-            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            a: Any = self.lora_A[name].weight
+            b: Any = self.lora_B[name].weight
             a = a.view(self.num_experts, -1, a.shape[-1]).to(x.dtype)  # (E, rank, in_features)
             b = b.view(b.shape[0], -1, self.num_experts).permute(2, 0, 1).contiguous().to(x.dtype)  # (E, out, rank)
             inner = grouped_linear(x, a, offsets, recipe=HIGH_PRECISION)

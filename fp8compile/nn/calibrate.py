@@ -26,9 +26,9 @@ def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
     """The quantizer of the same codes whose scale is given; None if a tensor has more than one scale."""
     if isinstance(quantizer, DelayedScaling):
         return quantizer
-    is_plain = type(quantizer) is CurrentScaling and quantizer.block == (-1, -1) and quantizer.rounding == "nearest"
-    if not is_plain or quantizer.scale != "fp32" or quantizer.eps or quantizer.format not in ("e4m3", "e5m2"):
+    if quantizer != CurrentScaling(format=getattr(quantizer, "format", "e4m3")):
         return None
+    assert quantizer is not None
     return DelayedScaling(format=quantizer.format, history=1)
 
 
@@ -95,9 +95,10 @@ def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) ->
 def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     """Give the layers of a model static scales of their inputs, from the values that a pass over data has.
 
-    In place. A layer whose recipe scales input and weight as whole tensors gets delayed scaling, whose multipliers are
-    those of the largest amax of its inputs and of its weight. No forward changes these. A later backward does: training
-    goes on with delayed scaling. Other layers, such as experts and layers with scales of blocks, stay as they are.
+    In place. A layer whose recipe scales input and weight as whole tensors gets delayed scaling. Its multipliers are
+    those of the largest amax of its inputs, and of its weight. No forward changes these. A later backward does,
+    because training goes on with delayed scaling. Other layers stay as they are: experts, and those with scales of
+    blocks.
 
     Call `freeze_weights` after this to make the weights codes. ``fp8compile.export.save_pretrained`` writes the static
     scales in formats that have them.
@@ -129,15 +130,11 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
             raise ValueError(f"calibrate: the inputs of {names[layer]} have amax {amaxes[layer].item()}.")
     with torch.no_grad():
         for layer, recipe in layers.items():
-            if layer.recipe.history():
-                quantizer: Any = layer.recipe.input
-                set_row(layer, ROW_OF_INPUT, quantizer, amaxes[layer])
-                continue
-            become_float8(layer, recipe, None)
-            for row, own, amax in (
-                (ROW_OF_INPUT, recipe.input, amaxes[layer]),
-                (ROW_OF_WEIGHT, recipe.weight, layer.weight.abs().amax().float()),
-            ):
-                assert isinstance(own, DelayedScaling)
-                set_row(layer, row, own, amax)
+            of_input, of_weight, _ = recipe.delayed()
+            assert of_input is not None
+            assert of_weight is not None
+            if not layer.recipe.history():
+                become_float8(layer, recipe, None)
+                set_row(layer, ROW_OF_WEIGHT, of_weight, layer.weight.abs().amax().float())
+            set_row(layer, ROW_OF_INPUT, of_input, amaxes[layer])
     return model

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
 from fp8compile._compat import local_itself
 from fp8compile.nn.candidates import is_converted, weight_names
-from fp8compile.nn.experts.converted_class import ConvertedModule
-from fp8compile.nn.linear import Linear
 from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.quantizers import Recipe
@@ -57,7 +56,7 @@ def _forward_set(weight: QuantizedParameter) -> QuantizedParameter:
     return found
 
 
-def _check_codes(layers: Mapping[Linear | ConvertedModule, Recipe]) -> None:
+def _check_codes(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         for name in weight_names(layer):
             weight = attrgetter(name)(layer)
@@ -75,7 +74,7 @@ def _freeze(layer: nn.Module) -> None:
         if is_quantized_parameter(local):
             local.frozen = True
             local.initial = None
-        weight.requires_grad_(False)
+        weight.requires_grad_(requires_grad=False)
 
 
 def freeze_weights(model: Model) -> Model:
@@ -105,18 +104,18 @@ def freeze_weights(model: Model) -> Model:
             Nothing is changed then.
     """
     check_model(FUNCTION, model)
-    found = [module for module in model.modules() if is_converted(module)]
+    found: list[Any] = [module for module in model.modules() if is_converted(module)]
     if not found:
         raise ValueError(
             "freeze_weights: the model has no fp8compile.Linear and no experts in FP8. Call fp8compile.convert first."
         )
-    recipes = {layer: own for layer in found if (own := _frozen(layer.recipe)) is not None}
-    quantized = {layer: own for layer, own in recipes.items() if layer.is_quantized()}
+    recipes: dict[nn.Module, Recipe] = {layer: own for layer in found if (own := _frozen(layer.recipe)) is not None}
+    quantized = [layer for layer in found if layer in recipes and layer.is_quantized()]
     values = {layer: own for layer, own in recipes.items() if layer not in quantized}
     check_weights(model, values, function=FUNCTION)
     _check_codes(quantized)
-    for layer, own in recipes.items():
-        layer.recipe = own
+    for layer in found:
+        layer.recipe = recipes.get(layer, layer.recipe)
     quantize_weights(values, keep_initial=False)
     for layer in quantized:
         for name in weight_names(layer):

@@ -92,9 +92,7 @@ def _check_shared(
         )
     first = users[0]
     if _slots(recipe) != _slots(recipes[first]):
-        raise ValueError(
-            f"{function}, and {name} shares its weight with a layer of another recipe. Give them the same."
-        )
+        raise ValueError(f"{function}, and {name} shares its weight with a layer of another recipe.")
     if _sets_as_it_lies(module, recipe) != _sets_as_it_lies(first, recipe):
         raise ValueError(
             f"{function}, and {name} shares its weight with {names[first]}, of which one keeps it "

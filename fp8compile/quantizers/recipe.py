@@ -102,10 +102,10 @@ class Recipe(Constant):
             backward this takes one byte of memory for each element, or half a byte in four bits. The codes are the
             same. Codes are not kept if a side of the weight is not a multiple of 32, under FSDP, which frees weights
             after the forward, or in a checkpointed region (PyTorch 2.11 keeps them there).
-        dequantized_output: Whether the output multiplies the values of its operands' codes, rounded to the layer's dtype,
-            in high precision. This is for pairs that no GEMM multiplies: one operand stays in high precision (W4A16
-            has a quantizer for ``weight`` alone), or the two have codes that do not go together. Gradients pass
-            straight through: that of the weight is ``dy^T @ x``.
+        dequantized_output: Whether the output multiplies in high precision: the values of its operands' codes, rounded
+            to the layer's dtype. This is for pairs that no GEMM multiplies. Either one operand has no quantizer and is
+            multiplied as it is (W4A16 has one for ``weight`` alone), or the two have codes that do not go together.
+            Gradients pass straight through the rounding: that of the weight is ``dy^T @ x``.
         dequantized_gradients: Whether a gradient whose GEMM stays in high precision multiplies the dequantized codes
             that the forward multiplied, rounded to the layer's dtype, instead of x and w. It is then the gradient of
             the function that the forward computed. An operand without codes is multiplied as it is.
@@ -173,13 +173,6 @@ class Recipe(Constant):
                 f"Recipe: dequantized_output, which multiplies values of codes by current scaling; input is "
                 f"{self.input!r} and weight {self.weight!r}. Give one of them a quantizer with current scaling, or "
                 "leave dequantized_output out."
-            )
-        transforms = [() if each is None else each.transform() for each in (self.input, self.weight)]
-        if transforms[0] != transforms[1]:
-            raise ValueError(
-                f"Recipe: dequantized_output, and the transforms of input and weight are {transforms[0]} and "
-                f"{transforms[1]}: the product of two operands is that of their values only if they have the same "
-                "one. Give both the same, or none."
             )
 
     def _check_dequantized(self) -> None:

@@ -142,9 +142,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     # ------------------------------------------------------------------ what its views have in common
 
     pending: Pending | None = _of_shared("pending", "Its values during an optimizer's step; None if none runs.")
-    frozen: bool = _of_shared(
-        "frozen", "Whether ``fp8compile.freeze_weights`` made it: it takes codes, and no values."
-    )
+    frozen: bool = _of_shared("frozen", "Whether ``fp8compile.freeze_weights`` made it; it then takes no values.")
     blank: bool = _of_shared("blank", "Whether ``new_zeros`` made it and nothing was written to it yet.")
     state: Callable[[], tuple[Tensor, Tensor] | None] = _of_shared(
         "state", "Returns the weight's history and multiplier in its layer's state, or None."

@@ -64,6 +64,14 @@ def test_an_example_in_one_process_is_near_bf16(name, tmp_path):
     ran(name, tmp_path, size=1)
 
 
+def test_rollouts_of_streamed_codes_are_those_of_the_policy_that_trains(tmp_path):
+    printed = finished_on_ranks(main_of, ["rl.__main__", "--steps", "2"], tmp_path, size=3)
+    own, *others = re.findall(r"  (\d\.\d\de[+-]\d\d)$", printed, re.MULTILINE)
+    assert float(own) == 0, printed
+    assert len(others) == 2
+    assert all(float(each) > 0 for each in others)
+
+
 def test_all_short_examples_are_run():
     assert {*RANKS, *ALONE} == set(SHORT)
 

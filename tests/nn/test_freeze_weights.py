@@ -83,7 +83,7 @@ def test_gradients_flow_to_inputs_and_are_those_of_the_codes_values(name):
 
 def test_training_a_frozen_weight_raises():
     model = f8.freeze_weights(model_of(f8.recipes.tensorwise()))
-    model.requires_grad_(True)
+    model.requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters())
     model(rows()).float().square().mean().backward()
     with pytest.raises(RuntimeError, match="froze"):
@@ -114,7 +114,7 @@ def test_a_frozen_model_is_one_graph_without_a_cast_of_the_weight():
 
 
 def test_what_can_not_be_frozen_is_said_and_nothing_changes():
-    with pytest.raises(ValueError, match="Call fp8compile.convert first"):
+    with pytest.raises(ValueError, match=r"Call fp8compile\.convert first"):
         f8.freeze_weights(nn.Linear(16, 16))
     tied = nn.ModuleDict({"embedding": nn.Embedding(64, 64), "head": nn.Linear(64, 64, bias=False)}).bfloat16()
     tied["head"].weight = tied["embedding"].weight

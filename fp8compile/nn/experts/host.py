@@ -40,9 +40,7 @@ class Host:
     # returns the matrices that a module multiplies by; None if they are its own 3-D parameters
     layout: Callable[[nn.Module], Layout] | None = None
     is_linear: bool = False  # whether the module is one linear layer, and not experts
-    takes_additions: bool = (
-        False  # whether ``replacement`` adds to its products what `fp8compile.nn.experts.added` has
-    )
+    takes_additions: bool = False  # whether ``replacement`` calls `fp8compile.nn.experts.added.with_additions`
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
