@@ -3,10 +3,10 @@
     python -m benchmarks.advice [--steps 200] [--seeds 3]
 
 The models are a Llama and a Qwen3-MoE of transformers with random weights, and the byte-level Llama of
-``examples/train``, trained without FP8 for some steps. For the last one there is advice within a budget of time, halfway
-from nvfp4 everywhere to tensorwise everywhere. It is then trained by this advice from the first step on, beside bf16
-and nvfp4 everywhere, from the same weights and on the same batches for each seed. Runs are in eager mode on one CPU
-thread, under autocast to bfloat16.
+``examples/train``, trained without FP8 for some steps. For the last one there is advice within a budget of time that
+lies halfway from nvfp4 everywhere to tensorwise everywhere. It is then trained by this advice from the first step on,
+beside bf16 and nvfp4 everywhere, from the same weights and on the same batches for each seed. Runs are in eager mode
+on one CPU thread, under autocast to bfloat16.
 """
 
 from __future__ import annotations
