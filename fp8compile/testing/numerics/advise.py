@@ -222,6 +222,9 @@ def advise_call(
         for name, layer in wanted.items()
         if name in calls
     ]
+    if not found:
+        reasons = "; ".join(sorted(set(left_out.values())))
+        raise ValueError(f"advise: no layer is left to measure: {reasons}.")
     (kind, value), *_ = budget.items()
     taken = [_fastest(layer, value) for layer in found] if kind == "sqnr" else _within(found, value)
     return Advice(
@@ -271,8 +274,8 @@ def advise(
 
     Raises:
         TypeError: The model is no module, is compiled, or is spread over ranks; there is no scalar loss.
-        ValueError: The model is converted, or has no layers. There is no such recipe or GPU. The budget is none, or
-            less than the fastest recipes take.
+        ValueError: The model is converted, or no layer can be measured. There is no such recipe or GPU. The budget is
+            none, or less than the fastest recipes take.
     """
     args, kwargs = arguments_of(batch)
     return advise_call(
