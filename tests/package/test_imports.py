@@ -184,7 +184,7 @@ import sys, fp8compile as f8
 names = {"parallel", "testing"}
 assert names | set(f8.__all__) <= set(dir(f8))
 assert not {f"fp8compile.{name}" for name in names} & set(sys.modules), "dir imported them"
-assert f8.testing.check_op and f8.parallel.ColwiseParallel
+assert f8.testing.check_op and f8.parallel.ColwiseParallel and f8.advise is f8.testing.advise
 assert not hasattr(f8, "tsting")
 """
 

@@ -100,7 +100,10 @@ def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Ro
 
 
 def _color_bar(figure: Any, drawn: Any, all_axes: Any, label: str) -> None:
-    bar = figure.colorbar(drawn, ax=list(all_axes), location="top", fraction=0.03, aspect=40)
+    height = figure.get_size_inches()[1]  # sizes of a color bar are parts of it
+    bar = figure.colorbar(
+        drawn, ax=list(all_axes), location="top", fraction=0.12 / height, pad=0.1 / height, aspect=40
+    )
     bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=7)
 

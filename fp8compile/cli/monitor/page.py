@@ -40,7 +40,8 @@ th { background: var(--head); }
 figure { margin: 0; }
 figcaption { color: var(--quiet); font-size: .9rem; margin-bottom: .5rem; }
 /* on a phone tables and charts keep a size at which they can be read, and scroll */
-table, svg { min-width: 34rem; }
+svg { min-width: 34rem; }
+@media (max-width: 40rem) { td { white-space: nowrap; } }
 svg { width: 100%; height: auto; }
 footer { margin: 2rem 0; color: var(--quiet); font-size: .85rem; }
 </style>

@@ -155,19 +155,22 @@ class Advice:
         return lines
 
     def table(self, *, products: bool = False) -> tuple[list[str], list[tuple[str, ...]]]:
-        """Headings and rows of the table.
+        """Headings and rows of the table. Time and bytes are those of the recipe taken, beside those without FP8.
 
         Args:
             products: Whether each product has a row; if not, a layer has one row, with the smallest of its three
                 ratios.
         """
         names = list(self.recipes)
-        columns = ["layer", "out x in", *(["product"] if products else []), *names, "takes", "time"]
+        columns = ["layer", "out x in", *(["product"] if products else []), *names, "takes", "time", "bytes"]
         rows: list[tuple[str, tuple[str, ...]]] = []
         for layer in self.layers:
             sizes = ", ".join(f"{n} x {k}" for n, k in layer.matrices)
-            plain = layer.costs[HIGH_PRECISION].seconds
-            time = f"{layer.costs[layer.takes].seconds / plain:.2f}" if plain else "-"
+            plain, own = layer.costs[HIGH_PRECISION], layer.costs[layer.takes]
+            costs = [
+                f"{mine / other:.2f}" if other else "-"
+                for mine, other in ((own.seconds, plain.seconds), (own.bytes, plain.bytes))
+            ]
             for place, product in enumerate(PRODUCTS) if products else ((None, ""),):
                 shown = [
                     "-"
@@ -175,7 +178,7 @@ class Advice:
                     else shown_decibels(least_of(layer.errors[name]) if place is None else layer.errors[name][place])
                     for name in names
                 ]
-                rows.append((layer.name, (sizes, *([product] if products else []), *shown, layer.takes, time)))
+                rows.append((layer.name, (sizes, *([product] if products else []), *shown, layer.takes, *costs)))
         return columns, [(name, *cells) for name, cells in folded(rows)]
 
     def text(self, *, products: bool = False, width: int | None = None) -> str:

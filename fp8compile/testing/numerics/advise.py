@@ -222,6 +222,9 @@ def advise_call(
         for name, layer in wanted.items()
         if name in calls
     ]
+    if not found:
+        reasons = "; ".join(sorted(set(left_out.values())))
+        raise ValueError(f"advise: no layer is left to measure: {reasons}.")
     (kind, value), *_ = budget.items()
     taken = [_fastest(layer, value) for layer in found] if kind == "sqnr" else _within(found, value)
     return Advice(
@@ -255,8 +258,8 @@ def advise(
         recipes: The candidates: names, recipes, or a mapping from names to recipes. By default the ready recipes that
             the GPU multiplies itself, without delayed scaling.
         budget: ``{"sqnr": dB}`` gives each layer the fastest recipe whose products all have this signal-to-noise
-            ratio. ``{"time": share}`` gives the least noise with which all layers together take at most this share of
-            the least time without FP8. 14 dB by default, about what nvfp4 leaves of bell-shaped values.
+            ratio. ``{"time": share}`` gives the recipes with the least noise that together take at most this share of
+            the least time without FP8. By default 14 dB, a little less than nvfp4 leaves of bell-shaped values.
         loss: A function of what the model returns, which gives the scalar for the backward. None for the output's own:
             the output itself, its ``loss``, or its first entry.
         filter: The layers to look at, as `fp8compile.convert` takes it. Pass the same to both.
@@ -271,8 +274,8 @@ def advise(
 
     Raises:
         TypeError: The model is no module, is compiled, or is spread over ranks; there is no scalar loss.
-        ValueError: The model is converted, or has no layers. There is no such recipe or GPU. The budget is none, or
-            less than the fastest recipes take.
+        ValueError: The model is converted, or no layer can be measured. There is no such recipe or GPU. The budget is
+            none, or less than the fastest recipes take.
     """
     args, kwargs = arguments_of(batch)
     return advise_call(

@@ -8,6 +8,7 @@ in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fp8compile.ops.layer.over_ranks import gather
 from fp8compile.ops.layer.products import Product
 from fp8compile.ops.layer.rows import rows_cut
 from fp8compile.quantizers import Gemm
+from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.testing.bits import difference, sum_difference
 
 __all__ = ["differences", "is_shared", "whole"]
@@ -60,7 +62,14 @@ def _has_given_codes(gemm: Gemm, operands: Operands) -> bool:
     return operands.weight is not None or (gemm is GRAD_WEIGHT and operands.input is not None)
 
 
+def _as_one_process_has_it(part: Plain) -> Plain:
+    """Tokens as one matrix, as a layer flattens them if no rank cuts one of their dims."""
+    return part if part.layout.batch else replace(part, local=as_matrix(part.local))
+
+
 def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | None:
+    if mine.numel() == expected.numel():
+        mine = mine.reshape(expected.shape)  # tokens that a rank cuts keep their leading dims
     words = difference(mine, expected)
     if words is None or mine.shape != expected.shape or mine.numel() > 1:
         return None if words is None else (name, words)
@@ -143,7 +152,7 @@ def differences(
         return
     alone = Operands(operands.recipe, operands.phase, operands.multiplier)
     parts = {gemm.a: a, gemm.b: b}
-    wholes = {slot: whole(part, slot, operands) for slot, part in parts.items()}
+    wholes = {slot: _as_one_process_has_it(whole(part, slot, operands)) for slot, part in parts.items()}
     if operands.recipe.quantizers(gemm) is not None:
         for slot, part in parts.items():
             found = _of_operand(operands.of(part, slot), alone.of(wholes[slot], slot))

@@ -7,6 +7,7 @@ import functools
 from collections import OrderedDict
 from unittest import mock
 
+import fsdp_models as models
 import pytest
 import torch
 from gloo_ranks import shared_ranks
@@ -35,7 +36,7 @@ def build(mesh, recipe, sequence, fault):
     layers = {"up": nn.Linear(64, 128), "act": nn.SiLU(), "down": nn.Linear(128, 64)}
     model = nn.Sequential(OrderedDict(layers))
     model = f8.convert(model.bfloat16(), f8.recipes.by_name(recipe))
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     if mesh is None:
         return model, (x,)
     if fault == "weight":
@@ -45,16 +46,31 @@ def build(mesh, recipe, sequence, fault):
         from torch.distributed.tensor import Shard
 
         plan = {
-            "up": ColwiseParallel(input_layouts=Shard(0)),
-            "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         }
-        x = x.detach().chunk(2)[mesh.get_local_rank()].requires_grad_()
+        x = x.detach().chunk(2, dim=1)[mesh.get_local_rank()].requires_grad_()
     else:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, mesh, plan)
     if fault == "activation":
         model[1].register_forward_hook(lambda module, args, y: -y)
     return model, (x,)
+
+
+def build_sharded(mesh, how):
+    """Every rank has the whole batch, so that gradients are those of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = models.model_of("even", f8.recipes.blockwise()).bfloat16()
+    tokens = torch.randint(models.NUM_SYMBOLS, (4, 17), generator=torch.Generator().manual_seed(1))
+    if how == "graph_fsdp" and mesh is not None:
+        f8.parallel.graph_fsdp(model, mesh)
+    elif mesh is not None:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, tokens
 
 
 def loss(y):
@@ -81,6 +97,16 @@ def compared(recipe, fault=None, sequence=None):
     return [(each.layer, each.op, each.operand, each.what, each.ranks) for each in found.findings], str(found)
 
 
+def compared_sharded(how):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() > 1:
+        return None
+    return str(f8.testing.compare_ranks(functools.partial(build_sharded, how=how), mesh))
+
+
 # ---------------------------------------------------------------------------------- tests
 
 
@@ -88,6 +114,18 @@ def compared(recipe, fault=None, sequence=None):
 def test_ranks_that_compute_what_one_process_does_have_no_findings(ranks, recipe):
     one, other, *_ = ranks.run(compared, recipe)
     assert one == other == ([], "2 ranks compute what one process computes: 6 products, each with its operands")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_ranks_that_share_the_tokens_too_have_no_findings(ranks, recipe):
+    one, other, *_ = ranks.run(compared, recipe, None, "sequence")
+    assert one == other == ([], "2 ranks compute what one process computes: 6 products, each with its operands")
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "graph_fsdp"])
+def test_weights_that_fsdp_gathers_are_compared_too(ranks, how):
+    found = ranks.run(compared_sharded, how)[0]
+    assert found == "2 ranks compute what one process computes: 18 products, each with its operands"
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
