@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8compile._compat import is_dtensor
+from fp8compile.nn.execution_order import note_call
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops.layer.observe import Observer
 
@@ -27,7 +28,7 @@ class Observed(Module):
         observed_weights: Names of the module's parameters that it multiplies by; 3-D parameters are stacks of experts.
     """
 
-    observed_weights: Sequence[str] = ()
+    observed_weights: ClassVar[Sequence[str]] = ()
     _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
 
     def observer(self, name: str, stack: Any = None) -> Observer | None:
@@ -42,6 +43,7 @@ class Observed(Module):
         found = self._observers.get(name)
         if found is None:
             return None
+        note_call(found.sums)
         return found if stack is None else found.placed(first_expert(stack))
 
     def weights_to_observe(self) -> dict[str, int]:

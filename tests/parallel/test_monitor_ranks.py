@@ -23,7 +23,14 @@ from fp8compile.ops.layer.statistics import STATISTICS
 SUMS = ("square_error", "mse", "sqnr", "scale_std")  # added up in another order
 IN, HIDDEN, TOKENS, EXPERTS = 64, 96, 32, 4
 EVERYTHING = tuple(STATISTICS)
-COMPILED = ("amax", "underflow", "saturation", "nonfinite", "scale_min", "sqnr")  # each costs DTensors seconds to trace
+COMPILED = (
+    "amax",
+    "underflow",
+    "saturation",
+    "nonfinite",
+    "scale_min",
+    "sqnr",
+)  # each costs DTensors seconds to trace
 
 
 @pytest.fixture(scope="session")
