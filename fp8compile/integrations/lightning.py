@@ -155,8 +155,7 @@ class F8Monitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to observe the module, at the step at which training begins."""
         self.monitor = Monitor(pl_module, **self._options)
-        self.monitor.steps = trainer.global_step - 1
-        self.monitor.step()
+        self.monitor.steps = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

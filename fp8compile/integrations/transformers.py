@@ -191,8 +191,7 @@ class MonitorCallback(TrainerCallback):
     ) -> None:
         """Begin to observe the model, at the step at which training begins."""
         self.monitor = Monitor(kwargs["model"], **self._options)
-        self.monitor.steps = state.global_step - 1
-        self.monitor.step()
+        self.monitor.steps = state.global_step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

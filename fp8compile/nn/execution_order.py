@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, fx
 
 from fp8compile import _compat
@@ -88,5 +87,4 @@ def _note(buffer: Any) -> None:
 
 def note_call(buffer: Tensor) -> None:
     """Note an eager call of a layer that is observed."""
-    if EVERY and not torch.compiler.is_compiling():
-        _note(buffer)
+    _note(buffer)

@@ -31,7 +31,7 @@ from fp8compile.ops.layer.statistics import (
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 
-__all__ = ["TE_NAMES", "Monitor", "NonFiniteError", "Observed", "Reading", "flat"]
+__all__ = ["STATISTICS", "TE_NAMES", "Monitor", "NonFiniteError", "Observed", "Reading", "flat"]
 
 MONITORED: WeakSet[nn.Module] = WeakSet()
 Reading = dict[str, dict[str, dict[str, Any]]]  # {layer: {operand: {statistic: value}}}
@@ -84,9 +84,6 @@ class Monitor:
         as_if: Read what the quantizers of another recipe would do to the same operands. The model computes as before.
             Of a weight that is kept as codes nothing is read then, unless the recipe has the same codes.
 
-    Attributes:
-        steps: Number of steps that have ended. A run that resumes sets it, and then calls ``step``.
-
     Raises:
         ValueError: A statistic or operand has no such name, ``every`` is less than 1, no layer can be observed, or
             ``as_if`` has delayed scaling, or quantizers that experts of the model can't have.
@@ -120,7 +117,7 @@ class Monitor:
                     "statistics."
                 )
         MONITORED.update(self._modules)
-        self.steps: int = 0
+        self._steps = 0
         self._matrices: dict[str, int] = {}  # the layers of all ranks, from the first reading on
         self._order = ExecutionOrder([each.observer.sums for each in self._products.values()])
         self._search = NonFinite(self._totals) if "nonfinite" in self._totals.split(",") else None
@@ -128,9 +125,21 @@ class Monitor:
         self._switch(on=self.is_reading)
 
     @property
+    def steps(self) -> int:
+        """Number of steps that have ended. A run that resumes sets it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        if self.is_reading:
+            self._reset()
+        self._switch(on=self.is_reading)
+
+    @property
     def is_reading(self) -> bool:
         """Whether the step that runs now is read."""
-        return self.steps % self._every == 0
+        return self._steps % self._every == 0
 
     def step(self) -> None:
         """Say that a step has ended. Call it after each optimizer step, after `read`, on all ranks.
@@ -143,9 +152,6 @@ class Monitor:
             if self.is_reading:
                 self._search.send(self.steps, self._ordered(), self._agreed())
         self.steps += 1
-        if self.is_reading:
-            self._reset()
-        self._switch(on=self.is_reading)
 
     def check(self, loss: Tensor, replay: Callable[[], object] | None = None) -> None:
         """Raise if a loss is not finite, and name the operand where that began. Call it before the optimizer's step.
@@ -208,12 +214,16 @@ class Monitor:
         return {name: each for name, each in flat(self.read(), names).items() if not isinstance(each, list)}
 
     def write(self, path: str | Path, **others: Any) -> None:
-        """Append the reading to a file, as one line of JSON. All ranks call it, and the first one writes.
+        """Append the reading of this step, if it is read, to a file, as one line of JSON.
+
+        All ranks call it, and the first one writes.
 
         Args:
             path: The file.
-            others: Further numbers of the step, such as ``loss=``.
+            others: Further numbers of the step, such as ``loss=``. ``step=`` replaces the number of steps that ended.
         """
+        if not self.is_reading:
+            return
         row = {"step": self.steps, **others, **flat(self.read())}
         if rank() == 0:
             with Path(path).open("a") as file:

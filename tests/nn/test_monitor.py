@@ -6,6 +6,8 @@ import json
 import math
 from types import SimpleNamespace
 
+import expert_models
+import fsdp_models
 import pytest
 import torch
 from torch import nn
@@ -73,13 +75,13 @@ def test_without_a_reading_the_graph_is_that_of_a_model_without_a_monitor(recipe
     graphs = []
     for is_monitored in (False, True):
         torch._dynamo.reset()
-        with Recording() as recording:
-            layers = model(recipe)
-            if is_monitored:
-                monitor = f8.Monitor(layers)
-                monitor.step()  # the step after is not read
-            backward(torch.compile(layers, fullgraph=True, backend=recording.backend("aot_eager")))
-        graphs.append([graph.print_readable(print_output=False) for graph in recording.graphs])
+        layers, recording = model(recipe), Recording()
+        if is_monitored:
+            monitor = f8.Monitor(layers)
+            monitor.step()  # the step after is not read
+        backward(torch.compile(layers, fullgraph=True, backend=recording))
+        graphs.append([graph.print_readable(print_output=False) for graph in recording.traced])
+    assert len(graphs[0]) == 2
     assert graphs[0] == graphs[1]
 
 
@@ -138,20 +140,52 @@ def test_micro_batches_are_read_together_and_weights_once():
 
 
 def test_parameters_that_are_codes_have_statistics_of_scales_and_codes():
+    how = {"filter": lambda *_: True, "quantized_parameters": True}
     for recipe in ("tensorwise", "rowwise", "nvfp4"):
-        layers = f8.convert(
-            Model().bfloat16(), f8.recipes.by_name(recipe), filter=lambda *_: True, quantized_parameters=True
-        )
-        scales = f8.Linear.weight_scale.__get__(layers.first.up)
+        layers = f8.convert(Model().bfloat16(), f8.recipes.by_name(recipe), **how)
         reading = reading_of(layers, layers)["first.up"]
         known = {"subnormal", "scale_min", "scale_max", "scale_std", "exponents"}
         assert set(reading["weight"]) == set(reading["weight_for_grad_input"]) == known
         assert set(reading["input"]) == set(ALL)
         if recipe != "nvfp4":
-            assert reading["weight"]["scale_max"] == float(scales.max())
-        torch._dynamo.reset()
-        compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
-        assert reading_of(layers, compiled)["first.up"]["weight"] == reading["weight"]
+            assert reading["weight"]["scale_max"] == float(layers.first.up.weight_scale.max())
+    torch._dynamo.reset()
+    layers, read = f8.convert(Model().bfloat16(), f8.recipes.tensorwise(), **how), ("amax", "scale_max")
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    assert reading_of(layers, compiled, (1,), read) == reading_of(layers, layers, (1,), read)
+
+
+def test_an_evaluation_is_not_read_and_has_one_graph():
+    torch._dynamo.reset()
+    counters.clear()
+    layers = model()
+    step, monitor = torch.compile(layers, fullgraph=True, backend="aot_eager"), f8.Monitor(layers, every=2)
+    for _ in range(4):
+        with torch.no_grad():
+            step(batch())
+        monitor.step()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert monitor.read()["first.up"] == {}
+
+
+@pytest.mark.parametrize("kind", ["torchtitan", "gpt-oss"])
+def test_converted_experts_are_read_one_by_one(kind):
+    torch._dynamo.reset()
+    mixture = expert_models.mixture_of(kind, 4, f8.recipes.rowwise(), dtype=torch.bfloat16)
+    symbols = torch.randint(fsdp_models.NUM_SYMBOLS, (2, 9), generator=torch.Generator().manual_seed(0))
+    monitor = f8.Monitor(mixture, ("amax", "underflow"))
+    mixture(symbols).backward()
+    eager = monitor.read()
+    weights = {"torchtitan": ["gate_up", "down"], "gpt-oss": ["gate_up_proj", "down_proj"]}[kind]
+    every = [
+        f"blocks.{block}.experts.{weight}.{expert}" for block in (0, 1) for weight in weights for expert in range(4)
+    ]
+    assert list(eager) == every
+    assert all(slots["weight"]["amax"] > 0 for slots in eager.values())
+    assert any("input" in slots for slots in eager.values())
+    monitor.steps = 0
+    torch.compile(mixture, backend="aot_eager")(symbols).backward()
+    assert monitor.read() == eager
 
 
 # ---------------------------------------------------------------------------------- planted faults
