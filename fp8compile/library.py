@@ -6,6 +6,9 @@
     register_linear_like, register_experts
                     make convert take another library's linear layers or experts
     register_gemm   adds a GEMM for codes that no other GEMM reads; register_grouped_gemm adds one for experts
+    register_statistic
+                    adds a statistic that `fp8compile.Monitor` reads; Elements is what it is computed of
+    Observed        base of modules of your own whose products a monitor observes
     Split, Cut      describe how an op runs on shards
     rounded         in a decomposition: rounds a value to the dtype in which eager mode would have stored it
     quantizers      returns the quantizers and recipes of installed packages
@@ -21,10 +24,13 @@ from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.experts.host import Layout
 from fp8compile.nn.experts.registration import register_experts, register_linear_like
+from fp8compile.nn.observed import Observed
 from fp8compile.ops.gemm import register_gemm
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.grouped.table import register_grouped_gemm
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.layer.elements import Elements
+from fp8compile.ops.layer.statistics import register_statistic
 from fp8compile.ops.registry import OPS, Op, register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding import Cut, Sharding, Split, along_every_dim, grid_cuts
@@ -48,6 +54,9 @@ __all__ = [
     "register_grouped_gemm",
     "register_linear_like",
     "register_experts",
+    "register_statistic",
+    "Elements",
+    "Observed",
     "Layout",
     "GemmKernel",
     "GemmProblem",

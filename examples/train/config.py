@@ -64,6 +64,7 @@ class TrainConfig:
     eval_every: int = _option("steps between evaluations; there is one at the end, too", 100)
     eval_sequences: int = _option("held-out sequences of an evaluation", 256)
     checkpoint_every: int = _option("steps between checkpoints; there is one at the end, too", 100)
+    monitor: int = _option("steps between readings of FP8 operands, into monitor-<arm>.jsonl; 0 for none", 0)
     tp: int = _option("processes that the model is cut over", 1)
     sp: bool = _switch("with --tp: cut the sequence too, between matrix products")
     fsdp: bool = _switch("shard parameters and batch over the processes, by stock FSDP2")
@@ -81,7 +82,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._check(0 < self.lr < math.inf, "lr", "has to be a positive number")
         for each in fields(self):
-            least = 0 if each.name in ("seed", "experts", "top_k") else 1
+            least = 0 if each.name in ("seed", "experts", "top_k", "monitor") else 1
             if each.type == "int":
                 self._check(getattr(self, each.name) >= least, each.name, f"has to be at least {least}")
         self._check(self.compare != self.recipe, "compare", "is --recipe too; compare with another one")

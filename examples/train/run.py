@@ -67,6 +67,9 @@ class Run:
             trainer.update()
             step, is_last = trainer.step, trainer.step == steps
             self._append("train", arm, step, loss=loss)
+            if trainer.monitor is not None:
+                trainer.monitor.write(self.folder / f"monitor-{arm.name}.jsonl", step=step, loss=loss)
+                trainer.monitor.step()
             if step == 1 or is_last or step % max(1, steps // LINES_PER_ARM) == 0:
                 pace = trainer.tokens_per_second
                 shown = "" if pace is None else f"  {pace:,.0f} tokens/s"

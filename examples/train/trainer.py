@@ -103,6 +103,7 @@ class Trainer:
 
     Attributes:
         model: The model, before it is compiled.
+        monitor: Reads statistics of FP8 operands; None without --monitor.
         graphs: Number of compiled graphs, by the kind of call that needed them.
         gathered: Words for how FSDP gathers weights of FP8 layers; None without FSDP.
         step: Number of updates done.
@@ -130,6 +131,8 @@ class Trainer:
         self._optimizer = _optimizer(self.model, has_masters=self._has_masters)
         self.graphs: Counter[str] = Counter()
         self._call = self._compiled()
+        is_read, names = config.monitor and recipe is not None, f8.monitor.STATISTICS
+        self.monitor = f8.Monitor(self.model, names, every=config.monitor) if is_read else None
         self.step = 0
         self._started = 0.0
         self._step_seconds: list[float] = []
@@ -180,6 +183,8 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Continue from the newest checkpoint, if there is one."""
         self.step = load_checkpoint(folder, self.model, self._optimizer)
+        if self.monitor is not None:
+            self.monitor.steps = self.step
 
     def _loss(self, kind: str, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens_BT, targets_BT = (part.to(self._device) for part in batch)
@@ -199,7 +204,8 @@ class Trainer:
     def gradients(self) -> float:
         """Run forward and backward of the next step, and return the mean loss over the whole batch."""
         self._started = time.perf_counter()
-        loss = self._loss("train", self._batch())
+        is_read = self.monitor is not None and self.monitor.is_reading  # a graph of its own
+        loss = self._loss("read" if is_read else "train", self._batch())
         loss.backward()
         value = self._layout.mean(all_values(loss.item()))
         if not math.isfinite(value):

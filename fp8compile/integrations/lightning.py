@@ -25,9 +25,11 @@ from torch import nn
 
 from fp8compile._compat import is_fsdp
 from fp8compile.integrations.conversion import Conversion
+from fp8compile.integrations.loggers import finite
+from fp8compile.nn import Monitor
 from fp8compile.nn.assignment import Recipes
 
-__all__ = ["F8FSDPPrecision", "F8HalfPrecision", "F8MixedPrecision", "F8Precision"]
+__all__ = ["F8FSDPPrecision", "F8HalfPrecision", "F8MixedPrecision", "F8Monitor", "F8Precision"]
 
 TOO_LATE = (
     "went through fully_shard already, and this plugin has not converted it. In configure_model, before fully_shard, "
@@ -137,3 +139,38 @@ class F8FSDPPrecision(_Converts, FSDPPrecision):
         recipe: The recipe, as `F8Precision` takes it; ``convert_options`` are taken too.
         precision: The precision, as ``FSDPPrecision`` takes it.
     """
+
+
+class F8Monitor(pl.Callback):
+    """Logs what a `fp8compile.Monitor` reads, by the Lightning Trainer's loggers.
+
+    Args:
+        options: Arguments of `fp8compile.Monitor`, except the model.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.monitor: Monitor | None = None
+        self._options = options
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to observe the module, at the step at which training begins."""
+        self.monitor = Monitor(pl_module, **self._options)
+        self.monitor.steps = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the reading, if the batch ended a step that was read."""
+        monitor: Any = self.monitor  # made when training began
+        if trainer.global_step == monitor.steps:
+            return  # further batches are accumulated
+        if monitor.is_reading:
+            numbers = finite(monitor.read())
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
+        monitor.step()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the module as it was."""
+        if self.monitor is not None:
+            self.monitor.remove()

@@ -29,12 +29,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from fp8compile.integrations.accelerate import MasterWeights, converted, fsdp2_plugin
 from fp8compile.integrations.conversion import Conversion
+from fp8compile.integrations.loggers import finite
 from fp8compile.integrations.transformers_quantizer import F8Config
-from fp8compile.nn import conversion_report
+from fp8compile.nn import Monitor, conversion_report
 from fp8compile.nn.assignment import Recipes
 from fp8compile.nn.report import ConversionReport
 
-__all__ = ["F8Callback", "F8Config", "master_weights"]
+__all__ = ["F8Callback", "F8Config", "MonitorCallback", "master_weights"]
 
 OPTIMIZER_IS_MADE = (
     "F8Callback: the Trainer was given an optimizer, and the parameters that it updates are replaced: FSDP2 is told "
@@ -187,3 +188,41 @@ def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimi
             "of torch.optim, such as optim='adamw_torch'."
         )
     return TrainersMasterWeights, {**arguments, "optimizer": optimizer, **options}
+
+
+class MonitorCallback(TrainerCallback):
+    """Logs what a `fp8compile.Monitor` reads, by the Trainer's own loggers.
+
+    Make it with the Trainer, and add it: ``trainer.add_callback(MonitorCallback(trainer, every=100))``.
+
+    Args:
+        trainer: The Trainer, whose model is converted already, as by `F8Callback`.
+        options: Arguments of `fp8compile.Monitor`, except the model.
+    """
+
+    def __init__(self, trainer: Trainer, **options: Any) -> None:
+        self.monitor: Monitor | None = None
+        self._trainer, self._options = trainer, options
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to observe the model, at the step at which training begins."""
+        self.monitor = Monitor(kwargs["model"], **self._options)
+        self.monitor.steps = state.global_step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log the reading, if the step that ends was read."""
+        monitor: Any = self.monitor  # made when training began
+        if monitor.is_reading:
+            self._trainer.log(finite(monitor.read()))
+        monitor.step()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the model as it was."""
+        if self.monitor is not None:
+            self.monitor.remove()

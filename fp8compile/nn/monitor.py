@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fp8compile.nn.execution_order import ExecutionOrder
+from fp8compile.nn.functional import check_recipe
+from fp8compile.nn.nonfinite import NonFinite, NonFiniteError, is_finite_on_all_ranks
 from fp8compile.nn.observed import Observed
-from fp8compile.nn.totals_of_ranks import agreed, over_ranks
+from fp8compile.nn.totals_of_ranks import agreed, over_ranks, rank
+from fp8compile.ops.layer.check_groups import check_recipe_of_groups
 from fp8compile.ops.layer.observe import Observer
 from fp8compile.ops.layer.statistics import (
     NUMEL,
@@ -21,12 +28,22 @@ from fp8compile.ops.layer.statistics import (
     names_of_columns,
     totals_of,
 )
-from fp8compile.quantizers import TENSORS
+from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 
-__all__ = ["Monitor"]
+__all__ = ["STATISTICS", "TE_NAMES", "Monitor", "NonFiniteError", "Observed", "Reading", "flat"]
 
-Reading = dict[str, dict[str, dict[str, Any]]]
+MONITORED: WeakSet[nn.Module] = WeakSet()
+Reading = dict[str, dict[str, dict[str, Any]]]  # {layer: {operand: {statistic: value}}}
+# names of TransformerEngine's statistics of FP8 tensors, debug/features/utils/stats_computation.py at d0067d0; those
+# that end in "%" are percents of all elements
+TE_NAMES = {
+    "underflow": "underflows%",
+    "saturation": "overflows%",
+    "scale_min": "scale_inv_min",
+    "scale_max": "scale_inv_max",
+    "mse": "mse",
+}
 
 
 class Product(NamedTuple):
@@ -62,9 +79,15 @@ class Monitor:
         every: Number of steps from one reading to the next.
         layers: Patterns of `fnmatch` that names of layers match; None for all.
         operands: The recipe's fields to return, such as ``"grad_output"``; None for all.
+        stop_at_nonfinite: Whether `step` raises a `NonFiniteError` one step after a reading found a NaN or an
+            infinity. All ranks raise it. The step itself reads nothing on the host.
+        as_if: Read what the quantizers of another recipe would do to the same operands. The model computes as before.
+            Of a weight that is kept as codes nothing is read then, unless the recipe has the same codes.
 
     Raises:
-        ValueError: A statistic or operand has no such name, ``every`` is less than 1, or no layer can be observed.
+        ValueError: A statistic or operand has no such name, ``every`` is less than 1, no layer can be observed, or
+            ``as_if`` has delayed scaling, or quantizers that experts of the model can't have.
+        TypeError: ``statistics`` or ``operands`` is one name, or ``as_if`` is no recipe.
         RuntimeError: A layer is observed by another monitor.
     """
 
@@ -76,36 +99,92 @@ class Monitor:
         every: int = 100,
         layers: Sequence[str] | None = None,
         operands: Sequence[str] | None = None,
+        stop_at_nonfinite: bool = False,
+        as_if: Recipe | None = None,
     ) -> None:
         _check_names("statistics", statistics, STATISTICS)
         _check_names("operands", operands or (), SLOTS)
         if every < 1:
             raise ValueError(f"Monitor: every is {every}; it is the number of steps to the next reading, 1 or more.")
         self._statistics, self._operands, self._every = tuple(statistics), operands or SLOTS, every
-        self._products = _products(model, layers or ("*",), totals_of(self._statistics))
+        self._totals = totals_of((*statistics, *(("nonfinite",) if stop_at_nonfinite else ())))
+        self._products = _products(model, layers or ("*",), self._totals, as_if)
         self._modules = list({id(each.module): each.module for each in self._products.values()}.values())
         for module in self._modules:
-            if "_observers" in vars(module):
+            if module in MONITORED:
                 raise RuntimeError(
                     "Monitor: the model has a monitor already. Call .remove() of that one first, or give it all "
                     "statistics."
                 )
-        self._step = 0
+        MONITORED.update(self._modules)
+        self._steps = 0
         self._matrices: dict[str, int] = {}  # the layers of all ranks, from the first reading on
-        self._switch()
+        self._order = ExecutionOrder([each.observer.sums for each in self._products.values()])
+        self._search = NonFinite(self._totals) if "nonfinite" in self._totals.split(",") else None
+        self._stops = stop_at_nonfinite
+        self._switch(on=self.is_reading)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that have ended. A run that resumes sets it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        if self.is_reading:
+            self._reset()
+        self._switch(on=self.is_reading)
 
     @property
     def is_reading(self) -> bool:
         """Whether the step that runs now is read."""
-        return self._step % self._every == 0
+        return self._steps % self._every == 0
 
     def step(self) -> None:
-        """Say that a step has ended. Call it after each optimizer step, after `read`."""
-        self._step += 1
-        if self.is_reading:
-            for product in self._products.values():
-                product.observer.reset()
-        self._switch()
+        """Say that a step has ended. Call it after each optimizer step, after `read`, on all ranks.
+
+        Raises:
+            NonFiniteError: With ``stop_at_nonfinite``, if the reading of an earlier step found a NaN or an infinity.
+        """
+        if self._stops and self._search is not None:
+            self._search.raise_found()
+            if self.is_reading:
+                self._search.send(self.steps, self._ordered(), self._agreed())
+        self.steps += 1
+
+    def check(self, loss: Tensor, replay: Callable[[], object] | None = None) -> None:
+        """Raise if a loss is not finite, and name the operand where that began. Call it before the optimizer's step.
+
+        It reads the loss on the host, so it waits for the device. If the step is not read, ``replay`` runs the same
+        batch again with all layers observed; afterwards gradients are those of both runs.
+
+        Args:
+            loss: This rank's loss. All ranks call this, and all raise if the loss of one is not finite.
+            replay: Runs forward and backward on the batch that made the loss.
+
+        Raises:
+            NonFiniteError: The loss of a rank is not finite.
+            ValueError: The monitor does not read the statistic ``"nonfinite"``, nor has ``stop_at_nonfinite``.
+        """
+        if self._search is None:
+            raise ValueError('Monitor.check: it needs stop_at_nonfinite=True, or "nonfinite" among the statistics.')
+        if not is_finite_on_all_ranks(loss):
+            if not self.is_reading and replay is not None:
+                self._reset()
+                self._switch(on=True)
+                replay()
+            elif not self.is_reading:
+                raise NonFiniteError(
+                    f"Monitor: step {self.steps}: the loss is not finite. The step is not read, and no replay= is "
+                    "given to read the same batch, so no layer is named."
+                )
+            self._search.send(self.steps, self._ordered(), self._agreed())
+            self._search.raise_found()
+            raise NonFiniteError(
+                f"Monitor: step {self.steps}: the loss is not finite, and all operands of the FP8 layers that are "
+                "observed are. Look after the last of them, as at the head or the loss itself."
+            )
 
     def read(self) -> Reading:
         """The statistics of the last step that was read, micro-batches together; this waits for the device.
@@ -118,42 +197,70 @@ class Monitor:
             backward has reached, is left out; so are statistics of values that are not known.
         """
         found: Reading = {}
-        if not self._matrices:
-            own = {name: each.matrices for name, each in self._products.items()}
-            self._matrices = agreed(own, {"statistics": self._statistics, "every": self._every})
-        observers = {name: each.observer for name, each in self._products.items()}
-        for name, (sums, maxima) in over_ranks(observers, self._matrices).items():
+        observers, matrices = {name: each.observer for name, each in self._products.items()}, self._agreed()
+        for name, (sums, maxima) in over_ranks(observers, matrices).items():
             both = torch.cat((sums, maxima.double()), 1)
             for matrix in range(both.shape[2]):
                 layer = name if not self._is_stack(name) else f"{name}.{matrix}"
                 found[layer] = self._of_layer(both[..., matrix].tolist())
         return found
 
-    def scalars(self) -> dict[str, float]:
-        """The same as one flat dict, ``fp8/<layer>/<operand>/<statistic>``, as loggers take it; no lists."""
-        return {
-            f"fp8/{layer}/{slot}/{name}": value
-            for layer, slots in self.read().items()
-            for slot, found in slots.items()
-            for name, value in found.items()
-            if not isinstance(value, list)
-        }
+    def scalars(self, names: Mapping[str, str] | None = None) -> dict[str, float]:
+        """The numbers of `read` as one flat dict, as loggers take it; lists are left out.
+
+        Args:
+            names: Other names for statistics, such as `TE_NAMES`.
+        """
+        return {name: each for name, each in flat(self.read(), names).items() if not isinstance(each, list)}
+
+    def write(self, path: str | Path, **others: Any) -> None:
+        """Append the reading of this step, if it is read, to a file, as one line of JSON.
+
+        All ranks call it, and the first one writes.
+
+        Args:
+            path: The file.
+            others: Further numbers of the step, such as ``loss=``. ``step=`` replaces the number of steps that ended.
+        """
+        if not self.is_reading:
+            return
+        row = {"step": self.steps, **others, **flat(self.read())}
+        if rank() == 0:
+            with Path(path).open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
     def remove(self) -> None:
         """Leave the model as it was without a monitor."""
-        for module in self._modules:
-            vars(module).pop("_observers", None)
+        self._switch(on=False)
+        MONITORED.difference_update(self._modules)
         self._products, self._modules = {}, []
 
-    def _switch(self) -> None:
+    def _switch(self, *, on: bool) -> None:
         """Give layers their buffers in a step that is read, and take them away in others."""
         for module in self._modules:
-            own = {each.weight: each.observer for each in self._products.values() if each.module is module}
-            module._observers = own if self.is_reading else None
+            vars(module).pop("_observers", None)  # the attribute itself goes, so that the graph is that of before
+        for product in self._products.values() if on else ():
+            given: dict[str, Observer] = vars(product.module).setdefault("_observers", {})
+            given[product.weight] = product.observer
+
+    def _reset(self) -> None:
+        for product in self._products.values():
+            product.observer.reset()
+
+    def _agreed(self) -> dict[str, int]:
+        if not self._matrices:
+            own = {name: each.matrices for name, each in self._products.items()}
+            self._matrices = agreed(own, {"statistics": self._statistics, "every": self._every})
+        return self._matrices
+
+    def _ordered(self) -> dict[str, Observer]:
+        """Observers in the order in which their layers run."""
+        every = list(self._products.items())
+        return {every[index][0]: every[index][1].observer for index in self._order.sorted()}
 
     @property
     def _columns(self) -> list[str]:
-        return names_of_columns(totals_of(self._statistics))
+        return names_of_columns(self._totals)
 
     def _is_stack(self, name: str) -> bool:
         return self._matrices[name] > 0
@@ -178,7 +285,36 @@ def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
     return {name: value / passes if is_sum(name) else value for name, value in totals.items()}
 
 
-def _products(model: nn.Module, patterns: Sequence[str], totals: str) -> dict[str, Product]:
+def flat(reading: Reading, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A reading as one flat dict, ``fp8/<layer>/<operand>/<statistic>``.
+
+    Args:
+        reading: What `Monitor.read` returned.
+        names: Other names for statistics, such as `TE_NAMES`. Numbers under names that end in "%" are percents.
+    """
+    names = names or {}
+    return {
+        f"fp8/{layer}/{slot}/{names.get(name, name)}": value * 100 if names.get(name, "").endswith("%") else value
+        for layer, slots in reading.items()
+        for slot, found in slots.items()
+        for name, value in found.items()
+    }
+
+
+def _check_as_if(as_if: object, *, has_experts: bool) -> None:
+    if as_if is None:
+        return
+    check_recipe("Monitor", as_if)
+    recipe: Any = as_if
+    if recipe.history():
+        raise ValueError(
+            "Monitor: as_if has delayed scaling, whose scales come from the steps before it. Take another."
+        )
+    if has_experts:
+        check_recipe_of_groups(recipe)
+
+
+def _products(model: nn.Module, patterns: Sequence[str], totals: str, as_if: Recipe | None) -> dict[str, Product]:
     found: dict[str, Product] = {}
     known: list[str] = []
     for module_name, module in model.named_modules():
@@ -190,13 +326,16 @@ def _products(model: nn.Module, patterns: Sequence[str], totals: str) -> dict[st
             known.append(name)
             if any(fnmatchcase(name, each) for each in patterns):
                 device = next(module.parameters()).device
-                found[name] = Product(module, weight, matrices, Observer.empty(totals, max(matrices, 1), device))
+                found[name] = Product(
+                    module, weight, matrices, Observer.empty(totals, max(matrices, 1), device, as_if)
+                )
     if not known:
         raise ValueError("Monitor: the model has no FP8 layer. Convert it by fp8compile.convert first.")
     if not found:
         raise ValueError(
             f"Monitor: no layer matches {', '.join(map(repr, patterns))}; the FP8 layers are {', '.join(known)}."
         )
+    _check_as_if(as_if, has_experts=any(each.matrices for each in found.values()))
     return found
 
 

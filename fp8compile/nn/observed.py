@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from fp8compile._compat import is_dtensor
+from fp8compile.nn.execution_order import note_call
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops.layer.observe import Observer
 
@@ -27,21 +30,23 @@ class Observed(Module):
         observed_weights: Names of the module's parameters that it multiplies by; 3-D parameters are stacks of experts.
     """
 
-    observed_weights: Sequence[str] = ()
+    observed_weights: ClassVar[Sequence[str]] = ()
     _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
 
     def observer(self, name: str, stack: Any = None) -> Observer | None:
-        """Where statistics of the products with a weight go in this step; None if nobody reads them.
+        """Where statistics of the products with a weight go in this call; None if nobody reads them.
 
         Args:
             name: The name of the weight.
             stack: The weight of experts as the forward finds it, if ranks may have different experts of it.
         """
-        if self._observers is None:
+        if not torch.is_grad_enabled() or self._observers is None:  # an evaluation has no backward, which would write
             return None
         found = self._observers.get(name)
         if found is None:
             return None
+        if not torch.compiler.is_compiling():  # of compiled code the graph tells it
+            note_call(found.sums)
         return found if stack is None else found.placed(first_expert(stack))
 
     def weights_to_observe(self) -> dict[str, int]:

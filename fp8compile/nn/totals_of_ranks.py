@@ -12,12 +12,17 @@ from torch import Tensor
 from fp8compile.ops.collectives import all_reduce, all_reduce_extreme
 from fp8compile.ops.layer.observe import Observer, Totals
 
-__all__ = ["agreed", "num_ranks", "over_ranks"]
+__all__ = ["agreed", "num_ranks", "over_ranks", "rank"]
 
 
 def num_ranks() -> int:
     """Number of ranks of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's number in the default process group; 0 without one."""
+    return dist.get_rank() if num_ranks() > 1 else 0
 
 
 def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int]:

@@ -44,7 +44,7 @@ from fp8compile.ops.layer.rows import Rows, placed_cuts
 from fp8compile.ops.layer.stateful_placements import Delayed, DelayedForGradient
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
-from fp8compile.tensor import check_serves, has_codes
+from fp8compile.tensor import check_serves, codes_seen, has_codes
 
 __all__ = ["HANDLERS"]
 
@@ -196,6 +196,13 @@ def _counts(cuts: Sharding, mesh: DeviceMesh) -> bool:
     return all(cut is not None or mesh.get_local_rank(index) == 0 for index, cut in enumerate(cuts))
 
 
+def _weight_seen(part: Plain, recipe: Recipe, *, counts: bool) -> Seen:
+    if not has_codes(part.local):
+        return Seen(part, counts)
+    read = [gemm for gemm in (OUTPUT, GRAD_INPUT) if gemm.b in codes_seen(part.local, recipe).codes]
+    return Seen(None, counts, {gemm.b: _codes_of(gemm, part, recipe) for gemm in read})
+
+
 def _observed(op: ObserveOp, *args: Any) -> Any:
     """Observe a layer on DTensors. Totals are those of this rank, so they are plain tensors."""
     given, place, _, names, recipe = op.split(args)
@@ -205,17 +212,15 @@ def _observed(op: ObserveOp, *args: Any) -> Any:
     phase = Phase.of(gemm, a.local)
     if op.gradient:
         return totals({"grad_output": seen}, Operands(recipe, phase, multiplier), names, 1)
-    over_fsdp = isinstance(place, OVER_FSDP)
-    right = _rows(gemm, tokens, given["weight"], place) if over_fsdp else _weight(gemm, given["weight"], recipe)
-    counts = _counts(right.part.cuts, mesh)
-    if (codes := right.given.pop("weight", None)) is None:
-        weight = Seen(right.part, counts)
+    more: dict[str, Any] = {}
+    if isinstance(place, OVER_FSDP):
+        right = _rows(gemm, tokens, given["weight"], place)
+        part, more = right.part, right.given
+        weight = Seen(part, _counts(part.cuts, mesh))
     else:
-        both = {OUTPUT.b: codes}
-        if not right.given.pop("weight_in_turns"):
-            both[GRAD_INPUT.b] = _codes_of(GRAD_INPUT, right.part, recipe)
-        weight = Seen(None, counts, both)
-    operands = Operands(recipe, phase, multiplier, **right.given)
+        part = part_of("linear", given["weight"])
+        weight = _weight_seen(part, recipe, counts=_counts(part.cuts, mesh))
+    operands = Operands(recipe, phase, multiplier, **more)
     found, y = totals({"input": seen, "weight": weight}, operands, names, 1), args[0]
     local = returned(_compat.local_itself(y), found, phase)
     return whole_of(local, mesh, y.placements, y.shape), *found

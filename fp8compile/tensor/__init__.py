@@ -12,7 +12,7 @@ from fp8compile.tensor.attributes import attributes_of_others, in_place_of
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.fsdp2_messages import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
-from fp8compile.tensor.layer import check_serves
+from fp8compile.tensor.layer import check_serves, codes_seen
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized_parameter import QuantizedParameter, is_quantized_parameter
@@ -35,6 +35,7 @@ __all__ = [
     "attributes_of_others",
     "check_agreement",
     "check_serves",
+    "codes_seen",
     "checked_sizes",
     "count_write",
     "cut_dim",

@@ -109,14 +109,17 @@ def _run(func: Any, *args: Any) -> Any:
 def _observe(func: Any, *args: Any) -> Any:
     """Observe a layer whose weight is kept as codes: of the weight what codes and scales tell."""
     op = OBSERVE_OPS[func]
-    return _compat.as_kernel(op.run)(Phase.of(GEMMS[0], args[0]), args, codes_seen(args[2]))
+    return _compat.as_kernel(op.run)(Phase.of(GEMMS[0], args[0]), args, codes_seen(args[2], args[-1]))
 
 
-def codes_seen(weight: QuantizedTensor) -> Seen:
+def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:
     """What can be observed of a weight that is kept as codes, by the product that reads them.
 
-    If forward and backward find their codes in the same memory, the forward sees only its own.
+    If forward and backward find their codes in the same memory, the forward sees only its own. Codes of another recipe
+    than the observed one are not seen.
     """
+    if unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input) is not None:
+        return Seen(None)
     read = GEMMS[:1] if weight.in_memory is not None else GEMMS[:2]
     return Seen(None, codes={gemm.b: _codes(weight, gemm) for gemm in read})
 

@@ -187,8 +187,9 @@ def check_groups(name, backend):
     return difference(alone(recipe, range(2), None, statistics), read(model, monitor, [part], backend=backend))
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [("tensorwise", None), ("blockwise", None), ("blockwise", "aot_eager")]
+)
 def test_layers_of_a_group_read_what_one_process_reads(ranks, recipe, backend):
     for problems in ranks.run(check_groups, recipe, backend):
         assert problems == []
@@ -313,6 +314,36 @@ def check_codes(how):
 def test_a_weight_gathered_as_codes_has_statistics_of_scales_and_codes(ranks, how):
     for problems in ranks.run(check_codes, how):
         assert problems == []
+
+
+# ---------------------------------------------------------------------------------- NaN
+
+
+def check_nan(planted):
+    """One NaN in one token of rank 1, at step 7."""
+    model = mlp(f8.recipes.tensorwise())
+    monitor = f8.Monitor(model, every=1, stop_at_nonfinite=True)
+    for step in range(9):
+        x, grad = batch(dist.get_rank())
+        if step == 7 and dist.get_rank() == 1 and planted == "input":
+            x[3, 5] = math.nan
+        if step == 7 and dist.get_rank() == 1 and planted == "grad_output":
+            grad[3, 5] = math.inf
+        model(x).backward(grad)
+        try:
+            monitor.step()
+        except f8.monitor.NonFiniteError as error:
+            return f"in step {step}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(("planted", "layer"), [("input", "up"), ("grad_output", "down")])
+def test_a_nan_of_one_rank_is_named_on_all_ranks_one_step_late(ranks, planted, layer):
+    for text in ranks.run(check_nan, planted):
+        start = (
+            f"in step 8: Monitor: step 7, rank 1: {layer}, {planted}: 1 of {TOKENS * IN} elements are NaN or infinite."
+        )
+        assert text.startswith(start), text
 
 
 # ---------------------------------------------------------------------------------- ranks that disagree

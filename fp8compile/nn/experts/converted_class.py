@@ -71,7 +71,8 @@ class ConvertedModule(CodesInState, MadeClass):
     def weights_to_observe(self) -> dict[str, int]:
         """For each weight that the module multiplies by, the number of experts; 0 if it is one linear."""
         layout = layout_of(self)
-        return dict.fromkeys(layout.weights, layout.num_experts)
+        names = layout.weights if self._host.observed is None else self._host.observed(self)
+        return dict.fromkeys(names, layout.num_experts)
 
     def is_quantized(self) -> bool:
         """Whether the weights are kept as codes and scales."""

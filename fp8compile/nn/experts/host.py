@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ class Host:
     is_transposed: Callable[[nn.Module], bool]
     # returns the matrices that a module multiplies by; None if they are its own 3-D parameters
     layout: Callable[[nn.Module], Layout] | None = None
+    # returns the names that the method gives to `Observed.observer`; None if these are the names of the weights
+    observed: Callable[[nn.Module], Sequence[str]] | None = None
     is_linear: bool = False  # whether the module is one linear layer, and not experts
     takes_additions: bool = False  # whether ``replacement`` calls `fp8compile.nn.experts.added.with_additions`
 

@@ -23,10 +23,27 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
     return tuple(each.name for each in given) == ARGUMENTS and all(each.kind == each.KEYWORD_ONLY for each in given)
 
 
+def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
+    """Names by which products are observed: of all stacks with matrices of one shape, because no call tells more."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, stack in stacks(module).items():
+        found.setdefault(tuple(stack.shape[1:]), []).append(name)
+    return {shape: "+".join(names) for shape, names in found.items()}
+
+
 def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-    # the method isn't told which of the module's weights it multiplies by, so all of them are observed as one
-    stack = getattr(self, next(iter(stacks(self))), None) if self._observers is not None else None
-    return grouped_mm(A, B_t, offs=offs, recipe=self.recipe, observer=self.observer("experts", stack))
+    observer = None
+    if self._observers is not None:
+        names = _names(self)
+        name = names[tuple(B_t.shape[:-3:-1])]
+        observer = self.observer(name, getattr(self, name.split("+")[0]))
+    return grouped_mm(A, B_t, offs=offs, recipe=self.recipe, observer=observer)
 
 
-METHOD = Host(takes=_has_the_method, method=NAME, replacement=_grouped_mm, is_transposed=lambda module: False)
+METHOD = Host(
+    takes=_has_the_method,
+    method=NAME,
+    replacement=_grouped_mm,
+    is_transposed=lambda module: False,
+    observed=lambda module: list(_names(module).values()),
+)

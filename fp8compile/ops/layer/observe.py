@@ -51,15 +51,17 @@ class Observer(NamedTuple):
         maxima: (slots, maxima, E) float32.
         totals: Names of the totals, joined by commas.
         first: Index of this rank's first matrix among the E.
+        recipe: The recipe whose quantizers are observed; None for the layer's.
     """
 
     sums: Tensor
     maxima: Tensor
     totals: str
     first: int = 0
+    recipe: Recipe | None = None
 
     @classmethod
-    def empty(cls, totals: str, matrices: int, device: torch.device) -> Observer:
+    def empty(cls, totals: str, matrices: int, device: torch.device, recipe: Recipe | None = None) -> Observer:
         """A buffer without elements."""
         sums, maxima = columns_of(totals)
         shape = len(SLOTS), len(FIRST_SUMS) + len(sums), matrices
@@ -67,11 +69,12 @@ class Observer(NamedTuple):
             torch.zeros(shape, dtype=torch.float64, device=device),
             torch.full((len(SLOTS), len(maxima), matrices), -torch.inf, device=device),
             totals,
+            recipe=recipe,
         )
 
     def placed(self, first: int) -> Observer:
         """The same buffer, for a rank whose first matrix has this index."""
-        return Observer(self.sums, self.maxima, self.totals, first)
+        return Observer(self.sums, self.maxima, self.totals, first, self.recipe)
 
     def reset(self) -> None:
         """Forget all elements."""
@@ -299,6 +302,7 @@ class Observe:
         """
         ends, fields = offsets_and_fields[: self.op.ends], offsets_and_fields[self.op.ends :]
         buffers = observer.sums, observer.maxima
+        recipe = recipe if observer.recipe is None else observer.recipe
         return self.output(
             y, x.detach(), weight.detach(), *ends, *buffers, *fields, observer.first, observer.totals, recipe
         )[0]

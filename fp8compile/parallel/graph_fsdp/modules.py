@@ -203,8 +203,9 @@ class _ShardedLinear(_ShardedModule):
             y, used, *_ = fsdp_delayed_linear(*operands, *carrier, *amaxes, multiplier, sharding.rows, self.recipe)
         if observer is None:
             return y
-        # amaxes of two products differ, and the op that observes takes one: it exchanges its own
-        place = amax if state.weight_amax_plan.same else None, used, sharding.rows
+        # the op that observes takes one amax: if products have two, or the recipe is another, it exchanges its own
+        is_known = state.weight_amax_plan.same and observer.recipe is None
+        place = amax if is_known else None, used, sharding.rows
         return FSDP.observe(y, x, weight.to_local(), *place, observer=observer, recipe=self.recipe)
 
 

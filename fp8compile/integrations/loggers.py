@@ -1,0 +1,58 @@
+"""Readings of a `fp8compile.Monitor` in the loggers of other packages. None of them is imported here.
+
+```python
+from torch.utils.tensorboard import SummaryWriter
+
+import fp8compile as f8
+from fp8compile.integrations import loggers
+
+monitor = f8.Monitor(model, ("amax", "underflow", "exponents"), every=10)
+loggers.to_tensorboard(SummaryWriter("runs"), monitor.read(), step)
+```
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fp8compile.nn.monitor import Reading, flat
+
+__all__ = ["finite", "to_tensorboard", "to_wandb"]
+
+
+def finite(reading: Reading) -> dict[str, float]:
+    """The numbers of a reading that are finite, as one flat dict; charts can't draw the others."""
+    numbers = {name: each for name, each in flat(reading).items() if not isinstance(each, list)}
+    return {name: each for name, each in numbers.items() if math.isfinite(each)}
+
+
+def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
+    """Write a reading to TensorBoard: a scalar for each number, a histogram for each list of exponents.
+
+    Args:
+        writer: A ``torch.utils.tensorboard.SummaryWriter``.
+        reading: What `fp8compile.Monitor.read` returned.
+        step: The step.
+    """
+    for name, value in finite(reading).items():
+        writer.add_scalar(name, value, step)
+    for name, counts in flat(reading).items():
+        if isinstance(counts, list) and sum(counts):
+            limits = [field + 0.5 for field in range(len(counts))]
+            writer.add_histogram_raw(
+                name,
+                min=next(field for field, count in enumerate(counts) if count),
+                max=max(field for field, count in enumerate(counts) if count),
+                num=int(sum(counts)),
+                sum=float(sum(field * count for field, count in enumerate(counts))),
+                sum_squares=float(sum(field * field * count for field, count in enumerate(counts))),
+                bucket_limits=limits,
+                bucket_counts=[int(count) for count in counts],
+                global_step=step,
+            )
+
+
+def to_wandb(run: Any, reading: Reading, step: int) -> None:
+    """Log a reading to Weights & Biases: ``run`` is what ``wandb.init`` returned, or the module ``wandb`` itself."""
+    run.log(finite(reading), step=step)

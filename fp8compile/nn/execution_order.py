@@ -1,0 +1,90 @@
+"""The order in which observed layers run, for the question which operand was the first with a NaN.
+
+Eager calls note it as they run. Of compiled code, the order is that of nodes in the graph that Dynamo has traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, fx
+
+from fp8compile import _compat
+from fp8compile.ops.layer.observe import OBSERVE_OPS
+
+__all__ = ["ExecutionOrder", "note_call"]
+
+EVERY: WeakSet[ExecutionOrder] = WeakSet()
+
+
+class ExecutionOrder:
+    """Notes in which order buffers were first given to the ops that observe.
+
+    Args:
+        buffers: The tensors of sums, one for each weight.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = list(buffers)
+        self._places: dict[int, int] = {}
+        if not EVERY:
+            _watch()
+        EVERY.add(self)
+
+    def note(self, buffer: Any) -> None:
+        """Note that the layer with this buffer runs now, unless it has run before."""
+        index = next((index for index, each in enumerate(self._buffers) if each is buffer), None)
+        if index is not None:
+            self._places.setdefault(index, len(self._places))
+
+    def sorted(self) -> list[int]:
+        """Indices of the buffers in the order of execution; buffers that were never seen come last."""
+        behind = len(self._buffers)
+        return sorted(range(behind), key=lambda index: (self._places.get(index, behind), index))
+
+
+_IS_WATCHING: list[bool] = []
+
+
+def _watch() -> None:
+    if not _IS_WATCHING:
+        _IS_WATCHING.append(True)
+        _compat.when_graph_is_made(_note_graph)
+
+
+def _note_graph(graph: fx.GraphModule, inputs: Sequence[Any], _: object) -> None:
+    if EVERY:
+        _note_nodes(graph, list(inputs))
+
+
+def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
+    """Note the buffers of a graph whose placeholders have these values; a region is a graph of its own."""
+    known: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = inputs[len(known)] if len(known) < len(inputs) else None
+        elif node.op == "call_function" and node.target in OBSERVE_OPS:
+            names = OBSERVE_OPS[node.target].names
+            if "sums" in names:
+                _note(known.get(node.args[names.index("sums")]))
+        elif node.op == "call_function":
+            regions = [arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
+            for region in regions:
+                inner = getattr(graph, str(region.target), None)
+                if isinstance(inner, fx.GraphModule):
+                    given = [arg for arg in node.args if isinstance(arg, fx.Node)]
+                    of_region = given[given.index(region) + 1 :]
+                    _note_nodes(inner, [known.get(each) for each in of_region])
+
+
+def _note(buffer: Any) -> None:
+    if buffer is not None:
+        for order in EVERY:
+            order.note(buffer)
+
+
+def note_call(buffer: Tensor) -> None:
+    """Note an eager call of a layer that is observed."""
+    _note(buffer)
