@@ -27,10 +27,19 @@ LOG_WIDTH = 100  # width of a file, a pipe or anything else that is no terminal
 LEAST_WIDTH = 40  # narrower is unreadable, so lines then are longer than the terminal
 NARROWEST = 6  # the least width of a column that is wrapped
 BETWEEN = "  "
+HARD_SPACE = "\N{NO-BREAK SPACE}"  # where textwrap breaks no line
 SPACES = re.compile(r"(?<!\bx) (?!x\b)")  # "64 x 32" stays together
 # the places at which a word that is too long for its column is broken, the best one first
 BREAKS = tuple(
-    map(re.compile, (r"(?<= )", r"(?<=[^.]\.)(?=[^.])", r"(?<=[._,/:}])", r"(?<=[a-z0-9])(?=[A-Z])|(?<=[._,/:}])"))
+    map(
+        re.compile,
+        (
+            r"(?<= )",
+            r"(?<=[^.]\.)(?=[^.])",
+            r"(?<=[._,/:}])",
+            r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=[._,/:}])",
+        ),
+    )
 )
 LONG_WORD = 12  # words up to this length are not broken
 
@@ -206,10 +215,17 @@ def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> lis
     return widths
 
 
+def _least(word: str) -> int:
+    """The least width for a word: a short one is not broken, a long one only where it reads well."""
+    if len(word) <= LONG_WORD:
+        return len(word)
+    return min(LONG_WORD, max(map(len, BREAKS[-1].split(word))))
+
+
 def _floor(cells: Sequence[str], *, is_number: bool) -> int:
     """The least width of a column, so that no number and no short word is broken."""
-    words = [len(word) for cell in cells for word in SPACES.split(cell)]
-    return max([NARROWEST, *(words if is_number else (word for word in words if word <= LONG_WORD))])
+    words = [word for cell in cells for word in SPACES.split(cell)]
+    return max([NARROWEST, *map(len if is_number else _least, words)])
 
 
 def _plain(rows: Sequence[Sequence[Cell]], notes: list[str]) -> list[list[str]]:
@@ -307,10 +323,15 @@ def paragraph(text: str, *, width: int) -> list[str]:
 
 
 def listed(head: str, items: Sequence[str], *, width: int, lines: int = 3) -> list[str]:
-    """Join items after a head and wrap them into at most ``lines`` lines; items that do not fit are only counted."""
+    """Join items after a head and wrap them into at most ``lines`` lines; items that do not fit are only counted.
+
+    No line ends within an item.
+    """
+    whole = [item.replace(" ", HARD_SPACE) for item in items]
     for kept in range(len(items), -1, -1):
         more = [f"and {len(items) - kept} more"] if kept < len(items) else []
-        wrapped = paragraph(head + ", ".join([*items[:kept], *more]), width=width)
+        wrapped = paragraph(head + ", ".join([*whole[:kept], *more]), width=width)
+        wrapped = [line.replace(HARD_SPACE, " ") for line in wrapped]
         if len(wrapped) <= lines:
             return wrapped
     return wrapped

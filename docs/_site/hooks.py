@@ -22,6 +22,8 @@ __all__ = ["expanded", "on_config", "on_files", "on_page_markdown", "outside"]
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/**/*.md")
+ASIDE = ("results/", "decisions/", "architecture.md", "contributing.md", "changelog.md", "testing.md", "benchmarks.md")
+FOUND_LAST = {"boost": 0.1}  # in a search
 PLACE = "<!-- names of the module -->"  # in a page of the reference
 
 
@@ -115,6 +117,8 @@ def _reference(root: Path) -> Any:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in a page of the reference; turn links to files of the repository into links to their pages, or text."""
     root = _root(config)
+    if page.file.src_uri.startswith(ASIDE) and page.file.src_uri != "results/support.md":
+        page.meta["search"] = FOUND_LAST  # those who change the package read these
     if PLACE in markdown:
         return markdown.replace(PLACE, _reference(root).markdown(page.file.src_uri))
     places = {path.relative_to(root).as_posix(): place for place, path in outside(root).items()}

@@ -149,6 +149,14 @@ def test_a_list_of_operators_takes_three_lines():
     aten.operator_8, aten.operator_9, aten.operator_10, and 79 more""",
     )
     assert listed("  forward: ", ["aten.mm"], width=80) == ["  forward: aten.mm"]
+    counted = listed("  ", [f"aten.operator_{number} x13" for number in range(9)], width=80)
+    assert all(line.rstrip(",").endswith(("x13", "more")) for line in counted)
+
+
+def test_a_long_class_name_is_broken_between_its_words():
+    rows = [(f"model.layers.{{0..31}}.mlp.{name}", "Qwen3MoeTopKRouter", "8 x 64") for name in ("gate", "experts")]
+    text = "\n".join(table_lines(("layer", "module", "out x in"), rows, width=40))
+    assert re.findall(r"\b(?:Qwen|TopK|Router|Moe)\w*", text) == ["Qwen3Moe", "TopKRouter"] * 2
 
 
 def test_a_long_line_is_wrapped_and_indented():

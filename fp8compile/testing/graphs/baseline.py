@@ -157,8 +157,8 @@ def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
             _note(item, f"updated: {', '.join([*worse, *better]) or 'breaks are at other places'}")
     elif worse or new:
         added = [each for place in new for each in found[place]]
-        at = f", {counted_at(added, 'breaks')}" if added else ""
-        lines = [f"worse than the graph baseline{whose}: {', '.join(worse) or 'a break at a new place'}{at}"]
+        at = f"{counted_at(added, 'new breaks')}, " if added else ""
+        lines = [f"{at}worse than the graph baseline{whose}: {', '.join(worse) or 'a break at a new place'}"]
         lines += [f"better: {', '.join(better)}"] if better else []
         lines += [f"new: {number} more of {place}" for place, number in new.items() if known_places.get(place)]
         lines += [line for each in added for line in break_lines(each)]

@@ -214,9 +214,11 @@ def _graph_lines(report: GraphReport) -> Iterator[str]:
 
 
 def counted_at(found: Sequence[GraphBreak] | Sequence[Recompile] | Sequence[CacheBypass], noun: str) -> str:
-    """A number with the first place: "1 graph break at model.py:5", "3 graph breaks, the first at model.py:5"."""
-    where = place_text(found[0].file, found[0].line) if found else ""
-    return numbered(len(found), noun) + (f"{' at' if len(found) == 1 else ', the first at'} {where}" if found else "")
+    """A number after the first place, since pytest cuts long lines: "model.py:5: the first of 3 graph breaks"."""
+    count = numbered(len(found), noun)
+    if not found:
+        return count
+    return f"{place_text(found[0].file, found[0].line)}: {'the first of ' if len(found) > 1 else ''}{count}"
 
 
 def break_lines(found: GraphBreak) -> Iterator[str]:

@@ -102,7 +102,7 @@ def test_a_break_fails_with_its_place_and_a_hint(run):
     result = run(BROKEN.format(allowed=0))
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["1 graph break at *.py:5, 0 allowed:", "graph break at *.py:5: Failed to trace builtin operator", "  hint: *"]
+        ["*.py:5: 1 graph break, 0 allowed:", "graph break at *.py:5: Failed to trace builtin operator", "  hint: *"]
     )
     run(BROKEN.format(allowed=1)).assert_outcomes(passed=1)
 
@@ -110,7 +110,7 @@ def test_a_break_fails_with_its_place_and_a_hint(run):
 def test_a_recompile_fails_with_the_guard(run):
     result = run(RECOMPILED.format(allowed=0))
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["1 recompile at *.py:*, 0 allowed:", "  failed: *size mismatch at index 0*"])
+    result.stdout.fnmatch_lines(["*.py:*: 1 recompile, 0 allowed:", "  failed: *size mismatch at index 0*"])
     run(RECOMPILED.format(allowed=1)).assert_outcomes(passed=1)
 
 
@@ -131,7 +131,7 @@ def test_own_counts_only_breaks_in_that_package(run, pytester):
     result = run(source, "-v")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
-        ["*test_show?mine? FAILED*", "*test_show?theirs? PASSED*", "1 graph break at mine*.py:3 in mine, 0 allowed:"]
+        ["*test_show?mine? FAILED*", "*test_show?theirs? PASSED*", "mine*.py:3: 1 graph break in mine, 0 allowed:"]
     )
 
 
@@ -221,7 +221,7 @@ def test_graphs_and_bypasses_have_limits_of_their_own(run):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "1 cache bypass at *.py:13, 0 allowed:",
+            "*.py:13: 1 cache bypass, 0 allowed:",
             "the AOTAutograd cache is bypassed at *",
             "2 graphs, 1 allowed:",
             "  model at *.py:10",
@@ -235,9 +235,9 @@ def test_graphs_and_bypasses_have_limits_of_their_own(run):
 def test_the_line_of_a_failed_test_has_the_place(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = run(BROKEN.format(allowed=0))
-    result.stdout.fnmatch_lines(["FAILED *::test_broken - Failed: 1 graph break at *.py:5, 0 allowed:"])
+    result.stdout.fnmatch_lines(["FAILED *::test_broken - Failed: *.py:5: 1 graph break, 0 allowed:"])
     result = run(RECOMPILED.format(allowed=0))
-    result.stdout.fnmatch_lines(["FAILED *::test_recompiled - Failed: 1 recompile at *.py:*, 0 allowed:"])
+    result.stdout.fnmatch_lines(["FAILED *::test_recompiled - Failed: *.py:*: 1 recompile, 0 allowed:"])
     asserted = """
         import torch
         from fp8compile.testing import assert_fullgraph
@@ -251,7 +251,7 @@ def test_the_line_of_a_failed_test_has_the_place(run, monkeypatch):
             assert_fullgraph(model, torch.ones(4))
     """
     result = run(asserted)
-    result.stdout.fnmatch_lines(["FAILED *::test_asserted - AssertionError: 1 graph break at *.py:6:"])
+    result.stdout.fnmatch_lines(["FAILED *::test_asserted - AssertionError: *.py:6: 1 graph break:"])
     result.stdout.no_fnmatch_line("*_fail_if*")
 
 
@@ -312,7 +312,7 @@ def test_own_is_a_package_and_not_a_prefix(run, pytester):
 WORSE = BROKEN.format(allowed=9).replace("return x.cos()", "x = x.cos()\n    print('there')\n    return x * 2")
 BETTER = BROKEN.format(allowed=9).replace('    print("here")\n', "")
 MADE = "*test_broken: 2 graphs, 1 break, 0 recompiles, 0 bypasses, baseline made with 1 break"
-WORSENED = "*worse than the graph baseline: graphs 2 -> 3, breaks 1 -> 2, *break* at *.py:*"
+WORSENED = "*.py:*: * new break*, worse than the graph baseline: graphs 2 -> 3, breaks 1 -> 2"
 
 
 def test_baseline_is_made_worsened_bettered_and_updated(run, pytester):
@@ -388,7 +388,7 @@ def test_a_baseline_is_that_of_the_minor_version_or_of_the_nearest(run, pytester
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            f"worse than the graph baseline of PyTorch {major}.{minor - 2}: graphs 2 -> 3, breaks 1 -> 2, *",
+            f"*new break*, worse than the graph baseline of PyTorch {major}.{minor - 2}: graphs 2 -> 3, breaks 1 -> 2",
             f"--graph-update keeps it as the baseline of PyTorch {major}.{minor}.",
         ]
     )
@@ -406,7 +406,7 @@ def test_a_baseline_from_before_versions_is_compared_with(run, pytester):
     file.rename(pytester.path / "graphs" / file.name)
     file.parent.rmdir()
     result = run(WORSE, *options)
-    result.stdout.fnmatch_lines(["worse than the graph baseline of an unknown PyTorch: graphs 2 -> 3*"])
+    result.stdout.fnmatch_lines(["*worse than the graph baseline of an unknown PyTorch: graphs 2 -> 3*"])
     run(BROKEN.format(allowed=9), *options, "--graph-frozen").assert_outcomes(passed=1)
 
 
@@ -480,7 +480,7 @@ def test_a_break_that_became_another_is_worse(run):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "worse than the graph baseline: a break at a new place, 1 break at *.py:5",
+            "*.py:5: 1 new break, worse than the graph baseline: a break at a new place",
             "graph break at *.py:5: Call to `torch._dynamo.graph_break()`",
             "gone: *.py: Failed to trace builtin operator",
         ]
