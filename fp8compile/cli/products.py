@@ -35,6 +35,7 @@ log: logging.Logger = logging.getLogger(__name__)
 OK, DIFFERS, SAYS_NO, REFUSED, NOT_ASKED = "ok", "differs", "gpu says no", "refused", "not asked"
 MOST_LOST = 2  # processes that cases of one product may take along
 LONGEST = 900  # seconds for a process, if its own limit of `SECONDS` a case fails
+TIMED_OUT = "Timeout ("  # what faulthandler writes when it ends a process
 SENTENCE = re.compile(r"\.(?= [A-Z])")
 REPORT = "https://github.com/fp8compile/fp8compile/issues/new?template=gpu.yml"
 
@@ -71,6 +72,7 @@ def processes(command: Sequence[str]) -> Runner:
             except subprocess.TimeoutExpired:
                 process.kill()
                 out, err = process.communicate()
+                err += TIMED_OUT
             return out, err, process.returncode
 
     return run
@@ -82,7 +84,7 @@ def _product_processes(*options: str) -> Runner:
 
 def _end(code: int, out: str, err: str) -> str:
     """How a process ended that did not finish a case."""
-    if "Timeout (" in err or code == -signal.SIGKILL:
+    if TIMED_OUT in err:
         return f"did not end within {SECONDS} s"
     said = [line for line in (*out.splitlines(), *err.splitlines()) if line.strip() and not line.startswith(LINE)]
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -96,9 +98,10 @@ def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
         out, err, code = run(wanted)
         begun, done = None, 0
         for line in out.splitlines():
-            if not line.startswith(LINE):
+            _, ours, text = line.partition(LINE)  # a GPU's own messages may end without a new line
+            if not ours:
                 continue
-            said: dict[str, Any] = json.loads(line.removeprefix(LINE))
+            said: dict[str, Any] = json.loads(text)
             if "begin" in said:
                 begun = said["begin"]
                 continue

@@ -127,7 +127,7 @@ def test_wrong_bits_nan_errors_and_traps_are_told_apart(in_process, monkeypatch,
     assert verdicts["rowwise"] == "ok"
     assert verdicts["rowwise groups, ours"] == "2 GPU SAYS NO, 18 NOT ASKED"
     assert verdicts["blockwise groups"] == "2 GPU SAYS NO, 13 NOT ASKED"
-    assert verdicts["mx"] == "refused [2]"
+    assert verdicts["mx"].startswith("refused [")
     assert_expected_inline(
         lines,
         """\
