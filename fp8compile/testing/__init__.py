@@ -6,7 +6,7 @@ gpu/          a GPU's code on a machine without a GPU
 explain/      reports on each FP8 layer of a model
 """
 
-from fp8compile.testing.contracts import check_op, check_quantizer
+from fp8compile.testing.contracts import check_op, check_quantizer, check_statistic
 from fp8compile.testing.explain.emulation import emulation_note
 from fp8compile.testing.explain.gemm_share import GemmShare, gemm_share
 from fp8compile.testing.explain.sends import Send, Sends, sends
@@ -53,6 +53,7 @@ __all__ = [
     "assert_ops",
     "check_op",
     "check_quantizer",
+    "check_statistic",
     "eager_run",
     "emulation_note",
     "gemm_share",
