@@ -40,7 +40,11 @@ def monitor_row(recipe: str, statistics: tuple[str, ...]) -> Row:
     (off, kernels_off), (on, kernels_on) = (_generated(recipe, each) for each in ((), statistics))
     means = {f"every {n}": round((on + (n - 1) * off) / (n * off), 4) for n in EVERY}
     kernels = {"kernels off": kernels_off, "kernels on": kernels_on}
-    return {"recipe": recipe, "off GB": round(off, 3), "on GB": round(on, 3), "ratio": round(on / off, 4)} | means | kernels
+    return (
+        {"recipe": recipe, "off GB": round(off, 3), "on GB": round(on, 3), "ratio": round(on / off, 4)}
+        | means
+        | kernels
+    )
 
 
 def main() -> None:
@@ -50,7 +54,11 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--statistics", nargs="+", default=("amax", "saturation", "underflow"))
     args = parser.parse_args()
-    emit([monitor_row(recipe, tuple(args.statistics)) for recipe in args.recipes], as_json=args.json)
+    emit(
+        "bytes of generated code",
+        [monitor_row(recipe, tuple(args.statistics)) for recipe in args.recipes],
+        as_json=args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ explain/      reports on each FP8 layer of a model
 numerics/     advice on recipes; where FP8, or ranks, change the values of a model
 """
 
-from fp8compile.testing.contracts import check_op, check_quantizer
+from fp8compile.testing.contracts import check_op, check_quantizer, check_statistic
 from fp8compile.testing.explain.emulation import emulation_note
 from fp8compile.testing.explain.gemm_share import GemmShare, gemm_share
 from fp8compile.testing.explain.sends import Send, Sends, sends
@@ -76,6 +76,7 @@ __all__ = [
     "check_quantizer",
     "compare",
     "compare_ranks",
+    "check_statistic",
     "eager_run",
     "emulation_note",
     "gemm_share",

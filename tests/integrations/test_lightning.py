@@ -123,6 +123,31 @@ def fit(module, plugin, folder, *, steps=STEPS, resume=None, save=False, **optio
 # ------------------------------------------------------------------------------------------------- one process
 
 
+def test_the_monitor_logs_readings_by_lightnings_loggers(tmp_path):
+    import lightning as L
+    from lightning.pytorch.loggers import CSVLogger
+
+    from fp8compile.integrations import lightning as f8lightning
+
+    module, logger = module_of(), CSVLogger(tmp_path)
+    L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=STEPS,
+        logger=logger,
+        callbacks=[f8lightning.F8Monitor(every=2)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        plugins=[plugin_of("F8HalfPrecision")],
+    ).fit(module)
+    logged = [row for row in logger.experiment.metrics if any(name.startswith("fp8/") for name in row)]
+    assert [row["step"] for row in logged] == [1, 3]
+    assert logged[0]["fp8/net.0.0/input/amax"] > 0
+    assert module.losses == by_hand("F8HalfPrecision")
+
+
 def by_hand(kind):
     """Losses of a loop without Lightning."""
     dtype = torch.bfloat16 if kind == "F8HalfPrecision" else torch.float32

@@ -116,6 +116,18 @@ def test_the_callback_converts_prints_and_trains_as_a_model_converted_before(tmp
     assert losses != losses_of(trainer_of(str(tmp_path), [], save_strategy="no"))
 
 
+def test_the_monitor_callback_logs_readings_by_the_trainer(tmp_path):
+    from fp8compile.integrations import transformers as f8transformers
+
+    trainer = trainer_of(str(tmp_path), [callback(filter="!lm_head")], save_strategy="no")
+    trainer.add_callback(f8transformers.MonitorCallback(trainer, every=2, layers=("*.down_proj",)))
+    losses = losses_of(trainer)
+    read = [entry for entry in trainer.state.log_history if any(name.startswith("fp8/") for name in entry)]
+    assert [entry["step"] for entry in read] == [1, 3]
+    assert read[0]["fp8/model.layers.0.mlp.down_proj/input/amax"] > 0
+    assert losses == losses_of(trainer_of(str(tmp_path), [callback(filter="!lm_head")], save_strategy="no"))
+
+
 @pytest.mark.parametrize("codes", [False, True])
 def test_a_trainer_resumes_to_the_digit(tmp_path, codes):
     # weights that are codes are quantized in the dtype that autocast computes in

@@ -303,13 +303,28 @@ def test_as_if_reads_another_recipe_of_the_same_operands():
 def test_a_registered_statistic_is_read(monkeypatch):
     for table in ("TOTALS", "STATISTICS"):
         monkeypatch.setattr(statistics, table, dict(getattr(statistics, table)))
-    monkeypatch.setattr("fp8compile.nn.monitor.STATISTICS", statistics.STATISTICS)
+    for where in ("fp8compile.nn.monitor", "fp8compile.testing.contracts.statistic_contracts"):
+        monkeypatch.setattr(f"{where}.STATISTICS", statistics.STATISTICS)
+    monkeypatch.setattr("fp8compile.testing.contracts.statistic_contracts.TOTALS", statistics.TOTALS)
     statistics.columns_of.cache_clear()
     register_statistic("negative", lambda seen: seen.values < 0, "sum", lambda totals: totals["negative"])
     register_statistic("largest_code", lambda seen: seen.decoded(), "max")
     layers = model()
     found = reading_of(layers, layers, statistics=("negative", "largest_code"))["first.up"]["input"]
     assert found == {"negative": int((batch() < 0).sum()), "largest_code": 448.0}
+    f8.testing.check_statistic("negative")
+    register_statistic("share", lambda seen: seen.values / seen.values.sum(), "sum")
+    register_statistic("whole", lambda seen: seen.values.sum(), "sum")
+    register_statistic("host", lambda seen: seen.values * seen.values[0, 0].item(), "sum")
+    for name, contract in {
+        "share": "a_part_has_the_numbers_of_the_whole",
+        "whole": "returns_a_number_of_each_element",
+        "host": "reads_no_value_on_the_host",
+    }.items():
+        with pytest.raises(AssertionError, match=contract):
+            f8.testing.check_statistic(name)
+    with pytest.raises(ValueError, match="no statistic is called 'mean'"):
+        f8.testing.check_statistic("mean")
     with pytest.raises(ValueError, match="negative is registered already"):
         register_statistic("negative", lambda seen: seen.values, "sum")
     with pytest.raises(ValueError, match="combine is 'mean'; it is 'sum' or 'max'"):
