@@ -297,6 +297,12 @@ class _Loader:
         if isinstance(layer.recipe.weight, DelayedScaling):
             self.problems.append(f"{weight.name} has delayed scaling, whose scale is the layer's and not the folder's")
             return
+        if getattr(layer, "scale_group", ()) and weight.tensor.requires_grad:
+            self.problems.append(
+                f"{weight.name} shares an outer scale with other layers, which a write to its codes would not keep: "
+                "freeze it, or convert without share_outer_scale"
+            )
+            return
         try:
             quantizers_of_sets(layer)
         except ValueError as error:

@@ -113,13 +113,14 @@ def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """The dtype in which graph_fsdp uses each parameter, by the parameter."""
     states = [(module, vars(module)["graph_fsdp"]) for module in model.modules() if "graph_fsdp" in vars(module)]
     own = ((module._parameters, state.shardings) for module, state in states)
-    return {parameters[name]: each.dtype for parameters, every in own for name, each in every.items()}
+    pairs = ((parameters[name], each.dtype) for parameters, every in own for name, each in every.items())
+    return {parameter: dtype for parameter, dtype in pairs if parameter is not None}
 
 
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """The dtypes to which FSDP2 or graph_fsdp casts parameters in the forward, by parameter."""
-    if found := _dtypes_of_graph_fsdp(model):
-        return found
+    if in_graph := _dtypes_of_graph_fsdp(model):
+        return in_graph
     if not any(is_fsdp_managed(module) for module in model.modules()):
         return {}
     own = {module: module._parameters for module in model.modules()}

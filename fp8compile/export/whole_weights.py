@@ -101,7 +101,8 @@ def _of_owner(stack: Quantized, index: int) -> Quantized:
         if is_mine[level]:
             for tensor in found.parts():
                 group: Any = cuts[level].group
-                group = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+                resolve: Any = distributed_c10d._resolve_process_group
+                group = resolve(group) if isinstance(group, str) else group
                 torch.distributed.broadcast(tensor, group=group, group_src=owners[level])
     return found
 

@@ -223,6 +223,20 @@ def test_recipes_that_the_folder_does_not_hold_are_refused(tmp_path):
         f8.load_quantized(nn.Linear(2, 2), tmp_path / "x")
 
 
+def test_codes_that_share_a_scale_are_frozen(tmp_path, assert_bits_equal):
+    def made():
+        names = ("q_proj", "k_proj")
+        model = nn.ModuleDict({name: nn.Linear(256, 256, bias=False) for name in names}).bfloat16()
+        return f8.convert(model, f8.recipes.nvfp4(), filter="*", share_outer_scale=[names])
+
+    model, back, x = made(), made(), torch.randn(4, 256).bfloat16()
+    f8.export.save_pretrained(model, tmp_path / "x", "modelopt")
+    with pytest.raises(ValueError, match="shares an outer scale with other layers"):
+        f8.load_quantized(back, tmp_path / "x")
+    f8.load_quantized(back.requires_grad_(requires_grad=False), tmp_path / "x")
+    assert_bits_equal(back["k_proj"](x), model["k_proj"](x))
+
+
 def half():
     """A recipe whose gradients stay in high precision."""
     return f8.Recipe(input=f8.CurrentScaling(), weight=f8.CurrentScaling())

@@ -4,9 +4,9 @@
 |---|---|
 | `blocks` | SGLang, ``srt/layers/quantization/fp8_utils.py``, ``block_quant_dequant``; shapes: vLLM, ``fp8.py`` |
 | `one_scale`, `channels` | vLLM, ``utils/w8a8_utils.py``, ``apply_fp8_linear``: ``x_scale * weight_scale.t()`` |
-| `requantized` | vLLM, ``utils/w8a8_utils.py``, ``requantize_with_max_scale``, for q, k, v and gate, up |
-| `microscaled` | vLLM, ``utils/mxfp8_utils.py``, ``dequant_mxfp8_to_bf16`` |
-| `two_levels` | vLLM, ``utils/nvfp4_emulation_utils.py``, ``break_fp4_bytes``, ``dequantize_to_dtype`` |
+| `requantized` | vLLM, ``utils/w8a8_utils.py``, lines 26 to 31 and 57 to 83 at commit 0039d4bd |
+| `microscaled` | vLLM, ``utils/mxfp8_utils.py``, lines 148 to 161 at commit 00134422 |
+| `two_levels` | vLLM, ``utils/nvfp4_emulation_utils.py``, ``break_fp4_bytes``, ``dequantize_to_dtype``, 055e47c2 |
 | `two_levels_in_kernel` | the same numbers as a GPU's product has them: codes and block scales, then ``alpha`` |
 | `outer_of_divisor` | vLLM, ``schemes/compressed_tensors_w4a4_nvfp4.py``, lines 139 to 142 at commit 0094cb9b |
 | `outer_of_multiplier` | vLLM and SGLang, ``modelopt.py``, ``modelopt_quant.py``: ``weight_scale_2.max()`` |

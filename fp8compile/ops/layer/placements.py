@@ -185,6 +185,8 @@ class Whole(Placement):
 class SharedScale(Whole):
     """Every tensor is whole, and the weight shares its one scale with other weights, such as q with k and v.
 
+    It answers whose amax counts: that of all these weights, which is an operand.
+
     Attributes:
         outer_amax: The largest magnitude of all these weights, (1,) float32; None while autograd keeps it.
     """
