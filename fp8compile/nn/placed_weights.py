@@ -145,7 +145,7 @@ def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None,
         outer = None if own.outer_scale is None else part(own.outer_scale, of_matrices)
         sets.append(replace(own, codes=part(own.codes, placement), scale=scale, outer_scale=outer))
     local = QuantizedParameter.of_sets(sets, weight.dtype, batch=weight.batch)
-    local.gathers, local.state = weight.gathers, weight.state
+    local.gathers, local.state, local.frozen = weight.gathers, weight.state, weight.frozen
     if weight.ndim == 2:  # ranks share no scale of an expert
         local.share_scale(mesh.get_group(), dim, weight.shape[dim])
     if weight.initial is not None:

@@ -97,7 +97,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
         found.group, found.shard_dim, found.outer = x.group, x.shard_dim, x.outer
     found.sizes = x.sizes if found.has_all_scales else None
     found.extent = BLANK if not x.batch or cut_dim(x, size) else WHOLE  # each rank has whole matrices
-    found.written, found.gathers, found.state = x.written, x.gathers, x.state
+    found.written, found.gathers, found.state, found.frozen = x.written, x.gathers, x.state, x.frozen
     found.blank = True
     if x.initial is not None:
         found.initial = torch.zeros(())

@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from gloo_ranks import shared_ranks
 from torch import nn
 
 import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
 from fp8compile.tensor import QuantizedParameter
 
 RECIPES = f8.recipes.names()
@@ -122,6 +124,42 @@ def test_what_can_not_be_frozen_is_said_and_nothing_changes():
     with pytest.raises(ValueError, match="freeze_weights, and the weight of head is also that of embedding"):
         f8.freeze_weights(tied)
     assert type(tied["head"].weight) is nn.Parameter
+
+
+# ---------------------------------------------------------------------------------- ranks
+
+
+def on_ranks(name):
+    """On a rank: what is wrong with a frozen model over a pair of ranks, in words."""
+    from gloo_ranks import GROUPS
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh, x, wrong = DeviceMesh.from_group(GROUPS["pair"], "cpu"), rows(), []
+    recipe, plan = f8.recipes.by_name(name), {"0": f8.parallel.ColwiseParallel(), "2": f8.parallel.RowwiseParallel()}
+    with torch.no_grad():
+        trained = parallelize_module(model_of(recipe), mesh, plan)
+        expected = trained(x)
+        over_tp = {
+            "spread, then frozen": f8.freeze_weights(trained),
+            "frozen, then spread": parallelize_module(f8.freeze_weights(model_of(recipe)), mesh, plan),
+        }
+        sharded = fully_shard(f8.freeze_weights(model_of(recipe)), mesh=mesh)
+        outputs = {way: (model(x), expected) for way, model in over_tp.items()}
+        outputs["sharded"] = sharded(x), model_of(recipe)(x)
+        wrong += [way for way, (found, wanted) in outputs.items() if not torch.equal(found, wanted)]
+        sharded.reshard()
+        for model in (*over_tp.values(), sharded):
+            with pytest.raises(RuntimeError, match="froze"):
+                model[0].weight.to_local().zero_()
+    return wrong
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups of ranks in a subclass need PyTorch 2.12")
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_frozen_weights_on_ranks_have_the_bits_of_trained_ones_and_stay(name):
+    assert shared_ranks().run(on_ranks, name) == [[]] * 4
 
 
 # ---------------------------------------------------------------------------------- static scales of inputs
