@@ -82,7 +82,9 @@ def reads_no_value_on_the_host(total: Total) -> None:
     for elements in looked_at(_samples()):
         with FakeTensorMode() as mode:
             own = {each.name: getattr(elements, each.name) for each in fields(elements)}
-            fake = {name: mode.from_tensor(each) for name, each in own.items() if isinstance(each, Tensor)}
+            fake: dict[str, Any] = {
+                name: mode.from_tensor(each) for name, each in own.items() if isinstance(each, Tensor)
+            }
             try:
                 total.compute(replace(elements, **fake))
             except Exception as error:

@@ -94,7 +94,8 @@ def launched_kernels(found: Schedule, gpu: Gpu) -> Iterator[CompiledKernel]:
         if op is None:
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
-        mode = next(each.fake_mode for each in args if isinstance(each, Tensor))
+        fakes: list[Any] = [each for each in args if isinstance(each, Tensor)]
+        mode = fakes[0].fake_mode
         with pretend_target(gpu.target), mode, _recorded() as launches:
             op.impl(*map(_on_the_cpu, args), **kwargs)
         for launch in launches:

@@ -1,0 +1,85 @@
+"""What each recipe can gain on each GPU, by published peaks: bf16's least time over that of the recipe.
+
+    python -m benchmarks.gpu_gains
+
+writes docs/results/gpu-gains.md. The block is a Llama-3-8B's feed-forward, 8192 tokens, forward and backward: its
+products as the graphs have them, and the casts. It is traced once for each recipe; `fp8compile explain --gpu` computes
+the same for any model. `tests/package/test_support.py` compares the page with the code.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+import fp8compile as f8
+from benchmarks.blocks import SHAPES
+from benchmarks.mlp import Mlp
+from fp8compile.testing.explain.capture import reported
+from fp8compile.testing.explain.gpu import missing_gemm
+from fp8compile.testing.explain.graphs import graph_gemms
+from fp8compile.testing.explain.layers import layer_weights
+from fp8compile.testing.explain.module_stack import Names
+from fp8compile.testing.explain.roofline import PEAKS, roofline
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.graphs.without_values import without_values
+
+__all__ = ["RECIPES", "gains", "main", "page"]
+
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "gpu-gains.md"
+TOKENS, SHAPE = 8192, SHAPES["llama3-8b"]
+HEAD = """# What each recipe can gain, by peaks
+
+Written by `python -m benchmarks.gpu_gains`: the least time in bf16 over the least time with the
+recipe, by published peaks, for the feed-forward of Llama-3-8B with 8192 tokens, forward and
+backward. Products and casts are counted. **A bound and no measurement: no GPU has run it.** "-" is
+a GPU without the recipe's products; [why](support.md). `fp8compile explain TARGET --gpu rtx5090`
+computes it for a model.
+"""
+RECIPES = {
+    "`tensorwise()`": f8.recipes.tensorwise(),
+    "`rowwise()`": f8.recipes.rowwise(),
+    "`rowwise(by_mx=True)`": f8.recipes.rowwise(by_mx=True),
+    "`blockwise()`": f8.recipes.blockwise(),
+    '`blockwise(scale="pow2")`': f8.recipes.blockwise(scale="pow2"),
+    "`mxfp8()`": f8.recipes.mxfp8(),
+    "`nvfp4()`": f8.recipes.nvfp4(),
+}
+
+
+def gains(recipe: f8.Recipe) -> dict[str, float | None]:
+    """For each GPU how many times faster than bf16 a recipe is by peaks; None if the GPU lacks its products."""
+    with torch.device("meta"):
+        model = f8.convert(Mlp(SHAPE.d, SHAPE.h), recipe, filter="*")
+        x = torch.empty(TOKENS, SHAPE.d, dtype=torch.bfloat16, requires_grad=True)
+    with without_values(model, (x,), {}) as (args, kwargs):
+        _, recorded = reported(model, args, kwargs)
+        gemms, _ = graph_gemms(recorded, layer_weights(model), set(), Names.of(model))
+    return {
+        arch: None if missing_gemm(model, GPUS[arch]) else roofline(gemms, peaks).ratio
+        for arch, peaks in PEAKS.items()
+        if arch in GPUS
+    }
+
+
+def page() -> str:
+    """The whole page."""
+    columns = {name: gains(recipe) for name, recipe in RECIPES.items()}
+    lines = [["GPU", *columns], ["---"] * (len(columns) + 1)]
+    for arch in next(iter(columns.values())):
+        found = [column[arch] for column in columns.values()]
+        lines.append([PEAKS[arch].name, *("-" if each is None else f"{each:.2f}" for each in found)])
+    return "\n".join([HEAD, *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(PAGE.parents[2])}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
