@@ -165,7 +165,7 @@ WRONG = {
     # pytorch/ao 4300: the power of two ignored on the way to the gather
     "power of two dropped": (
         "scales_of",
-        lambda amax, quantizer, batch: REAL["scales_of"](amax, replace(quantizer, scale="fp32"), batch=batch),
+        lambda amax, quantizer, **others: REAL["scales_of"](amax, replace(quantizer, scale="fp32"), **others),
         ("pow2", "fp32", "even", "1-D"),
     ),
 }

@@ -181,7 +181,7 @@ def test_a_quantized_tensor_keeps_its_outer_scale(tmp_path, assert_bits_equal):
         ({"format": "e4m3"}, "format is 'e4m3'; it is 'e2m1'"),
         ({"block": (1, 32)}, r"block is \(1, 32\); it is \(1, 16\), \(16, 1\) or \(16, 16\)"),
         ({"packed": "columns"}, "packed is 'columns' with block"),
-        ({"scale": "te"}, "scale is 'te'; it is one of 'transformer_engine', 'torchao'"),
+        ({"scale": "te"}, "scale is 'te'; it is one of 'transformer_engine', 'reciprocal', 'torchao'"),
         ({"rounding": "up"}, "TwoLevelScaling: rounding is 'up'"),
         ({"hadamard": (1, 2)}, "it is a tuple of sixteen of 1 and -1"),
         ({"hadamard": SIGNS, "block": (16, 16)}, r"hadamard is .* with block \(16, 16\)"),
