@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
+from fp8compile.formats import Float4Format, Float8Format
 from fp8compile.ops.gemms.blockwise import BLOCKWISE
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
@@ -38,8 +39,8 @@ def multiplying_calls() -> frozenset[str]:
 
 def _codes_of(quantizer: Quantizer) -> str:
     """Words for an operand: the format of its codes, or its quantizer's class if that is none of ours."""
-    stored = quantizer.gemm_format()
-    if stored is None and is_own(type(quantizer)):
+    stored: Float8Format | Float4Format | None = quantizer.gemm_format()
+    if stored is None and is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         stored = quantizer.element_format()
     return f"codes of {type(quantizer).__name__}" if stored is None else stored.name
 

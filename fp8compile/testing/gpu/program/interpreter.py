@@ -74,7 +74,7 @@ class Interpreter:
 
     def __init__(self, arithmetic: gpu.Arithmetic) -> None:
         self.arithmetic = arithmetic
-        self.multiply_adds: int = 0
+        self.multiply_adds = 0
         self._order = ORDERS[0]
         self._access: Any = None  # an `Access` while a kernel runs
         self._rewritten: dict[Callable[..., Any], Callable[..., Any]] = {}
