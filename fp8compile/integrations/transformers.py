@@ -217,7 +217,9 @@ class MonitorCallback(TrainerCallback):
         """Log the reading, if the step that ends was read."""
         monitor: Any = self.monitor  # made when training began
         if monitor.is_reading:
+            logs_loss = control.should_log
             self._trainer.log(finite(monitor.read()))
+            control.should_log = logs_loss  # every log clears it, and the Trainer has not logged its loss yet
         monitor.step()
 
     def on_train_end(

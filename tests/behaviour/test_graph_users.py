@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ways import behaviour
 
 import fp8compile as f8
-from fp8compile._compat import TORCH_VERSION
 
 RECIPE = f8.recipes.rowwise()
 LINEAR = torch.ops.fp8compile.linear.default

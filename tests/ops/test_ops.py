@@ -46,6 +46,7 @@ KEEP_STRIDES = (
     "fp8compile::store",
     "fp8compile::straight_through",
     "fp8compile::two_scales",
+    *(op.name() for op, kind in OBSERVE_OPS.items() if not kind.gradient),  # which return y as it is
 )  # elementwise
 # as GEMMs read it
 LAID_OUT = ("fp8compile::quantize_both", "fp8compile::quantize_two_levels", "fp8compile::group_quantize_both")

@@ -175,7 +175,9 @@ def product_cases() -> tuple[ProductCase, ...]:
         *_float8("rowwise", table.ROWWISE, ((ROW, ROW),), fast=BOTH),
         *_float8("blockwise", table.BLOCKWISE, (*_lines_and_tiles(128), ((128, 128), (1, 128)))),
         *_float8(
-            "blockwise, powers of two", table.BLOCKWISE_BY_MX, (*_lines_and_tiles(128), ((128, 128), (1, 128))),
+            "blockwise, powers of two",
+            table.BLOCKWISE_BY_MX,
+            (*_lines_and_tiles(128), ((128, 128), (1, 128))),
             scale="pow2",
         ),
         *_float8("scaled by MX", table.SCALED_BY_MX, rows),

@@ -375,13 +375,13 @@ def register_observe(
     of_gradient = ObserveOp(names=("grad_output", *groups), placement=placement, ends=ends, gradient=True)
 
     def examples(op: ObserveOp) -> Iterator[tuple[Any, ...]]:
-        names = "amax,underflow,square"
         for x, weight, offsets, place, recipe in samples():
             tokens = place.tokens_of_output(x.shape[:-1])
             grad = x.new_ones((*tokens, place.out_features(weight.shape, offsets)))
             given, fields = () if offsets is None else (offsets,), [getattr(place, n) for n in place.__match_args__]
-            buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
-            for values in (grad, grad.mT.contiguous().mT):
+            # other strides add in another order, so what is asked of them are counts
+            for values, names in ((grad, "amax,underflow,square"), (grad.mT.contiguous().mT, "amax,underflow")):
+                buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
                 if op.gradient:
                     yield values, *given, *fields, 0, names, recipe
                 else:
