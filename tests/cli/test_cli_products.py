@@ -36,13 +36,13 @@ TRAPPED = (
 )
 # the products that run natively on a GPU of each kind, with a PyTorch 2.13 for CUDA 13.0
 DENSE, GROUPS = {"tensorwise", "rowwise"}, {"rowwise groups, ours", "blockwise groups"}
-SMALL_BLOCKS = {"mx", "nvfp4"}
+SMALL_BLOCKS = {"mx", "nvfp4", "blockwise, powers of two"}
 RUN = {
     "rtx4090": DENSE | GROUPS,
     "h200": DENSE | GROUPS | {"blockwise", "rowwise groups"},
     "b200": DENSE | GROUPS | SMALL_BLOCKS | {"mx groups", "nvfp4 groups"},
     "b300": DENSE | GROUPS | SMALL_BLOCKS | {"mx groups", "nvfp4 groups"},
-    "rtx5090": DENSE | GROUPS | SMALL_BLOCKS,
+    "rtx5090": DENSE | GROUPS | SMALL_BLOCKS | {"scaled by MX"},
     "gb10": DENSE | GROUPS | SMALL_BLOCKS,
     "mi355x": DENSE,
     "rx9070": DENSE,

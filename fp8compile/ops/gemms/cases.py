@@ -30,6 +30,7 @@ FORMATS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # each pair of formats to bfloat16, and e4m3 by e4m3 to each dtype: a GPU compiles our Triton kernels for each
 FORMATS_TO = (*((formats, DTYPES[0]) for formats in FORMATS), *((FORMATS[0], dtype) for dtype in DTYPES[1:]))
+BY_MX = "scaled by MX"  # the product that a recipe asks for by `by_mx=True`
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 Blocks = tuple[tuple[int, int], tuple[int, int]]
 
@@ -76,7 +77,7 @@ class ProductCase:
     @property
     def config(self) -> GemmConfig:
         """The options of the GEMM."""
-        return GemmConfig(fast_accumulation=self.fast_accumulation, by_mx=self.gemm is table.SCALED_BY_MX)
+        return GemmConfig(fast_accumulation=self.fast_accumulation, by_mx=self.product == BY_MX)
 
     def refusal(self, target: Target) -> str | None:
         """Why the tables refuse this product on a target; None if they say that it runs there."""
@@ -180,7 +181,7 @@ def product_cases() -> tuple[ProductCase, ...]:
             (*_lines_and_tiles(128), ((128, 128), (1, 128))),
             scale="pow2",
         ),
-        *_float8("scaled by MX", table.SCALED_BY_MX, rows),
+        *_float8(BY_MX, table.SCALED_BY_MX, rows),
         *_float8("mx", table.MX, _lines_and_tiles(32), scale="e8m0_rceil"),
         *_four_bits("nvfp4", table.NVFP4, _lines_and_tiles(16), "rows"),
         *_float8("rowwise groups", grouped.ROWWISE, rows, fast=BOTH),
