@@ -26,14 +26,15 @@ def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
     """The quantizer of the same codes whose scale is given; None if a tensor has more than one scale."""
     if isinstance(quantizer, DelayedScaling):
         return quantizer
-    if quantizer != CurrentScaling(format=getattr(quantizer, "format", "e4m3")):
+    if not isinstance(quantizer, CurrentScaling) or quantizer != CurrentScaling(format=quantizer.format):
         return None
-    assert quantizer is not None
     return DelayedScaling(format=quantizer.format, history=1)
 
 
 def _static(recipe: Recipe) -> Recipe | None:
     """The recipe with given scales for input and weight; None if they have more scales than one a tensor."""
+    if recipe.dequantized_output or recipe.dequantized_gradients:
+        return None  # these read codes by current scaling
     own: dict[str, Any] = {}
     for slots in (("input", "input_for_grad_weight"), ("weight", "weight_for_grad_input")):
         given = [getattr(recipe, slot) for slot in slots]

@@ -192,11 +192,13 @@ def test_layers_with_delayed_scaling_are_calibrated_anew():
     ("recipe", "run", "text"),
     [
         (f8.recipes.blockwise(), lambda model: model(rows()), "no layer has one scale"),
+        (f8.recipes.nvfp4(), lambda model: model(rows()), "no layer has one scale"),
+        (f8.recipes.weight_only(f8.CurrentScaling()), lambda model: model(rows()), "no layer has one scale"),
         (f8.recipes.tensorwise(), lambda model: model[0](rows()), "run never called 2"),
         (f8.recipes.tensorwise(), lambda model: model(rows() * 0), "the inputs of 0 have amax 0"),
         (f8.recipes.tensorwise(), lambda model: model(rows() / 0), "the inputs of 0 have amax"),
     ],
-    ids=["blocks", "never called", "zeros", "infinite"],
+    ids=["blocks", "four bits", "one side", "never called", "zeros", "infinite"],
 )
 def test_what_can_not_be_calibrated_is_said_and_nothing_changes(recipe, run, text):
     model = model_of(recipe)
