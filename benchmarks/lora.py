@@ -4,7 +4,7 @@ A random Llama of four layers, 256 wide, and its adapters (rank 8, on q, v and d
 standard library from one seed. "bytes" are those of all parameters, adapters and the embedding in bf16 too, beside a
 base in bf16; "difference" is the largest of a step's loss to LoRA over bf16, "last" the mean of the last five.
 
-    python -m benchmarks.lora [--json] [--steps 40] [--rate 2e-3] [--recipes blockwise ...]
+    python -m benchmarks.lora [--json] [--steps 40] [--recipes blockwise ...]
 """
 
 from __future__ import annotations
@@ -49,21 +49,15 @@ def _bytes(model: nn.Module) -> int:
     return sum(each.nbytes for each in held)
 
 
-def lora(name: str, steps: int, rate: float) -> tuple[int, list[float], int]:
-    """Bytes of parameters, the losses, and the number of graphs that were compiled; ``"bf16"`` converts nothing.
-
-    Args:
-        name: The recipe of the base, or ``"bf16"``.
-        steps: How many steps.
-        rate: Learning rate of AdamW.
-    """
+def lora(name: str, steps: int) -> tuple[int, list[float], int]:
+    """Bytes of parameters, the losses, and the number of graphs that were compiled; ``"bf16"`` converts nothing."""
     torch.manual_seed(0)
     base = transformers.LlamaForCausalLM(CONFIG).bfloat16()
     if name != "bf16":
         f8.freeze_weights(f8.convert(base, _recipe(name), filter=["model.layers.*"]))
     config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, f8peft.register(config))
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=rate)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=2e-3)
     torch.compiler.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     step = torch.compile(model, fullgraph=True, backend=graphs)
@@ -84,13 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate; default 2e-3")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     given = parser.parse_args()
-    whole, wanted, graphs = lora("bf16", given.steps, given.rate)
+    whole, wanted, graphs = lora("bf16", given.steps)
     rows: list[Row] = []
     for name in ("bf16", *given.recipes):
-        size, losses, graphs = (whole, wanted, graphs) if name == "bf16" else lora(name, given.steps, given.rate)
+        size, losses, graphs = (whole, wanted, graphs) if name == "bf16" else lora(name, given.steps)
         rows.append(
             {
                 "base": name,
@@ -102,7 +95,7 @@ def main() -> None:
                 "recompiles": graphs - 1,
             }
         )
-    emit(f"LoRA, {given.steps} steps, learning rate {given.rate}", rows, as_json=given.json, digits=4)
+    emit(f"LoRA, {given.steps} steps", rows, as_json=given.json, digits=4)
 
 
 if __name__ == "__main__":
