@@ -207,6 +207,7 @@ def _forget_devices() -> None:
     for owner in (DeviceProperties, utils, _triton):
         for name in dir(owner):
             cached = getattr(owner, name)
+            cached = getattr(cached, "__func__", cached)  # of a classmethod
             if isinstance(cached, functools._lru_cache_wrapper):
                 cached.cache_clear()
 
