@@ -1015,7 +1015,7 @@ def example():
     lines = in_a_process(tmp_path, "own.py", "--tp", "2", "--no-gpu").splitlines()
     (row,) = [line for line in lines if line.startswith("0 ") and "output" in line and "codes" in line]
     assert [cell.strip() for cell in row.split("  ") if cell] == [
-        "0", "output", "codes of input", "all_gather", "uint8", "1", "2,048", "1"
+        "0", "output", "codes of input", "all_gather", "uint8", "2,048", "1"
     ]  # fmt: skip
 
 
