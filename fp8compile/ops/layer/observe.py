@@ -27,6 +27,7 @@ from fp8compile import inductor
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import after
 from fp8compile.ops.layer.elements import elements_of, elements_of_codes, total
+from fp8compile.ops.layer.flat_arguments import flat
 from fp8compile.ops.layer.layer import operands_of, part_of_tokens
 from fp8compile.ops.layer.one_read import ALONG_ROWS
 from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Operands, Phase
@@ -74,7 +75,7 @@ class Observer(NamedTuple):
 
     def placed(self, first: int) -> Observer:
         """The same buffer, for a rank whose first matrix has this index."""
-        return Observer(self.sums, self.maxima, self.totals, first, self.recipe)
+        return self._replace(first=first)
 
     def reset(self) -> None:
         """Forget all elements."""
@@ -134,11 +135,7 @@ def totals(tensors: dict[str, Seen], operands: Operands, names: str, matrices: i
 
 
 def _tensors_of(seen: Seen) -> list[Tensor]:
-    return (
-        []
-        if seen.part is None and not seen.codes
-        else [*([] if seen.part is None else [seen.part.local]), *(each.codes for each in seen.codes.values())]
-    )
+    return [*([] if seen.part is None else [seen.part.local]), *(each.codes for each in seen.codes.values())]
 
 
 def _of_slot(seen: Seen, slot: str, operands: Operands, names: str) -> Totals:
@@ -347,16 +344,6 @@ class _Derivative:
         return grad_output, *others
 
 
-def _loose(op: ObserveOp, function: Callable[[tuple[Any, ...]], Any], returns: Any) -> Callable[..., Any]:
-    def loose(*args: Any) -> Any:
-        return function(args)
-
-    parameters = op.parameters()
-    loose.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-    loose.__annotations__ = {**{each.name: each.annotation for each in parameters}, "return": returns}
-    return loose
-
-
 def register_observe(
     prefix: str, placement: type[Placement], *, ends: bool, samples: Callable[[], Iterable[tuple[Any, ...]]]
 ) -> Observe:
@@ -390,9 +377,9 @@ def register_observe(
     def register(name: str, op: ObserveOp, gemm: Any, returns: Any, **derivative: Any) -> torch._ops.OpOverload:
         found = register_op(
             f"fp8compile::{name}",
-            _loose(op, partial(op.run, Phase.EAGER), returns),
-            fake=_loose(op, op.empty, returns),
-            decompose=_loose(op, lambda args: op.run(Phase.compiled(gemm), args), returns),
+            flat(op.parameters(), partial(op.run, Phase.EAGER), returns),
+            fake=flat(op.parameters(), op.empty, returns),
+            decompose=flat(op.parameters(), lambda args: op.run(Phase.compiled(gemm), args), returns),
             sharding=None,  # `fp8compile.parallel.dtensor_layer` handles DTensors
             samples=partial(examples, op),
             **{"backward": None, **derivative},

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.layer import layer
+from fp8compile.ops.layer.flat_arguments import flat
 from fp8compile.ops.layer.kept_input import features_of, fits, keeps_codes
 from fp8compile.ops.layer.observe import Observe, register_observe
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Phase
@@ -128,18 +129,6 @@ class LayerOp:
         return place.empty_grad_weight(tensors[0], features, ends)
 
 
-def _loose(op: LayerOp, function: Callable[[tuple[Any, ...]], Any], returns: Any) -> Callable[..., Any]:
-    """Wrap a function of one tuple as a function that takes the entries as arguments, with the op's signature."""
-
-    def loose(*args: Any) -> Any:
-        return function(args)
-
-    parameters = op.parameters()
-    loose.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-    loose.__annotations__ = {**{each.name: each.annotation for each in parameters}, "return": returns}
-    return loose
-
-
 # ---------------------------------------------------------------------------------- the derivative
 
 
@@ -244,9 +233,9 @@ def _register(name: str, op: LayerOp, gemm: Gemm | None, samples: Samples, **der
 
     found = register_op(
         f"fp8compile::{name}",
-        _loose(op, partial(op.run, Phase.EAGER), returns),
-        fake=_loose(op, op.empty, returns),
-        decompose=_loose(op, decompose, returns),
+        flat(op.parameters(), partial(op.run, Phase.EAGER), returns),
+        fake=flat(op.parameters(), op.empty, returns),
+        decompose=flat(op.parameters(), decompose, returns),
         sharding=None,  # `fp8compile.parallel.dtensor_layer` handles DTensors
         samples=samples,
         **{"backward": None, **derivative},
