@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8compile.export.save import RECORD
 from fp8compile.export.scheme import Scheme
-from fp8compile.export.stored_files import StoredFiles, read_json
+from fp8compile.export.stored_files import StoredFiles, listed, read_json
 from fp8compile.export.stream import positions
 from fp8compile.export.table import FORMATS
 from fp8compile.nn.shared_scales import FUSED
@@ -25,7 +25,6 @@ __all__ = ["CheckReport", "check"]
 # A reader may divide by a reciprocal, and may multiply two scales first: three roundings of float32 of 2**-24 each.
 TOLERANCE = 2.0**-22
 OUTER = {"nvfp4": 2, "tensor": 1, "static_tensor": 1}  # index of the outer scale among a scheme's suffixes
-PROBLEMS = 8  # the most problems in an error; it tells how many there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the configuration from which readers learn the format, or None."""
+    """What is wrong with the configuration from which readers learn the format."""
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]
@@ -151,7 +150,5 @@ def check(folder: str | os.PathLike[str]) -> CheckReport:
         if (reason := _problem(stored, scheme, record["values"][name])) is not None:
             problems.append(f"{name}: {reason}")
     if problems:
-        shown = "".join(f"\n    {each}" for each in problems[:PROBLEMS])
-        more = f"\n    and {len(problems) - PROBLEMS} more" if len(problems) > PROBLEMS else ""
-        raise ValueError(f"check: {path} has {len(problems)} problems:{shown}{more}")
+        raise ValueError(f"check: {path} has {len(problems)} problems:{listed(problems)}")
     return CheckReport(folder=path, format=form.name, layers=len(kinds), notes=tuple(_fused_notes(outer)))

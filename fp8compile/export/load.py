@@ -24,7 +24,7 @@ from fp8compile._compat import is_dtensor
 from fp8compile.export.checkpoint_names import Place, in_checkpoint, is_of_transformers, tied_names
 from fp8compile.export.plan import Plan, Weight, plan_of
 from fp8compile.export.scheme import Format, Scheme, numbers_of
-from fp8compile.export.stored_files import StoredFiles, read_json
+from fp8compile.export.stored_files import StoredFiles, listed, read_json
 from fp8compile.export.table import FORMATS
 from fp8compile.layout.packing import one_a_byte, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
@@ -38,7 +38,6 @@ __all__ = ["LoadReport", "load_quantized"]
 METHODS = {"fp8": "fine_grained_fp8", **{name: name for name in ("compressed-tensors", "modelopt", "torchao")}}
 # static scales of inputs and of caches, which training has no use for
 STATIC = re.compile(r".*\.(input_scale|activation_scale|input_global_scale|[kvq]_scale|output_scale)")
-PROBLEMS = 8  # the most problems in an error; it tells how many there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,9 +422,7 @@ def load_quantized(
     if not loader.codes and not loader.problems:
         loader.problems.append("no converted layer has codes there")
     if loader.problems:
-        shown = "".join(f"\n    {each}" for each in loader.problems[:PROBLEMS])
-        more = f"\n    and {len(loader.problems) - PROBLEMS} more" if len(loader.problems) > PROBLEMS else ""
-        raise ValueError(f"load_quantized: {path} does not fit the model:{shown}{more}")
+        raise ValueError(f"load_quantized: {path} does not fit the model:{listed(loader.problems)}")
     with torch.no_grad():
         loader.load()
     skipped = sum(1 for name in files.names() - loader.used if STATIC.fullmatch(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ from torch import Tensor
 
 from fp8compile.export.folder import INDEX
 
-__all__ = ["StoredFiles", "read_json"]
+__all__ = ["StoredFiles", "listed", "read_json"]
+
+PROBLEMS = 8  # the most problems in an error
+
+
+def listed(problems: Sequence[str]) -> str:
+    """The first problems of a folder for an error, a line each, and how many more there are."""
+    shown = "".join(f"\n    {each}" for each in problems[:PROBLEMS])
+    return shown + (f"\n    and {len(problems) - PROBLEMS} more" if len(problems) > PROBLEMS else "")
 
 
 def read_json(function: str, path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fp8compile import ops
 from fp8compile._compat import local_itself, replicated
@@ -22,18 +22,17 @@ from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
 from fp8compile.nn.linear import Linear
+from fp8compile.nn.outer_amax import WHOLE_TENSOR
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.over_ranks import gather
 from fp8compile.ops.layer.quantize import quantize_part, whole_amax
-from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
-from fp8compile.quantizers import CurrentScaling, DelayedScaling
+from fp8compile.ops.layer.write_state import ROW_OF_INPUT, ROW_OF_WEIGHT
+from fp8compile.quantizers import DelayedScaling
 from fp8compile.tensor import has_codes, is_quantized_parameter, sharding_of
 
 __all__ = ["matrix_of", "scale_of_input", "whole_codes", "whole_values"]
 
 Part = TypeVar("Part", Plain, Quantized)
-WHOLE_TENSOR = CurrentScaling()  # its amax is one number
-ROW_OF_INPUT = 0  # in a state of delayed scaling
 
 
 def _has_whole_matrices(layout: TensorLayout) -> bool:
@@ -99,10 +98,10 @@ def _of_owner(stack: Quantized, index: int) -> Quantized:
     cuts: list[Any] = [cut for cut in stack.cuts if cut is not None]
     for level in reversed(range(len(cuts))):
         if is_mine[level]:
+            group = cuts[level].group
+            if isinstance(group, str):
+                group = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
             for tensor in found.parts():
-                group: Any = cuts[level].group
-                resolve: Any = distributed_c10d._resolve_process_group
-                group = resolve(group) if isinstance(group, str) else group
                 torch.distributed.broadcast(tensor, group=group, group_src=owners[level])
     return found
 

@@ -14,12 +14,10 @@ from fp8compile import ops
 from fp8compile._compat import is_dtensor
 from fp8compile.nn.linear import Linear, become_float8
 from fp8compile.nn.model_type import Model, check_model
-from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
+from fp8compile.ops.layer.write_state import ROW_OF_INPUT, ROW_OF_WEIGHT
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
 
 __all__ = ["calibrate", "set_row"]
-
-ROW_OF_INPUT = 0  # in a state of delayed scaling
 
 
 def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:

@@ -12,7 +12,7 @@ from fp8compile._compat import is_dtensor, local_itself, replicated
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.tensor import SOURCE_DTYPES, has_codes
 
-__all__ = ["shared_outer_amax"]
+__all__ = ["WHOLE_TENSOR", "shared_outer_amax"]
 
 WHOLE_TENSOR = CurrentScaling()  # its amax is one number
 

@@ -23,6 +23,7 @@ from fp8compile.quantizers import TENSORS, DelayedScaling, Recipe
 from fp8compile.quantizers.delayed_scaling import next_state
 
 __all__ = [
+    "ROW_OF_INPUT",
     "ROW_OF_WEIGHT",
     "amax_of",
     "check_repeated_forward",
@@ -32,7 +33,7 @@ __all__ = [
     "update_state",
 ]
 
-ROW_OF_WEIGHT = 1
+ROW_OF_INPUT, ROW_OF_WEIGHT = 0, 1
 
 
 def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
