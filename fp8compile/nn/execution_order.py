@@ -6,6 +6,7 @@ Eager calls note it as they run. Of compiled code, the order is that of nodes in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -29,8 +30,7 @@ class ExecutionOrder:
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers = list(buffers)
         self._places: dict[int, int] = {}
-        if not EVERY:
-            _watch()
+        _watch()
         EVERY.add(self)
 
     def note(self, buffer: Any) -> None:
@@ -45,13 +45,10 @@ class ExecutionOrder:
         return sorted(range(behind), key=lambda index: (self._places.get(index, behind), index))
 
 
-_IS_WATCHING: list[bool] = []
-
-
+@cache
 def _watch() -> None:
-    if not _IS_WATCHING:
-        _IS_WATCHING.append(True)
-        _compat.when_graph_is_made(_note_graph)
+    """Watch the graphs of this process from now on."""
+    _compat.when_graph_is_made(_note_graph)
 
 
 def _note_graph(graph: fx.GraphModule, inputs: Sequence[Any], _: object) -> None:
@@ -68,7 +65,7 @@ def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
         elif node.op == "call_function" and node.target in OBSERVE_OPS:
             names = OBSERVE_OPS[node.target].names
             if "sums" in names:
-                _note(known.get(node.args[names.index("sums")]))
+                note_call(known.get(node.args[names.index("sums")]))
         elif node.op == "call_function":
             regions = [arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
             for region in regions:
@@ -79,12 +76,8 @@ def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
                     _note_nodes(inner, [known.get(each) for each in of_region])
 
 
-def _note(buffer: Any) -> None:
+def note_call(buffer: Any) -> None:
+    """Note a call of the layer with this buffer, unless the buffer is None."""
     if buffer is not None:
         for order in EVERY:
             order.note(buffer)
-
-
-def note_call(buffer: Tensor) -> None:
-    """Note an eager call of a layer that is observed."""
-    _note(buffer)
