@@ -39,6 +39,8 @@ def _versions() -> dict[str, str]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
+    from fp8compile.target import target_of
+
     devices: list[dict[str, Any]] = [
         {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     ]
@@ -47,8 +49,7 @@ def _devices() -> list[dict[str, Any]]:
         name = torch.cuda.get_device_name(index)
         rocm = {}
         if torch.version.hip is not None:
-            gcn = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
-            rocm = {"architecture": gcn, "rocm": torch.version.hip}
+            rocm = {"architecture": target_of(torch.device("cuda", index)).gcn, "rocm": torch.version.hip}
         devices.append({"device": f"cuda:{index}", "name": name, "capability": f"{major}.{minor}", **rocm})
     return devices
 
@@ -167,12 +168,8 @@ def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
     return rows
 
 
-def _sections() -> Iterator[Section]:
-    """What is printed, each section as soon as it is known; the last one has the self-checks."""
-    warnings = tuple(f"WARNING: {text}" for text in _warnings())
-    yield Section(title="versions", lines=warnings, rows=tuple(_versions().items()))
-    log.info("looking for devices")
-    devices = _devices()
+def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
+    """What is printed of these devices and of recipes on them."""
     keys = [key for key in DEVICE_KEYS if any(key in device for device in devices)]
     rows = tuple(tuple(str(device.get(key, "")) for key in keys) for device in devices)
     yield Section(title="devices", columns=tuple(keys), rows=rows)
@@ -193,9 +190,13 @@ def _print() -> bool:
     """Print section by section; returns whether all checks passed and all products are right."""
     from fp8compile.cli.terminal import print_section
 
-    for section in _sections():
+    warnings = tuple(f"WARNING: {text}" for text in _warnings())
+    print_section(Section(title="versions", lines=warnings, rows=tuple(_versions().items())))
+    log.info("looking for devices")
+    devices = _devices()
+    for section in _sections(devices):
         print_section(section)
-    right = _print_products(_products(_devices()))
+    right = _print_products(_products(devices))
     checks = list(_checks())
     rows = tuple(("ok" if check["ok"] else "FAILED", check["name"], check["detail"]) for check in checks)
     failed = frozenset(at for at, check in enumerate(checks) if not check["ok"])

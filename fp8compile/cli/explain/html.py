@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from html import escape
-from string import Template
 from typing import TYPE_CHECKING
 
 from fp8compile.cli.explain.sections import GRAPHS, gpu_sections, graph_sections
-from fp8compile.cli.section import Section
-from fp8compile.tables import Cell
+from fp8compile.cli.html import document, section_html
 
 if TYPE_CHECKING:
     from fp8compile.testing.explain import Explanation
 
-__all__ = ["page", "section_html"]
+__all__ = ["page"]
 
-PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8" />
-<meta name="viewport" content="width=device-width, initial-scale=1" />
-<title>$title</title>
-<style>
+STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; background: #fff; margin: 2rem auto; max-width: 76rem;
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; }
@@ -36,39 +26,7 @@ th, td { border: 1px solid #d5dae1; padding: .3rem .6rem; text-align: left; vert
 th { background: #f2f4f7; }
 .loud, .loud td { background: #fde8e6; color: #8c1208; font-weight: 600; }
 footer { margin: 2rem 0; color: #5b6675; font-size: .85rem; }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-$body
-<footer>fp8compile $version, PyTorch $torch</footer>
-</body>
-</html>
-""")
-
-
-def _cells(tag: str, cells: tuple[Cell, ...]) -> str:
-    return "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells)
-
-
-def _table(section: Section) -> str:
-    rows = [f"<tr>{_cells('th', section.columns)}</tr>"]
-    for number, row in enumerate(section.rows):
-        mark = ' class="loud"' if number in section.loud else ""
-        rows.append(f"<tr{mark}>{_cells('td', row)}</tr>")
-    return '<div class="scroll"><table>\n' + "\n".join(rows) + "\n</table></div>"
-
-
-def section_html(section: Section, name: str) -> str:
-    """A section as HTML; ``name`` is its class."""
-    parts = [f"<h2>{escape(section.title)}</h2>"]
-    for number, line in enumerate(section.lines):
-        mark = ' class="loud"' if not section.rows and number in section.loud else ""
-        parts.append(f"<p{mark}>{escape(line)}</p>")
-    if section.rows:
-        parts.append(_table(section))
-    body = "\n".join(parts)
-    return f'<section class="{name}">\n{body}\n</section>'
+"""
 
 
 def page(found: Explanation, target: str) -> str:
@@ -82,9 +40,9 @@ def page(found: Explanation, target: str) -> str:
 
     shown = [*graph_sections(found), *gpu_sections(found)]
     names = ["answer", *("graphs" if section.title == GRAPHS else "part" for section in shown[1:])]
-    return PAGE.substitute(
-        title=escape(f"fp8compile explain {target}"),
-        body="\n".join(section_html(section, name) for section, name in zip(shown, names, strict=True)),
-        version=escape(fp8compile.__version__),
-        torch=escape(found.torch),
+    return document(
+        f"fp8compile explain {target}",
+        "\n".join(section_html(section, name) for section, name in zip(shown, names, strict=True)),
+        style=STYLE,
+        footer=f"fp8compile {fp8compile.__version__}, PyTorch {found.torch}",
     )

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from string import Template
 
-from fp8compile.cli.explain.html import section_html
+from fp8compile.cli.html import document, section_html
 from fp8compile.cli.monitor.charts import Chart, svg_of
 from fp8compile.cli.section import Section
 
 __all__ = ["page"]
 
-PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8" />
-<meta name="viewport" content="width=device-width, initial-scale=1" />
-<meta name="color-scheme" content="light dark" />
-<title>$title</title>
-<style>
+HEAD = '<meta name="color-scheme" content="light dark" />\n'
+STYLE = """\
 :root { --text: #1c2430; --page: #fff; --line: #d5dae1; --head: #f2f4f7; --loud: #8c1208; --loud-back: #fde8e6;
   --quiet: #5b6675; }
 @media (prefers-color-scheme: dark) {
@@ -44,15 +36,7 @@ svg { min-width: 34rem; }
 @media (max-width: 40rem) { td { white-space: nowrap; } }
 svg { width: 100%; height: auto; }
 footer { margin: 2rem 0; color: var(--quiet); font-size: .85rem; }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-$body
-<footer>fp8compile $version</footer>
-</body>
-</html>
-""")
+"""
 
 
 def _figure(chart: Chart) -> str:
@@ -73,4 +57,4 @@ def page(title: str, sections: Sequence[Section], charts: Sequence[Chart]) -> st
     import fp8compile
 
     parts = [*(section_html(section, "part") for section in sections), *map(_figure, charts)]
-    return PAGE.substitute(title=escape(title), body="\n".join(parts), version=escape(fp8compile.__version__))
+    return document(title, "\n".join(parts), style=STYLE, footer=f"fp8compile {fp8compile.__version__}", head=HEAD)
