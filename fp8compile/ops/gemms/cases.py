@@ -62,9 +62,7 @@ class ProductCase:
     over_tokens: bool = False
 
     def __str__(self) -> str:
-        sides = (
-            f"{each.format} {'x'.join('all' if n == -1 else str(n) for n in each.block)}" for each in self._sides()
-        )
+        sides = (f"{each.format} {_shown(each.block)}" for each in self._sides())
         options = (", fast accumulation" if self.fast_accumulation else "") + (
             ", over tokens" if self.over_tokens else ""
         )

@@ -39,6 +39,7 @@ from fp8compile.ops.layer.quantize_groups import as_values_of_rows
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import Block, as_matrix
 from fp8compile.quantizers.hadamard import random_hadamard
+from fp8compile.scale_layouts import untiled
 
 __all__ = ["Elements", "elements_of", "elements_of_codes", "total"]
 
@@ -186,8 +187,6 @@ def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor
     """Scales of blocks of tokens as rows: (blocks, features) or (E, features or 1)."""
     if rows == -1 or found.scale.ndim == 2:
         return found.scale
-    from fp8compile.scale_layouts import untiled
-
     return untiled(found.scale, shape[1], shape[0] // rows).t()
 
 

@@ -110,7 +110,8 @@ def counting(running: Callable[[], Batch]) -> Callable[..., Any]:
     """
 
     def call(start: Any, stop: Any = None, step: Any = None, **_: Any) -> Any:
-        given = (0, start, 1 if step is None else step) if stop is None else (start, stop, 1 if step is None else step)
+        step = 1 if step is None else step
+        given = (0, start, step) if stop is None else (start, stop, step)
         tensors = [each for each in given if isinstance(each, tl.tensor)]
         if not tensors:
             return range(*(int(each) for each in given))
@@ -148,10 +149,9 @@ def together(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
 
 
 def _truth(batch: Batch, data: np.ndarray) -> bool:
-    is_number = data.size == len(data)
-    return (
-        bool(batch.same(data.astype(bool))) if is_number else True
-    )  # as in the interpreter: a block stands for itself
+    if data.size != len(data):
+        return True  # as in the interpreter: a block stands for itself
+    return bool(batch.same(data.astype(bool)))
 
 
 def _transposed(matrix: tl.tensor) -> tl.tensor:
