@@ -18,30 +18,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
 
-import fp8compile as f8
+from benchmarks.mlp import Mlp, converted
 from benchmarks.table import Row, emit
 from fp8compile.testing import run_gpu_program
 from fp8compile.testing.gpu.program.batches import ELEMENTS
 from fp8compile.testing.gpu.program.interpreter import Interpreter
 
 KINDS = {"triton_poi": "elementwise", "triton_per": "reduction of a row", "triton_red": "reduction in a loop"}
-
-
-class FeedForward(nn.Module):
-    """A norm, three linears and SwiGLU."""
-
-    def __init__(self, features: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(features)
-        self.gate, self.up = (nn.Linear(features, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., features) to the same shape."""
-        y = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
 def _kind(name: str) -> str:
@@ -51,7 +35,7 @@ def _kind(name: str) -> str:
 def measured(recipe: str, elements: int) -> tuple[dict[str, float], float]:
     """Seconds in each kind of kernel, and seconds in all, with this bound of elements of programs together."""
     torch.manual_seed(0)
-    model = f8.convert(FeedForward(256, 512).bfloat16(), recipe=f8.recipes.by_name(recipe), filter=lambda *_: True)
+    model = converted(recipe, Mlp(256, 512))
     x = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
     seconds: dict[str, float] = defaultdict(float)
     plain: Callable[..., None] = Interpreter.launch

@@ -12,17 +12,18 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from statistics import fmean
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import peft
 import torch
 import transformers
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8compile as f8
 from benchmarks.table import Row, emit
+from examples.lora import megabytes
 from examples.losses import LAST, VOCABULARY, batch
 from fp8compile.integrations import peft as f8peft
 
@@ -44,13 +45,8 @@ def _recipe(name: str) -> f8.Recipe:
     return f8.recipes.mxfp8(weight_block=(32, 32)) if name == "mxfp8 32x32" else f8.recipes.by_name(name)
 
 
-def _bytes(model: nn.Module) -> int:
-    held = [each for p in model.parameters() for each in (p.parts() if isinstance(p, f8.QuantizedTensor) else (p,))]
-    return sum(each.nbytes for each in held)
-
-
-def lora(name: str, steps: int) -> tuple[int, list[float], int]:
-    """Bytes of parameters, the losses, and the number of graphs that were compiled; ``"bf16"`` converts nothing."""
+def lora(name: str, steps: int) -> tuple[float, list[float], int]:
+    """Megabytes of parameters, the losses, and the number of compiled graphs; ``"bf16"`` converts nothing."""
     torch.manual_seed(0)
     base = transformers.LlamaForCausalLM(CONFIG).bfloat16()
     if name != "bf16":
@@ -69,7 +65,7 @@ def lora(name: str, steps: int) -> tuple[int, list[float], int]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return _bytes(model), losses, graphs.frame_count
+    return megabytes(model), losses, graphs.frame_count
 
 
 def main() -> None:
@@ -89,7 +85,7 @@ def main() -> None:
                 "base": name,
                 "bytes": size / whole,
                 "first": losses[0],
-                "last": sum(losses[-LAST:]) / LAST,
+                "last": fmean(losses[-LAST:]),
                 "difference": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
                 "graphs": graphs,
                 "recompiles": graphs - 1,

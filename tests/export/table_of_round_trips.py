@@ -29,14 +29,7 @@ __all__ = ["CELLS", "COLUMNS", "PAGE", "Cell", "row", "rows_of"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "serving.md"
 KINDS = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4")
-RECIPES = {
-    "block": f8.recipes.blockwise(),
-    "block_ue8m0": f8.recipes.blockwise(scale="pow2"),
-    "tensor": f8.recipes.tensorwise(),
-    "channel": f8.recipes.rowwise(),
-    "mx": f8.recipes.mxfp8(),
-    "nvfp4": f8.recipes.nvfp4(weight_block=(1, 16)),
-}
+RECIPES = models.RECIPES | {"nvfp4": f8.recipes.nvfp4(weight_block=(1, 16))}
 COLUMNS = (
     "weights, float32",
     "weights, bfloat16",

@@ -15,11 +15,7 @@ from safetensors import safe_open
 import fp8compile as f8
 
 RECIPES = {
-    "block": f8.recipes.blockwise(),
-    "block_ue8m0": f8.recipes.blockwise(scale="pow2"),
-    "tensor": f8.recipes.tensorwise(),
-    "channel": f8.recipes.rowwise(),
-    "mx": f8.recipes.mxfp8(),
+    **models.RECIPES,
     "mx_square": f8.recipes.mxfp8(weight_block=(32, 32)),
     "nvfp4": f8.recipes.nvfp4(),
     "nvfp4_line": f8.recipes.nvfp4(weight_block=(1, 16)),

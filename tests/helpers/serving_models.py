@@ -8,8 +8,15 @@ import fp8compile as f8
 from fp8compile.nn.candidates import is_converted, layers, weight_names
 from fp8compile.nn.experts.known_modules import as_it_lies
 
-__all__ = ["IDS", "MODELS", "SMALL", "converted", "logits", "make", "wanted"]
+__all__ = ["IDS", "MODELS", "RECIPES", "SMALL", "converted", "logits", "make", "wanted"]
 
+RECIPES = {  # for each kind of codes of `fp8compile.export.kinds` with eight bits
+    "block": f8.recipes.blockwise(),
+    "block_ue8m0": f8.recipes.blockwise(scale="pow2"),
+    "tensor": f8.recipes.tensorwise(),
+    "channel": f8.recipes.rowwise(),
+    "mx": f8.recipes.mxfp8(),
+}
 IDS = torch.arange(12).view(1, 12)
 SMALL = {
     "vocab_size": 64,

@@ -85,6 +85,7 @@ def test_errors_are_those_of_the_products_against_float64():
     exact = x.double() @ weight.double().t(), dy.double() @ weight.double(), dy.double().t() @ x.double()
     for ratio, mine, want in zip(found.layers[0].errors["rowwise"], (got, xx.grad, ww.grad), exact, strict=True):
         noise = (mine.detach().double() - want.detach()).square().sum()
+        # sums of float64 in another order
         assert ratio == pytest.approx(10 * math.log10(want.detach().square().sum() / noise), rel=1e-9)
 
 
