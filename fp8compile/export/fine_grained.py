@@ -1,4 +1,4 @@
-"""fine_grained_fp8: the checkpoint layout that DeepSeek uses. transformers, vLLM and SGLang read it.
+"""fine_grained_fp8: the layout of DeepSeek's checkpoints, which transformers, vLLM and SGLang read.
 
     weight            (N, K) e4m3
     weight_scale_inv  (N / 128, K / 128) float32 or E8M0, or () for one scale; codes are multiplied by it

@@ -40,7 +40,7 @@ class F8Config(QuantizationConfigMixin):
             that transformers keeps in high precision: output embeddings and tied weights.
         quantized_parameters: Whether weights become codes while they are read, one after another. Train them by
             `fp8compile.integrations.transformers.master_weights`, or freeze them.
-        share_outer_scale: As `fp8compile.convert` takes it.
+        share_outer_scale: The option of `fp8compile.convert`.
         others: Entries that transformers adds.
 
     Raises:

@@ -185,7 +185,7 @@ class Advice:
         """The advice in words and as a table.
 
         Args:
-            products: As `table` takes it.
+            products: Whether each product has a row of its own, as in `table`.
             width: Width in characters; None for the terminal's.
         """
         width = terminal_width() if width is None else width

@@ -82,7 +82,7 @@ def compare(
         reference: The same model without what is in doubt, such as a copy that was not converted. Modules are paired
             by their names.
         batch: Arguments of both, as `advise` takes it.
-        loss: As `advise` takes it.
+        loss: Function of the output that gives the scalar to differentiate, as in `advise`.
         seed: Seed of the random numbers, for dropout.
 
     Returns:

@@ -171,7 +171,7 @@ def compare_ranks(build: Callable[[Any], Any], mesh: DeviceMesh, *, loss: Loss |
         build: A function of the mesh, or of None for one process, that returns (model, args) or (model, args, kwargs)
             with the same parameters and data on each call. The model is converted and not compiled.
         mesh: The mesh.
-        loss: As `advise` takes it.
+        loss: Function of the output that gives the scalar to differentiate, as in `advise`.
 
     Returns:
         The findings of all ranks, the same on each.

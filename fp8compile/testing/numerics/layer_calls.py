@@ -212,7 +212,7 @@ def record_calls(
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
         layers: The layers to record, none of them converted.
-        loss: As `advise` takes it.
+        loss: Function of the output that gives the scalar to differentiate, as in `advise`.
         sample: Number of rows that are kept of each call.
 
     Returns:
