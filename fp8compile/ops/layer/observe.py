@@ -366,8 +366,10 @@ def register_observe(
             tokens = place.tokens_of_output(x.shape[:-1])
             grad = x.new_ones((*tokens, place.out_features(weight.shape, offsets)))
             given, fields = () if offsets is None else (offsets,), [getattr(place, n) for n in place.__match_args__]
-            # other strides add in another order, so what is asked of them are counts
-            for values, names in ((grad, "amax,underflow,square"), (grad.mT.contiguous().mT, "amax,underflow")):
+            # Compilers, and other strides, add in another order. Sums of counts, and of scales in float64, have the
+            # same bits in each; sums of float32 values, as those of "square", have not.
+            names = "amax,underflow,scale"
+            for values in (grad, grad.mT.contiguous().mT):
                 buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
                 if op.gradient:
                     yield values, *given, *fields, 0, names, recipe
