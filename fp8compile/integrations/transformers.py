@@ -217,7 +217,9 @@ class MonitorCallback(TrainerCallback):
         """Log the reading, if the step that ends was read."""
         monitor: Any = self.monitor  # made when training began
         if monitor.is_reading:
+            should_log = control.should_log
             self._trainer.log(finite(monitor.read()))
+            control.should_log = should_log  # the Trainer takes a log for the one of its losses
         monitor.step()
 
     def on_train_end(
