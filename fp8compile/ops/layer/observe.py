@@ -366,7 +366,7 @@ def register_observe(
         prefix: Prefix of the layer's ops.
         placement: Class of the placement of the layer's op for grad_input, which has no state.
         ends: Whether rows are in groups.
-        samples: Yields x, the weight, offsets or None, the placement and the recipe.
+        samples: Yields grad_output, x, the weight, offsets or None, the placement and the recipe.
     """
     groups = ("offsets",) if ends else ()
     of_output = ObserveOp(
@@ -375,10 +375,8 @@ def register_observe(
     of_gradient = ObserveOp(names=("grad_output", *groups), placement=placement, ends=ends, gradient=True)
 
     def examples(op: ObserveOp) -> Iterator[tuple[Any, ...]]:
-        names = "amax,underflow,square"
-        for x, weight, offsets, place, recipe in samples():
-            tokens = place.tokens_of_output(x.shape[:-1])
-            grad = x.new_ones((*tokens, place.out_features(weight.shape, offsets)))
+        names = "amax,underflow,scale_max"  # float32 sums depend on the order of memory
+        for grad, x, weight, offsets, place, recipe in samples():
             given, fields = () if offsets is None else (offsets,), [getattr(place, n) for n in place.__match_args__]
             if op.gradient:
                 yield grad, *given, *fields, 0, names, recipe
