@@ -246,8 +246,9 @@ def register_statistic(
 
 
 def totals_of(statistics: Sequence[str], slots: Sequence[str] | None = None) -> str:
-    """The totals that these statistics are made of, as ops take them: ``"amax,underflow"``, or with fields of a recipe,
-    for which alone they are counted, ``"amax,underflow@input,weight"``.
+    """The totals that these statistics are made of, as ops take them.
+
+    They are ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if they are counted for ``slots`` alone.
     """
     names = ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
     return names if slots is None else f"{names}@{','.join(slots)}"
