@@ -3,7 +3,7 @@
 Bytes are Inductor's count for generated code, each buffer once a kernel, with what opaque ops launch inside. "off" is
 a step that is not read, "on" one that is. The mean is that of a run that reads every n-th step.
 
-    python -m benchmarks.monitor [--json] [--recipes tensorwise ...] [--statistics amax ...]
+    python -m benchmarks.monitor [--json] [--recipes tensorwise ...] [--statistics amax ...] [--operands input ...]
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 EVERY = (10, 100)
 
 
-def _generated(recipe: str, statistics: tuple[str, ...]) -> tuple[float, int]:
+def _generated(recipe: str, statistics: tuple[str, ...], operands: tuple[str, ...] | None) -> tuple[float, int]:
     """Bytes in GB, and the number of generated kernels."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, x = block("mlp", recipe, TOKENS, SHAPES["llama3-8b"])
         if statistics:
-            f8.Monitor(model, statistics)
+            f8.Monitor(model, statistics, operands=operands)
         codes = gpu_kernels(model, x, arch=arch_for(recipe))
     return sum(code.bytes for code in codes) / 1e9, sum(len(code.kernels) for code in codes)
 
 
-def monitor_row(recipe: str, statistics: tuple[str, ...]) -> Row:
+def monitor_row(recipe: str, statistics: tuple[str, ...], operands: tuple[str, ...] | None) -> Row:
     """A row of the table."""
-    (off, kernels_off), (on, kernels_on) = (_generated(recipe, each) for each in ((), statistics))
+    (off, kernels_off), (on, kernels_on) = (_generated(recipe, each, operands) for each in ((), statistics))
     means = {f"every {n}": round((on + (n - 1) * off) / (n * off), 4) for n in EVERY}
     kernels = {"kernels off": kernels_off, "kernels on": kernels_on}
     return (
@@ -53,10 +53,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--statistics", nargs="+", default=("amax", "saturation", "underflow"))
+    parser.add_argument("--operands", nargs="+")
     args = parser.parse_args()
+    operands = tuple(args.operands) if args.operands else None
     emit(
         "bytes of generated code",
-        [monitor_row(recipe, tuple(args.statistics)) for recipe in args.recipes],
+        [monitor_row(recipe, tuple(args.statistics), operands) for recipe in args.recipes],
         as_json=args.json,
     )
 

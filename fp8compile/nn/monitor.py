@@ -78,7 +78,7 @@ class Monitor:
         statistics: Names, see ``docs/monitor.md``.
         every: Number of steps from one reading to the next.
         layers: Patterns of `fnmatch` that names of layers match; None for all.
-        operands: The recipe's fields to return, such as ``"grad_output"``; None for all.
+        operands: The recipe's fields to read, such as ``"grad_output"``; None for all. Fewer cost less.
         stop_at_nonfinite: Whether `step` raises a `NonFiniteError` one step after a reading found a NaN or an
             infinity. All ranks raise it. The step itself reads nothing on the host.
         as_if: Read what the quantizers of another recipe would do to the same operands. The model computes as before.
@@ -107,7 +107,7 @@ class Monitor:
         if every < 1:
             raise ValueError(f"Monitor: every is {every}; it is the number of steps to the next reading, 1 or more.")
         self._statistics, self._operands, self._every = tuple(statistics), operands or SLOTS, every
-        self._totals = totals_of((*statistics, *(("nonfinite",) if stop_at_nonfinite else ())))
+        self._totals = totals_of((*statistics, *(("nonfinite",) if stop_at_nonfinite else ())), operands)
         self._products = _products(model, layers or ("*",), self._totals, as_if)
         self._modules = list({id(each.module): each.module for each in self._products.values()}.values())
         for module in self._modules:
@@ -120,7 +120,7 @@ class Monitor:
         self._steps = 0
         self._matrices: dict[str, int] = {}  # the layers of all ranks, from the first reading on
         self._order = ExecutionOrder([each.observer.sums for each in self._products.values()])
-        self._search = NonFinite(self._totals) if "nonfinite" in self._totals.split(",") else None
+        self._search = NonFinite(self._totals) if "nonfinite" in names_of_columns(self._totals) else None
         self._stops = stop_at_nonfinite
         self._switch(on=self.is_reading)
 

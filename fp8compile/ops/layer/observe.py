@@ -32,7 +32,7 @@ from fp8compile.ops.layer.layer import operands_of, part_of_tokens
 from fp8compile.ops.layer.one_read import ALONG_ROWS
 from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Operands, Phase
 from fp8compile.ops.layer.placements import Placement
-from fp8compile.ops.layer.statistics import FIRST_SUMS, columns_of
+from fp8compile.ops.layer.statistics import FIRST_SUMS, columns_of, counts_slot
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
@@ -50,7 +50,7 @@ class Observer(NamedTuple):
         sums: (slots, sums, E) float64, a row for each of the recipe's fields: `FIRST_SUMS`, then the totals that are
             added.
         maxima: (slots, maxima, E) float32.
-        totals: Names of the totals, joined by commas.
+        totals: Names of the totals, as `totals_of` returns them.
         first: Index of this rank's first matrix among the E.
         recipe: The recipe whose quantizers are observed; None for the layer's.
     """
@@ -107,7 +107,7 @@ def totals(tensors: dict[str, Seen], operands: Operands, names: str, matrices: i
     Args:
         tensors: The tensors, by their keys in ``TENSORS``.
         operands: Makes the codes that are not known.
-        names: Names of the totals, joined by commas.
+        names: Names of the totals, as `totals_of` returns them.
         matrices: Number of matrices, or of groups; 1 without.
 
     Returns:
@@ -124,7 +124,8 @@ def totals(tensors: dict[str, Seen], operands: Operands, names: str, matrices: i
         known: dict[Any, Totals] = {}
         for slot in TENSORS[tensor]:
             quantizer = getattr(operands.recipe, slot)
-            if quantizer is None or (seen.part is None and slot not in seen.codes):
+            is_known = seen.part is not None or slot in seen.codes
+            if quantizer is None or not is_known or not counts_slot(names, slot):
                 rows.append(nothing)
                 continue
             key = quantizer if seen.part is not None else slot
@@ -353,7 +354,7 @@ def register_observe(
         prefix: Prefix of the layer's ops.
         placement: Class of the placement of the layer's op for grad_input, which has no state.
         ends: Whether rows are in groups.
-        samples: Yields x, the weight, offsets or None, the placement and the recipe.
+        samples: Yields grad_output, x, the weight, offsets or None, the placement and the recipe.
     """
     groups = ("offsets",) if ends else ()
     of_output = ObserveOp(
@@ -362,9 +363,7 @@ def register_observe(
     of_gradient = ObserveOp(names=("grad_output", *groups), placement=placement, ends=ends, gradient=True)
 
     def examples(op: ObserveOp) -> Iterator[tuple[Any, ...]]:
-        for x, weight, offsets, place, recipe in samples():
-            tokens = place.tokens_of_output(x.shape[:-1])
-            grad = x.new_ones((*tokens, place.out_features(weight.shape, offsets)))
+        for grad, x, weight, offsets, place, recipe in samples():
             given, fields = () if offsets is None else (offsets,), [getattr(place, n) for n in place.__match_args__]
             # Compilers, and other strides, add in another order. Sums of counts, and of scales in float64, have the
             # same bits in each; sums of float32 values, as those of "square", have not.

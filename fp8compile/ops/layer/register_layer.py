@@ -333,16 +333,16 @@ class _Samples:
             yield grad, x, *offsets, *_fields_of(place.for_grad_weight(weight.dtype, used)), recipe
 
     def of_observe(self) -> Iterator[tuple[Any, ...]]:
-        """Sample layers for the ops that observe: x, weight, offsets or None, placement, recipe.
+        """Sample layers for the ops that observe: grad_output, x, weight, offsets or None, placement, recipe.
 
         These are the first one, and the first one without elements.
         """
         seen = set()
-        for _, x, weight, offsets, place, recipe, used in self._each():
+        for grad, x, weight, offsets, place, recipe, used in self._each():
             if (is_empty := x.numel() == 0) in seen:
                 continue
             seen.add(is_empty)
-            yield x, weight, *(offsets or (None,)), place.for_grad_input(used), recipe
+            yield grad, x, weight, *(offsets or (None,)), place.for_grad_input(used), recipe
 
     def of_keep(self) -> Iterator[tuple[Any, ...]]:
         """Sample arguments of the op that keeps codes."""

@@ -43,6 +43,7 @@ __all__ = [
     "Statistic",
     "Total",
     "columns_of",
+    "counts_slot",
     "is_sum",
     "names_of_columns",
     "register_statistic",
@@ -244,15 +245,25 @@ def register_statistic(
     salt_with(compute.__module__, f"statistic {name}")  # a graph has only its name
 
 
-def totals_of(statistics: Sequence[str]) -> str:
-    """The totals that these statistics are made of, by name, joined by commas, as ops take them."""
-    return ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
+def totals_of(statistics: Sequence[str], slots: Sequence[str] | None = None) -> str:
+    """The totals that these statistics are made of, as ops take them.
+
+    They are ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if they are counted for ``slots`` alone.
+    """
+    names = ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
+    return names if slots is None else f"{names}@{','.join(slots)}"
+
+
+def counts_slot(totals: str, slot: str) -> bool:
+    """Whether totals are counted for a field of a recipe."""
+    _, restricted, slots = totals.partition("@")
+    return not restricted or slot in slots.split(",")
 
 
 @cache
 def columns_of(totals: str) -> tuple[tuple[Total, ...], tuple[Total, ...]]:
     """The sums after `FIRST_SUMS`, and the maxima, in the order of a buffer's columns."""
-    found = [TOTALS[name] for name in totals.split(",") if name]
+    found = [TOTALS[name] for name in totals.partition("@")[0].split(",") if name]
     return tuple(t for t in found if t.combine == "sum"), tuple(t for t in found if t.combine == "max")
 
 
