@@ -40,12 +40,12 @@ class TestPrinted(expecttest.TestCase):
             printed(graph),
             """\
 normed = torch.rms_norm(x, (32,), norm, None)
-linear_default = torch.ops.fp8compile.linear.default(normed, gate, None, <recipe>)
-silu = torch.nn.functional.silu(linear_default)
-linear_default_1 = torch.ops.fp8compile.linear.default(normed, up, None, <recipe>)
-x = silu * linear_default_1
-linear_default_2 = torch.ops.fp8compile.linear.default(x, down, None, <recipe>)
-add = x + linear_default_2
+y = torch.ops.fp8compile.linear.default(normed, gate, None, <recipe>)
+silu = torch.nn.functional.silu(y)
+y_1 = torch.ops.fp8compile.linear.default(normed, up, None, <recipe>)
+x = silu * y_1
+y_2 = torch.ops.fp8compile.linear.default(x, down, None, <recipe>)
+add = x + y_2
 return (add,)""",
         )
 
@@ -55,7 +55,7 @@ return (add,)""",
         self.assertExpectedInline(
             printed(graph, recipes=True).replace(", ", ",\n"),
             """\
-linear_default = torch.ops.fp8compile.linear.default(x,
+y = torch.ops.fp8compile.linear.default(x,
 l_self_parameters_weight_,
 None,
 fp8compile_quantizers_recipe_Recipe.from_graph('xxxxxxxx',
@@ -105,7 +105,7 @@ dequantized_output=False,
 dequantized_gradients=False,
 emulate=False,
 by_mx=False))
-return (linear_default,)""",
+return (y,)""",
         )
 
     def test_quantize_and_scaled_mm_are_primitive_ops(self):

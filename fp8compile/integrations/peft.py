@@ -216,7 +216,8 @@ class LoraLinear(_OverCodes, lora.Linear):
     ) -> None:
         if others.pop("parameter_name", None) is not None:
             raise ValueError("peft: target_parameters names the weight of a linear; name the layer in target_modules.")
-        self.merge_to, self._before, self._has_values = merge_to, None, False
+        self.merge_to: str = merge_to
+        self._before, self._has_values = None, False
         super().__init__(base_layer, adapter_name, config=config, **others)
 
     def _base_of(self) -> tuple[Any, str]:
@@ -258,7 +259,8 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, *, merge_to: str, **others: Any
     ) -> None:
-        self.merge_to, self._before, self._has_values = merge_to, None, False
+        self.merge_to: str = merge_to
+        self._before, self._has_values = None, False
         super().__init__(base_layer, adapter_name, config=config, **others)
         layer, name = self._base_of()
         if not takes_additions(layer):

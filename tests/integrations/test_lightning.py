@@ -134,6 +134,7 @@ def test_the_monitor_logs_readings_by_lightnings_loggers(tmp_path):
         accelerator="cpu",
         devices=1,
         max_steps=STEPS,
+        log_every_n_steps=1,
         logger=logger,
         callbacks=[f8lightning.F8Monitor(every=2)],
         enable_progress_bar=False,

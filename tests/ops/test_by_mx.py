@@ -20,7 +20,7 @@ from fp8compile.quantizers import GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program
 from fp8compile.testing.explain import explain
-from fp8compile.testing.explain.graphs import GraphGemm, _code_sizes
+from fp8compile.testing.explain.graphs import GraphGemm, code_sizes
 from fp8compile.testing.explain.roofline import PEAKS, gemm_seconds
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.program.products import scaled_mm
@@ -146,7 +146,7 @@ def test_the_roofline_of_a_5090_has_the_rate_of_mx():
     sizes = {"m": 8192, "k": 8192, "n": 8192}
     pairs = ((ROW, ROW.transposed()), (LINE, TILE.transposed()))
     for (a, b), asked in itertools.product(pairs, (False, True)):
-        gemm = GraphGemm(**rows, **sizes, **_code_sizes(a, b, GemmConfig(by_mx=asked)))
+        gemm = GraphGemm(**rows, **sizes, **code_sizes(a, b, GemmConfig(by_mx=asked)))
         rate = 838e12 if asked or a is LINE else 419e12
         assert gemm_seconds(gemm, PEAKS["rtx5090"]) == pytest.approx(2 * 8192**3 / rate)
         assert gemm_seconds(gemm, PEAKS["b200"]) == pytest.approx(2 * 8192**3 / 4500e12)

@@ -70,6 +70,8 @@ MEANT = {
         rows[: sent.sum()], (0, 0, 0, 0 if length is None else length - int(sent.sum()))
     ),
 }
+# what they observe has no part in the gradient of what they return
+MEANT |= {op.name(): lambda y, *others: y * 1 for op, kind in OBSERVE_OPS.items() if not kind.gradient}
 # its gradient travels as codes: test_expert_parallel.py holds it against layers that send none
 ROUNDS_ITS_GRADIENT = {"fp8compile::combine": ("backward_is_the_derivative",)}
 QUANTIZES = "the values of the derivative, for "  # and a layer's own tests hold them against products of dequantize

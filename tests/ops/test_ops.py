@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile as f8
 from fp8compile.ops import OPS, linear
+from fp8compile.ops.layer.observe import OBSERVE_OPS
 from fp8compile.ops.layer.operands import STEPS, Phase
 
 NAMESPACE = "fp8compile::"
@@ -34,6 +35,7 @@ differentiable = tuple(
         *("linear", "delayed_linear", "sharded_linear", "grouped_linear", "sharded_grouped_linear"),
         "shared_scale_linear",
         *("scatter_sum", "routed_rows", "dispatch", "combine", *STRAIGHT, *FSDP),
+        *(op.name().removeprefix(NAMESPACE) for op, kind in OBSERVE_OPS.items() if not kind.gradient),
     )
 )
 KEEP_STRIDES = (

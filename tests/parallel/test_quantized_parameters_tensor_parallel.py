@@ -321,7 +321,7 @@ def test_what_parts_can_not_be_raises(ranks):
         expected = (
             "ValueError: convert: quantized_parameters, and the weight of 0 is cut along dim 0 into (100, 100), which",
             "ValueError: tensor parallel: a quantized weight is cut along dim 0 into (100, 100), which cuts blocks",
-            "ValueError: convert: quantized_parameters, and fully_shard was called for the model. Convert before that",
+            "ValueError: convert: quantized_parameters, and fully_shard was called for the model. Do this before that",
             "TypeError: c10d.scatter_.default of a QuantizedParameter",
             "is no argument of a compiled graph",
         )

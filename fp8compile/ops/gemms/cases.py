@@ -76,7 +76,7 @@ class ProductCase:
     @property
     def config(self) -> GemmConfig:
         """The options of the GEMM."""
-        return GemmConfig(fast_accumulation=self.fast_accumulation)
+        return GemmConfig(fast_accumulation=self.fast_accumulation, by_mx=self.gemm is table.SCALED_BY_MX)
 
     def refusal(self, target: Target) -> str | None:
         """Why the tables refuse this product on a target; None if they say that it runs there."""
@@ -174,6 +174,11 @@ def product_cases() -> tuple[ProductCase, ...]:
         *_float8("tensorwise", table.SCALED_AFTER, ((ROW, ROW),)),
         *_float8("rowwise", table.ROWWISE, ((ROW, ROW),), fast=BOTH),
         *_float8("blockwise", table.BLOCKWISE, (*_lines_and_tiles(128), ((128, 128), (1, 128)))),
+        *_float8(
+            "blockwise, powers of two", table.BLOCKWISE_BY_MX, (*_lines_and_tiles(128), ((128, 128), (1, 128))),
+            scale="pow2",
+        ),
+        *_float8("scaled by MX", table.SCALED_BY_MX, rows),
         *_float8("mx", table.MX, _lines_and_tiles(32), scale="e8m0_rceil"),
         *_four_bits("nvfp4", table.NVFP4, _lines_and_tiles(16), "rows"),
         *_float8("rowwise groups", grouped.ROWWISE, rows, fast=BOTH),

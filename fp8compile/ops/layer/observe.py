@@ -380,11 +380,12 @@ def register_observe(
             tokens = place.tokens_of_output(x.shape[:-1])
             grad = x.new_ones((*tokens, place.out_features(weight.shape, offsets)))
             given, fields = () if offsets is None else (offsets,), [getattr(place, n) for n in place.__match_args__]
-            if op.gradient:
-                yield grad, *given, *fields, 0, names, recipe
-                continue
             buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
-            yield grad, x, weight, *given, buffer.sums, buffer.maxima, *fields, 0, names, recipe
+            for values in (grad, grad.mT.contiguous().mT):
+                if op.gradient:
+                    yield values, *given, *fields, 0, names, recipe
+                else:
+                    yield values, x, weight, *given, buffer.sums, buffer.maxima, *fields, 0, names, recipe
 
     def register(name: str, op: ObserveOp, gemm: Any, returns: Any, **derivative: Any) -> torch._ops.OpOverload:
         found = register_op(

@@ -19,7 +19,10 @@ from fp8compile.testing.contracts.contract import BrokenContract, check_contract
 
 __all__ = ["check_statistic"]
 
-DTYPES = {"sum": (torch.bool, torch.int32, torch.float32, torch.float64), "max": (torch.float32,)}
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "sum": (torch.bool, torch.int32, torch.float32, torch.float64),
+    "max": (torch.float32,),
+}
 QUANTIZERS = (
     CurrentScaling(),
     CurrentScaling(block=(1, -1), format="e5m2"),

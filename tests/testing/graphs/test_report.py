@@ -62,8 +62,8 @@ def test_printed_after_convert():
 layer                     module                    out x in  recipe              GEMMs in FP8
 ------------------------  ------------------------  --------  ------------------  ------------------
 attention.in_proj_weight  MultiheadAttention        96 x 32   -                   [1]
-attention.out_proj        NonDynamicallyQuantizabl  32 x 32   -                   [2]
-                          eLinear
+attention.out_proj        NonDynamically            32 x 32   -                   [2]
+                          QuantizableLinear
 up                        Linear                    64 x 32   rowwise_bf16_wgrad  output, grad_input
 down                      Linear                    32 x 64   rowwise_bf16_wgrad  output, grad_input
 gate                      Linear                    8 x 32    -                   [3]

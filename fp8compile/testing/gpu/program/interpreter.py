@@ -81,7 +81,7 @@ class Interpreter:
     def __init__(self, arithmetic: gpu.Arithmetic, elements: int = ELEMENTS) -> None:
         self.arithmetic = arithmetic
         self.elements = elements
-        self.multiply_adds = 0
+        self.multiply_adds: int = 0
         self._order = ORDERS[0]
         self._access: Any = None  # an `Access` while a kernel runs
         self._batch: Any = None  # a `Batch` while a kernel runs
