@@ -124,7 +124,9 @@ def test_a_folder_names_its_file(run, tmp_path):
         load_readings(tmp_path)
     run(reading(0), name="one.jsonl")
     assert load_readings(tmp_path).source.name == "one.jsonl"
-    run(reading(0), name="two.jsonl")
+    run(reading(0), name="monitor-nvfp4.jsonl")
+    assert load_readings(tmp_path).source.name == "monitor-nvfp4.jsonl", "as examples/train names it"
+    run(reading(0), name="monitor-bf16.jsonl")
     with pytest.raises(UserError, match=r"has 2 files that end in \.jsonl"):
         load_readings(tmp_path)
 

@@ -19,7 +19,7 @@ __all__ = ["Readings", "load_readings"]
 
 PREFIX = "fp8/"
 LISTS = ("exponents",)  # statistics with a number for each exponent field
-NAMES = ("monitor.jsonl", "*.jsonl")
+NAMES = ("monitor.jsonl", "monitor*.jsonl", "*.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
