@@ -4,15 +4,20 @@
 
 writes docs/results/gpu-gains.md. The block is a Llama-3-8B's feed-forward, 8192 tokens, forward and backward: its
 products as the graphs have them, and the casts. It is traced once for each recipe; `fp8compile explain --gpu` computes
-the same for any model. `tests/package/test_support.py` compares the page with the code.
+the same for any model. For two GPUs that share the parameters by FSDP in the graph, one rank is traced, as `fp8compile
+explain --mesh fsdp=2` does. `tests/package/test_support.py` compares a column of the page with the code.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fp8compile as f8
 from benchmarks.blocks import SHAPES
@@ -21,12 +26,13 @@ from fp8compile.testing.explain.capture import reported
 from fp8compile.testing.explain.gpu import missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms
 from fp8compile.testing.explain.layers import layer_weights
+from fp8compile.testing.explain.mesh import explain_mesh
 from fp8compile.testing.explain.module_stack import Names
 from fp8compile.testing.explain.roofline import PEAKS, roofline
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.graphs.without_values import without_values
 
-__all__ = ["RECIPES", "gains", "main", "page"]
+__all__ = ["PAGE", "RECIPES", "gains", "main", "page"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "gpu-gains.md"
 TOKENS, SHAPE = 8192, SHAPES["llama3-8b"]
@@ -38,6 +44,14 @@ backward. Products and casts are counted. **A bound and no measurement: no GPU h
 a GPU without the recipe's products; [why](support.md). `fp8compile explain TARGET --gpu rtx5090`
 computes it for a model.
 """
+SHARED = """
+## Two GPUs of a desktop
+
+The same block with its parameters shared by two GPUs (`graph_fsdp`), which reach each other by
+PCIe. Numbers are of one GPU, again bounds by peaks.
+"""
+COLUMNS = ("GPU", "recipe", "MB sent", "least ms of products", "least ms of messages")
+TWO = ("l40s", "rtx5090")
 RECIPES = {
     "`tensorwise()`": f8.recipes.tensorwise(),
     "`rowwise()`": f8.recipes.rowwise(),
@@ -64,6 +78,26 @@ def gains(recipe: f8.Recipe) -> dict[str, float | None]:
     }
 
 
+def _shared(recipe: f8.Recipe | None, mesh: DeviceMesh) -> tuple[nn.Module, tuple[Tensor]]:
+    with torch.device("meta"):
+        model: nn.Module = nn.Sequential(Mlp(SHAPE.d, SHAPE.h))
+    if recipe is not None:
+        f8.convert(model, recipe, filter="*")
+    model = f8.parallel.graph_fsdp(model, mesh).to_empty(device="cpu")
+    return model, (torch.empty(TOKENS, SHAPE.d, dtype=torch.bfloat16, requires_grad=True),)
+
+
+def _two_gpus() -> list[list[str]]:
+    """Rows for one of two GPUs that share the parameters, in bf16 and with a recipe."""
+    rows = []
+    for arch, (name, recipe) in itertools.product(TWO, (("bf16", None), ("`rowwise()`", f8.recipes.rowwise()))):
+        found = explain_mesh(partial(_shared, recipe), {"fsdp": 2}, gpu=arch)
+        times = (found.product_seconds, found.message_seconds)
+        sent = f"{found.sent_bytes / 1e6:.0f}"
+        rows.append([PEAKS[arch].name, name, sent, *(f"{seconds * 1e3:.1f}" for seconds in times)])
+    return rows
+
+
 def page() -> str:
     """The whole page."""
     columns = {name: gains(recipe) for name, recipe in RECIPES.items()}
@@ -71,7 +105,12 @@ def page() -> str:
     for arch in next(iter(columns.values())):
         found = [column[arch] for column in columns.values()]
         lines.append([PEAKS[arch].name, *("-" if each is None else f"{each:.2f}" for each in found)])
-    return "\n".join([HEAD, *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
+    two = [list(COLUMNS), ["---"] * len(COLUMNS), *_two_gpus()]
+    return "\n".join([HEAD, *_table(lines), SHARED, *_table(two)]) + "\n"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def main() -> int:

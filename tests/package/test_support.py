@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import support
+from benchmarks import gpu_gains, support
 from fp8compile._compat import TORCH_VERSION
+from fp8compile.testing.explain.roofline import PEAKS
 
 VERSION = ".".join(map(str, TORCH_VERSION))
 
@@ -27,3 +28,13 @@ def test_the_table_of_placements_is_what_this_pytorch_runs():
 def test_the_page_has_each_version_once():
     heads = [line for line in support.PAGE.read_text().splitlines() if line.startswith("## Placements")]
     assert heads == [f"## Placements, PyTorch {version}" for version in support.TRIED]
+
+
+def test_the_page_of_gains_has_those_of_the_code():
+    lines = [line.split(" | ") for line in gpu_gains.PAGE.read_text().splitlines() if line.startswith("| ")]
+    name = "`rowwise(by_mx=True)`"
+    at, rows = lines[0].index(name), {cells[0].strip("| "): cells for cells in lines[2:]}
+    found = gpu_gains.gains(gpu_gains.RECIPES[name])
+    assert found["rtx5090"] > 1.5 * found["rtx4090"]
+    for arch, gain in found.items():
+        assert rows[PEAKS[arch].name][at] == ("-" if gain is None else f"{gain:.2f}"), arch

@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu, triton_target
 
-__all__ = ["CompiledKernel", "compiled_jit", "compiled_kernels"]
+__all__ = ["CompiledKernel", "compiled_jit", "compiled_kernels", "unpipelined"]
 
 KERNEL_SOURCE = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 
@@ -83,12 +83,16 @@ def _compiled(
     return parameters, found.metadata.shared, found.asm["amdgcn" if gpu.is_amd else "ptx"]
 
 
-def _generated(name: str, source: str, folder: str, gpu: Gpu) -> Iterator[CompiledKernel]:
+def _generated(
+    name: str, source: str, folder: str, gpu: Gpu, change: Callable[[Any], None] | None
+) -> Iterator[CompiledKernel]:
     """Compile a kernel that Inductor generated, once for each of its configurations."""
     module = _loaded(name, source, folder)
     tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
     meta, fn = tuner.triton_meta, tuner.fn
     for config in tuner.configs:
+        if change is not None:
+            change(config)
         constants = {name: value for name, value in config.kwargs.items() if name in fn.arg_names}
         for key, value in meta.get("constants", {}).items():
             constants[key if isinstance(key, str) else fn.arg_names[key]] = value
@@ -100,20 +104,33 @@ def _generated(name: str, source: str, folder: str, gpu: Gpu) -> Iterator[Compil
         )  # fmt: skip
 
 
-def compiled_kernels(source: str, gpu: Gpu, *, most: int | None = None) -> Iterator[CompiledKernel]:
+def unpipelined(config: Any) -> None:
+    """Change a configuration as Inductor does if no other one fits into the GPU's shared memory.
+
+    Source: ``CachingAutotuner.compile_by_disabling_pipelining`` in PyTorch 2.13 and 2.15.
+    """
+    config.num_stages = 1
+    if "NUM_STAGES" in config.kwargs:
+        config.kwargs["NUM_STAGES"] = 1
+
+
+def compiled_kernels(
+    source: str, gpu: Gpu, *, most: int | None = None, change: Callable[[Any], None] | None = None
+) -> Iterator[CompiledKernel]:
     """Compile the Triton kernels of generated code for a GPU; nothing is launched.
 
     Args:
         source: The code that Inductor generated, as in `GpuCode.source`.
         gpu: The GPU.
         most: Number of configurations of each kernel to compile, from the first on; None for all.
+        change: Function that changes each configuration before it is compiled, such as `unpipelined`.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
     """
     with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
         for name, text in KERNEL_SOURCE.findall(source):
-            yield from itertools.islice(_generated(name, text, folder, gpu), most)
+            yield from itertools.islice(_generated(name, text, folder, gpu, change), most)
 
 
 def compiled_jit(

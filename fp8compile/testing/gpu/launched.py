@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
+from fp8compile.ops import FOUR_BIT_PRODUCTS
 from fp8compile.ops.registry import OPS
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.compiled import CompiledKernel, compiled_jit
@@ -91,7 +92,7 @@ def launched_kernels(found: Schedule, gpu: Gpu) -> Iterator[CompiledKernel]:
     compiled: set[str] = set()
     for node in found.lowered.nodes:
         op = OPS.get(op_name(node.target)) if node.op == "call_function" else None
-        if op is None:
+        if op is None or op.overload in FOUR_BIT_PRODUCTS:  # PyTorch multiplies in those
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
         fakes: list[Any] = [each for each in args if isinstance(each, Tensor)]

@@ -236,6 +236,24 @@ def _is_called(node: Any) -> bool:
     return not (is_part or isinstance(node, NopKernelSchedulerNode))
 
 
+def _kernels_of(node: Any) -> list[Any]:
+    """The nodes of the schedule that one fused node is printed as.
+
+    A kernel that reduces along rows and along columns leaves sums by parts of the columns. What is computed from the
+    whole sums is a kernel of its own, in the same fused node.
+    """
+    from torch._inductor import scheduler
+
+    mixed = getattr(scheduler, "FusedMixOrderReductions", None)  # from PyTorch 2.10 on
+    if mixed is None or not isinstance(node, mixed):
+        return [node]
+    later = [each for each in node.node2.get_nodes() if not each.is_reduction()]
+    if not later:
+        return [node]
+    first = [each for each in node.get_nodes() if each not in later]
+    return [scheduler.FusedSchedulerNode(node.scheduler, each) for each in (first, later)]
+
+
 def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
     """Pair nodes of the schedule with the calls that were printed for them, in order."""
     calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
@@ -250,13 +268,12 @@ def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
 def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, fx.Node], lowering: Any) -> Schedule:
     from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
 
-    called = [node for node in nodes if _is_called(node)]
+    called = [kernel for node in nodes if _is_called(node) for kernel in _kernels_of(node)]
     devices = lowering.device_node_mapping
     reason = lowering.disable_cudagraphs_reason or check_multiple_devices_or_any_cpu_nodes(devices)
     mutated = tuple(lowering.mutated_input_idxs)
-    placed = {
-        part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
-    }
+    parts = [part.node for node in nodes if not _is_called(node) for part in node.get_nodes()]
+    placed = {part.get_name(): _node_of(part) for part in parts}
     constants = {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
     total += sum(map(_unread_bytes, called))
     return Schedule(
