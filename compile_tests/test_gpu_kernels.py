@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from unittest import mock
 
@@ -42,10 +43,10 @@ class TestTable(expecttest.TestCase):
             "\n".join(lines(rows)),
             """\
 block               GPU   fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB  bound ms
-bf16                h200            2          3   2.164            3          6   4.028   6.192     9.240
+bf16                h200            2          3   2.164            3          6   4.028   6.192     9.245
 tensorwise          h200            9          3   3.205            9          6   4.716   7.920     5.501
 rowwise             h200            5          3   2.316           13          6   4.920   7.236     5.358
-rowwise_bf16_wgrad  h200            5          3   2.618            8          6   4.448   7.066     6.687
+rowwise_bf16_wgrad  h200            5          3   2.316            8          6   4.750   7.066     6.688
 blockwise           h200            5          3   2.394           10          6   5.020   7.414     5.390
 mxfp8               b200            6          3   2.405           16          6   5.574   7.979     2.602
 delayed             h200           12          3   2.525            8          6   3.449   5.975     5.096""",
@@ -61,7 +62,7 @@ delayed             h200           12          3   2.525            8          6
 block                       GPU   fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB  bound ms
 torchao tensorwise          h200            9          3   3.238            9          6   4.749   7.987     5.515
 torchao rowwise             h200            5          3   2.349           18          6   8.076  10.425     6.023
-torchao rowwise_with_gw_hp  h200            5          3   2.651           10          6   4.934   7.585     6.795""",
+torchao rowwise_with_gw_hp  h200            5          3   2.651           10          6   4.934   7.585     6.797""",
         )
 
 
@@ -189,6 +190,18 @@ def test_launches_account_for_every_byte():
         assert sum(launch.bytes_read + launch.bytes_written for launch in code.launches) == code.bytes
         assert tuple(launch.name for launch in code.launches if launch.kind == "gemm") == code.gemms
         assert {launch.name for launch in code.launches if launch.kind == "triton"} == set(code.kernels)
+
+
+def test_what_follows_the_sums_of_a_mixed_reduction_is_a_launch_of_its_own():
+    """Inductor keeps both in one node of its schedule: the kernel of rows and columns, and the cast of the columns."""
+    with FakeTensorMode():
+        x = torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(4096, requires_grad=True)
+        norm = partial(torch.nn.functional.layer_norm, normalized_shape=(4096,))
+        _, backward = gpu_kernels(lambda x, w: norm(x, weight=w, bias=w), x, weight, arch="gb10")
+    assert "# Call mix order reduction kernel" in backward.source
+    assert [launch.kind for launch in backward.launches] == ["triton", "triton"]
+    assert sum(launch.bytes_read + launch.bytes_written for launch in backward.launches) == backward.bytes
 
 
 def test_kernels_compile_for_sm_90_without_spills():

@@ -23,9 +23,6 @@ pytestmark = pytest.mark.filterwarnings(
 CASES = [
     (arch, block, recipe) for arch, blocks in RECIPES.items() for block, names in blocks.items() for recipe in names
 ]
-# Bytes that one kernel spills: the amaxes of two gradients of an activation, each of them transformed. Inductor
-# computes the activation's derivative for 16 rows in the same kernel, and has one configuration for it.
-SPILLED = {("feed-forward", "nvfp4"): 900}
 # the least shared memory, the multiplying kernels and the casts of groups
 QUICK = {("rtx4090", "experts", "rowwise")}
 
@@ -38,10 +35,7 @@ def test_every_kernel_of_a_program_fits_its_gpu(arch, block, recipe):
     found = resources_of(arch, block, recipe)
     assert len(found.generated) > 3
     assert bool(found.ours) >= (block == "experts")
-    spills = [each.spilled_bytes for each in (*found.generated, *found.ours) if each.spilled_bytes]
-    assert len(found.unfit) == len(spills), "\n".join(found.unfit)
-    assert sum(spills) <= SPILLED.get((block, recipe), 0), "\n".join(found.unfit)
-    assert len(spills) <= 1, "\n".join(found.unfit)
+    assert not found.unfit, "\n".join(found.unfit)
 
 
 def test_kernels_inside_of_our_operators_are_compiled_as_they_are_launched():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu, triton_target
 
-__all__ = ["CompiledKernel", "compiled_jit", "compiled_kernels", "unpipelined"]
+__all__ = ["CompiledKernel", "compiled_jit", "compiled_kernels", "halved", "unpipelined"]
 
 KERNEL_SOURCE = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 
@@ -84,15 +85,15 @@ def _compiled(
 
 
 def _generated(
-    name: str, source: str, folder: str, gpu: Gpu, change: Callable[[Any], None] | None
+    name: str, source: str, folder: str, gpu: Gpu, change: Callable[[Any, Any], bool] | None
 ) -> Iterator[CompiledKernel]:
     """Compile a kernel that Inductor generated, once for each of its configurations."""
     module = _loaded(name, source, folder)
     tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
     meta, fn = tuner.triton_meta, tuner.fn
     for config in tuner.configs:
-        if change is not None:
-            change(config)
+        if change is not None and not change(tuner, config):
+            continue
         constants = {name: value for name, value in config.kwargs.items() if name in fn.arg_names}
         for key, value in meta.get("constants", {}).items():
             constants[key if isinstance(key, str) else fn.arg_names[key]] = value
@@ -104,18 +105,51 @@ def _generated(
         )  # fmt: skip
 
 
-def unpipelined(config: Any) -> None:
+def unpipelined(tuner: Any, config: Any) -> bool:
     """Change a configuration as Inductor does if no other one fits into the GPU's shared memory.
 
     Source: ``CachingAutotuner.compile_by_disabling_pipelining`` in PyTorch 2.13 and 2.15.
+
+    Args:
+        tuner: Inductor's tuner of the kernel.
+        config: One of its configurations.
+
+    Returns:
+        Whether Inductor tries it: True.
     """
     config.num_stages = 1
     if "NUM_STAGES" in config.kwargs:
         config.kwargs["NUM_STAGES"] = 1
+    return True
+
+
+def halved(tuner: Any, config: Any) -> bool:
+    """Halve the block of a reduction, as Inductor does on the GPU for a kernel that takes many registers.
+
+    It does so if the GPU's registers hold fewer programs than there are, and times both blocks. It takes none whose
+    registers spill if the other's don't. This is that rule for a kernel that takes all 255 registers of a thread.
+
+    Source: ``CachingAutotuner._iter_rblock_scale_candidates`` in PyTorch 2.13.
+
+    Args:
+        tuner: Inductor's tuner of the kernel.
+        config: One of its configurations.
+
+    Returns:
+        Whether Inductor tries it.
+    """
+    device, blocks = tuner.device_props, {name: size for name, size in config.kwargs.items() if name.startswith("R")}
+    programs = -(-tuner.size_hints["x"] // config.kwargs.get("XBLOCK", 1)) if blocks else 0
+    at_a_time = max(device.regs_per_multiprocessor // (255 * device.warp_size_or_default * config.num_warps), 1)
+    is_loop = tuner.heuristic_type.name == "REDUCTION" and not tuner.inductor_meta.get("persistent_reduction")
+    if not is_loop or math.prod(blocks.values()) <= 64 or programs <= at_a_time * device.multi_processor_count:
+        return False
+    config.kwargs[max(blocks, key=blocks.__getitem__)] //= 2
+    return True
 
 
 def compiled_kernels(
-    source: str, gpu: Gpu, *, most: int | None = None, change: Callable[[Any], None] | None = None
+    source: str, gpu: Gpu, *, most: int | None = None, change: Callable[[Any, Any], bool] | None = None
 ) -> Iterator[CompiledKernel]:
     """Compile the Triton kernels of generated code for a GPU; nothing is launched.
 
@@ -123,7 +157,8 @@ def compiled_kernels(
         source: The code that Inductor generated, as in `GpuCode.source`.
         gpu: The GPU.
         most: Number of configurations of each kernel to compile, from the first on; None for all.
-        change: Function that changes each configuration before it is compiled, such as `unpipelined`.
+        change: Called with Inductor's tuner and each configuration before that is compiled, such as `unpipelined`. It
+            changes the configuration, or returns False to leave it out.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

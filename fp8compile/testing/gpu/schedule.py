@@ -242,12 +242,12 @@ def _kernels_of(node: Any) -> list[Any]:
     A kernel that reduces along rows and along columns leaves sums by parts of the columns. What is computed from the
     whole sums is a kernel of its own, in the same fused node.
     """
-    from torch._inductor import scheduler
+    from torch._inductor import ir, scheduler
 
-    mixed = getattr(scheduler, "FusedMixOrderReductions", None)  # from PyTorch 2.10 on
-    if mixed is None or not isinstance(node, mixed):
+    if not isinstance(node, scheduler.FusedMixOrderReductions):
         return [node]
-    later = [each for each in node.node2.get_nodes() if not each.is_reduction()]
+    # Printing made sums by parts of the reductions, so `is_reduction` is False now. Their buffers are as they were.
+    later = [each for each in node.node2.get_nodes() if not isinstance(each.node.data, ir.Reduction)]
     if not later:
         return [node]
     first = [each for each in node.get_nodes() if each not in later]
@@ -268,7 +268,8 @@ def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
 def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, fx.Node], lowering: Any) -> Schedule:
     from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
 
-    called = [kernel for node in nodes if _is_called(node) for kernel in _kernels_of(node)]
+    fused = [node for node in nodes if _is_called(node)]
+    called = [kernel for node in fused for kernel in _kernels_of(node)]
     devices = lowering.device_node_mapping
     reason = lowering.disable_cudagraphs_reason or check_multiple_devices_or_any_cpu_nodes(devices)
     mutated = tuple(lowering.mutated_input_idxs)
@@ -276,6 +277,9 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
     placed = {part.get_name(): _node_of(part) for part in parts}
     constants = {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
     total += sum(map(_unread_bytes, called))
+    # what passes from one kernel of a node to the next
+    total += sum(each.get_read_write_buffers_sizes() for each in called)
+    total -= sum(each.get_read_write_buffers_sizes() for each in fused)
     return Schedule(
         source, total, _launches(called, source), sources, placed, reason, mutated, constants, lowering.graph
     )
