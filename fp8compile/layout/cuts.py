@@ -1,4 +1,4 @@
-"""The place of one rank's part of a tensor among the blocks of the whole tensor. All ranks decide the same from it.
+"""Where one rank's part of a tensor lies among the scale blocks of the whole tensor. All ranks find the same kind.
 
     block along the cut dim    what the amax needs                            kind
     1                          nothing                                        "aligned"
