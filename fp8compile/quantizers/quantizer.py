@@ -131,7 +131,7 @@ class Quantizer(Constant):
     # ------------------------------------------------------------------ two levels
 
     def has_outer_scale(self) -> bool:
-        """Whether there are two levels of scales: those of blocks, and one of the whole tensor."""
+        """Whether there are two levels of scales: one scale for each block, and one for the whole tensor."""
         return type(self).outer_scale is not Quantizer.outer_scale
 
     def _one_level(self) -> NotImplementedError:
@@ -154,9 +154,9 @@ class Quantizer(Constant):
         raise self._one_level()
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """The scales of blocks in the form in which they are stored, ``scale_dtype()``, in the shape of the grid.
+        """The scales of blocks, as they are stored: in ``scale_dtype()``, shape ``scale_shape(shape)``.
 
-        ``amax`` has the shape of the grid, float32; ``outer_amax`` is that of the whole tensor, (1,) float32.
+        ``amax`` has the same shape, float32; ``outer_amax``, (1,) float32, is the amax of the whole tensor.
         """
         raise self._one_level()
 
