@@ -411,7 +411,7 @@ class QuantizedTensor(Tensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """A tensor of the same shape, made of the given sets of codes."""
+        """A tensor of the same shape with the given sets of codes."""
         return self._wrapped(sets, self.shard_dim, self.sizes)
 
     def _wrapped(self, sets: Sequence[Quantized], shard_dim: int | None, sizes: tuple[int, ...] | None) -> Self:
@@ -419,7 +419,7 @@ class QuantizedTensor(Tensor):
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **place)
 
     def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
-        """A view of another shape, made of the given sets of codes.
+        """A view of another shape with the given sets of codes.
 
         Args:
             sets: The view's sets of codes.

@@ -39,7 +39,7 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
 def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
     """How ranks cut a weight that is a DTensor; an empty tuple for a plain tensor.
 
-    The cut of tensor parallelism comes first, because FSDP2 cuts what tensor parallelism has cut.
+    The cut of tensor parallelism comes first, because FSDP2 cuts the parts that tensor parallelism has left.
     """
     if not is_dtensor(weight):
         return ()

@@ -33,12 +33,12 @@ def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | No
 
 
 def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
-    """The ranks that have elements of the same matrix, or None."""
+    """The ranks that have other elements of the same matrix, and so share its outer scale; None if there are none."""
     return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
 def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that have elements of the same blocks, or None."""
+    """The ranks that have other elements of the same blocks, and so share their scales; None if there are none."""
     if weight.group is None or weight.shard_dim is None:
         return None
     return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
@@ -128,7 +128,7 @@ def stand_for(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding],
 ) -> list[bool]:
-    """Whether quantizing these values would give the codes that each weight has. Arguments are those of `assign`."""
+    """For each weight, whether quantizing these values would give the codes it has. Arguments are like `assign`'s."""
     same = dict.fromkeys(map(id, weights), True)
     for each, value, new, _ in _quantized_anew(weights, values, dtypes, rounding, cuts):
         own, quantizer = each.codes, each.codes.quantizer
