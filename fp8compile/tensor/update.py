@@ -28,17 +28,17 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
 def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that share the set's outer scale, or its scales of blocks if it has one level; None if none do."""
+    """The ranks that share the outer scale of the set ``own``, or block scales if it has one level; else None."""
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
 
 def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
-    """The ranks that have other elements of the same matrix, and so share its outer scale; None if there are none."""
+    """The ranks that have parts of the same matrix, and so share its outer scale; None if no other rank does."""
     return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
 def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that have other elements of the same blocks, and so share their scales; None if there are none."""
+    """The ranks that have parts of the same blocks, and so share their scales; None if no other rank does."""
     if weight.group is None or weight.shard_dim is None:
         return None
     return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
