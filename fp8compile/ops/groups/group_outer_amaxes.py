@@ -47,7 +47,7 @@ def is_two_level_pair(rows: Any, columns: Any) -> bool:
 
 
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
-    """Raise a ValueError that names ``op``, unless the GPU kernels take these quantizers in these directions."""
+    """Raise a ValueError that names ``op``, unless GPU kernels take these quantizers in the given directions."""
     allowed = {
         "both": is_two_level_pair(rows, columns),
         "rows": rows_of_two_levels(rows),

@@ -109,7 +109,7 @@ def _group_by_group(
 
 
 def _words(codes: Tensor) -> Tensor:
-    """View codes as 64-bit integers of sixteen codes each, because the kernel writes such integers."""
+    """View four-bit codes as 64-bit integers with sixteen codes each, because the kernel writes such integers."""
     return codes.view(torch.int64) if codes.numel() else codes
 
 

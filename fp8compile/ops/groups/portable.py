@@ -1,4 +1,4 @@
-"""Masks for grouped ops in exported programs, which can't read sizes of groups.
+"""Masks that replace the sizes of groups in exported programs, which can't read these sizes on the host.
 
 Each step computes all rows for every group, and a mask selects the rows of the group.
 """

@@ -6,8 +6,8 @@
     groups, codes along rows    (R, K), a row belongs to a group            (E,)
     groups, codes along tokens  (C, K), a column of codes is a row here     (E,)
 
-A sum goes through a matrix as the cast does, so that Inductor makes one kernel of both: along rows, within the blocks
-of a row, or along columns. A second, small kernel adds the pieces.
+Sums read a matrix in the order in which the cast reads it, so that Inductor makes one kernel of both: along rows,
+within the blocks of a row, or along columns. A second, small kernel adds up the partial sums.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Elements:
     has_values: bool = True
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
-        """What a function computes of the elements; several statistics share one computation."""
+        """The result of a function of these elements, cached, because several statistics need the same numbers."""
         known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
         if compute not in known:
             known[compute] = compute(self)
         return known[compute]
 
     def decoded(self) -> Tensor:
-        """The numbers that codes stand for, before scales, float32."""
+        """The numbers that the codes stand for before they are multiplied by scales, float32."""
         return self.once(_decoded)
 
     def magnitude(self) -> Tensor:
@@ -113,7 +113,7 @@ def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_to
 
 
 def elements_of_codes(found: Quantized) -> Elements:
-    """The elements of a weight that is kept as codes; see `elements_of`."""
+    """The elements of a weight that is kept as codes, whose own values are not known; see `elements_of`."""
     return _of_matrices(None, found, None)
 
 
@@ -184,7 +184,7 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
-    """Scales of blocks of tokens as rows: (blocks, features) or (E, features or 1)."""
+    """The scales of blocks of tokens with one row per block, (blocks, features), or per group, (E, features or 1)."""
     if rows == -1 or found.scale.ndim == 2:
         return found.scale
     return untiled(found.scale, shape[1], shape[0] // rows).t()
@@ -226,7 +226,7 @@ def total(elements: Elements, numbers: Sequence[Tensor], combine: str) -> Tensor
 
 
 def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
-    """Reduce as the cast goes through memory: (rows,) with groups, else (E, pieces)."""
+    """Reduce numbers in the order in which the cast reads memory: to (rows,) with groups, else to (E, pieces)."""
     if elements.group is not None or each.ndim == 3:
         return _reduced(each, combine, -1)
     _, columns = elements.block

@@ -96,7 +96,7 @@ class Placement:
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
         """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if they have summands.
 
-        ``tokens`` is the layout of the result, and ``shape`` that of the left operand.
+        ``tokens`` is the layout of the result, and ``shape`` is the shape of the left operand.
         """
         return product.local.view(*shape[:-1], product.local.shape[-1])
 
@@ -147,11 +147,11 @@ class Placement:
         return self
 
     def for_keep(self) -> Placement:
-        """The placement of the op that keeps codes of the input; here the input is whole."""
+        """The placement of the op that keeps codes of the input; by default the input is whole on this rank."""
         return Placement()
 
     def counts(self, layout: TensorLayout) -> bool:
-        """Whether this rank counts its elements of a tensor: all ranks together count each element once."""
+        """Whether this rank counts its elements of a tensor in statistics; all ranks together count each one once."""
         return True
 
     def first_matrix(self) -> int:
@@ -159,7 +159,7 @@ class Placement:
         return 0
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Return this placement without its tensors, and those tensors that autograd saves for grad_input."""
+        """Return this placement without its tensors, and the tensors that autograd saves for grad_input."""
         return self, ()
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
@@ -185,7 +185,7 @@ class Whole(Placement):
 class SharedScale(Whole):
     """Every tensor is whole, and the weight shares its one scale with other weights, such as q with k and v.
 
-    It answers whose amax counts: that of all these weights, which is an operand.
+    The scale comes from the amax of all these weights, which is an argument of the op.
 
     Attributes:
         outer_amax: The largest magnitude of all these weights, (1,) float32; None while autograd keeps it.
@@ -262,7 +262,7 @@ class _OverGroup(Placement):
         return self
 
     def counts(self: Any, layout: TensorLayout) -> bool:
-        """Whether this rank has elements that no other rank has, or is the first of the ranks that have the same."""
+        """Whether this rank counts its elements: no other rank has them, or this rank is the first that does."""
         return any(layout.cuts) or self.rank == 0
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:

@@ -114,7 +114,7 @@ def _tokens(
 
 
 def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
-    """Amaxes of groups, reduced over ranks if blocks span ranks."""
+    """Reduce the amaxes of groups over the ranks whose features share blocks; unchanged if no block spans ranks."""
     columns = axis_blocks(part.local.shape, part.cuts, quantizer.block)[1]
     for group in columns.groups if columns.kind == "spanning" else ():
         amaxes = all_reduce_amax(amaxes, group)
