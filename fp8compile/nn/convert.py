@@ -73,7 +73,7 @@ def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
 def _groups(
     model: nn.Module, recipes: dict[nn.Module, Recipe], given: Groups, *, quantized_parameters: bool
 ) -> list[tuple[nn.Module, ...]]:
-    """The groups of layers that share an outer scale."""
+    """The groups of layers that share an outer scale, from convert's argument ``share_outer_scale``."""
     if given is False:
         return []
     if quantized_parameters:

@@ -199,7 +199,7 @@ class Linear(CodesInState, nn.Linear):
         self.own_weight()
 
     def own_weight(self) -> None:
-        """Tell a weight that is quantized with delayed scaling to read its multiplier from this layer's state."""
+        """Let a weight that is quantized with delayed scaling read its multiplier from this layer's state."""
         if self._delays_codes():
             local_itself(self.weight).state = RowOfWeight(self)
 

@@ -18,7 +18,7 @@ WHOLE_TENSOR = CurrentScaling()  # its amax is one number
 
 
 def _check_together(weights: Sequence[Tensor]) -> None:
-    """Raise a RuntimeError unless ranks hold the weights in the same way."""
+    """Raise a RuntimeError unless all weights are plain tensors, or all are DTensors on the same mesh."""
     meshes = {each.device_mesh if is_dtensor(each) else None for each in weights}
     if len(meshes) > 1:
         raise RuntimeError(

@@ -48,7 +48,7 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """The quantizers of a weight, one for each set of codes; transposed if memory holds the weight transposed."""
+    """The quantizers of a weight's sets of codes, transposed if the module keeps the weight transposed."""
     slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
     return tuple(as_it_lies(layer, each) for each in slots)
 

@@ -109,7 +109,7 @@ class ConversionRow:
         return Note(f"{self.past_forward} {PAST_FORWARD}", text) if self.past_forward else text
 
     def _cells(self) -> tuple[Cell, ...]:
-        """All cells of the row in the report's table but the name."""
+        """All cells of the row in the report's table, without the name."""
         recipe = recipes.describe(self.recipe) if self.recipe else "-"
         return self.module, self._size(), recipe, self._gemms_cell(), self._gathered_cell()
 

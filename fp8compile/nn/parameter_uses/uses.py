@@ -1,4 +1,4 @@
-"""Uses of parameters: records of what was seen, and the uses that are kept for each module for the report."""
+"""Records of how forwards used parameters, and the records that are kept for each module for the report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Uses:
             self.found[slot] = use
 
     def note(self, met: Met, method: str) -> None:
-        """Keep the uses of one operator that the method of a module called."""
+        """Add the uses in one operator; ``method`` is the module's method that called the operator."""
         for kind, slots in met.items():
             if kind is Kind.FLOAT8:
                 self.in_float8 |= slots
@@ -94,5 +94,5 @@ def uses_seen(modules: Iterable[nn.Module]) -> Uses:
 
 
 def forget_uses(module: nn.Module) -> None:
-    """Drop the uses that `keep_uses` kept for a module."""
+    """Drop the uses that `keep_uses` has kept for a module."""
     USES.pop(module, None)
