@@ -19,7 +19,7 @@ __all__ = ["average_expert_gradients", "check_meshes", "expert_parameters", "has
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of spread experts by name, in the model's order, which is the same on all ranks."""
+    """Parameters of experts that are spread over ranks, by name, in an order that is the same on all ranks."""
     return {
         f"{prefix}.{name}".strip("."): parameter
         for prefix, module in model.named_modules()

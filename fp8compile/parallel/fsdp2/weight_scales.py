@@ -96,7 +96,7 @@ class WeightScales:
         return found
 
     def _stale(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> set[tuple[nn.Module, str]]:
-        """The weights whose scales are to be computed: those that changed, and those that share a scale with them."""
+        """The weights whose scales must be computed: changed ones, and ones that share a scale with a changed one."""
         changed = {
             weight
             for weight, parameter in known.items()

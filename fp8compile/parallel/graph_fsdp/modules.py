@@ -107,7 +107,7 @@ class _ShardedModule(nn.Module):
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
     def _without_amaxes(self) -> list[Any]:
-        """The layers whose weight amaxes this forward exchanges."""
+        """The layers for which this forward exchanges amaxes of weights."""
         return self.graph_fsdp.layers
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
