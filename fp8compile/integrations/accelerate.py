@@ -43,7 +43,7 @@ RAM_EFFICIENT = (
 
 
 def fsdp2_plugin(state: AcceleratorState) -> Any:
-    """The plugin by which accelerate shards models with FSDP2; None if the run does not use FSDP2."""
+    """The plugin by which accelerate shards models with FSDP2; None if this run does not use FSDP2."""
     return state.fsdp_plugin if state.is_fsdp2 else None
 
 
@@ -172,7 +172,7 @@ class MasterWeights(EagerMasterWeights):
         return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of `fp8compile.MasterWeights`; before masters are made, that of a plain optimizer.
+        """The state dict of `fp8compile.MasterWeights`; before masters are made, the state dict of a plain optimizer.
 
         ``accelerator.prepare`` reads the state before it replaces parameters, and loads it afterwards.
         """

@@ -171,6 +171,6 @@ class F8Monitor(pl.Callback):
         monitor.step()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the module as it was."""
+        """Stop observing; the module is then as it was before."""
         if self.monitor is not None:
             self.monitor.remove()

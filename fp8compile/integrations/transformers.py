@@ -214,7 +214,7 @@ class MonitorCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log the reading, if the step that ends was read."""
+        """Log the monitor's reading, if statistics of this step were read."""
         monitor: Any = self.monitor  # made when training began
         if monitor.is_reading:
             logs_loss = control.should_log
@@ -225,6 +225,6 @@ class MonitorCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the model as it was."""
+        """Stop observing; the model is then as it was before."""
         if self.monitor is not None:
             self.monitor.remove()
