@@ -208,7 +208,7 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
 
 
 def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
-    """A GEMM's explanation with status "no proof", because opaque operators read the layer's weight.
+    """Change a GEMM's explanation to the status "no proof", because opaque operators read the layer's weight.
 
     A GEMM that fell back keeps its status.
     """

@@ -1,4 +1,4 @@
-"""What a guarded test compiled, in numbers."""
+"""Numbers that tell what a guarded test compiled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROPERTIES = ("graph_baseline", *(f"graph_{name}" for name in Counts.__dataclass
 
 
 def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
-    """What a log and the fixture's reports count."""
+    """The counts of a test, from the compiler's log and from the reports that its fixture made."""
     by_report = {bypass for report in reports for bypass in report.bypasses}
     return Counts(
         graphs=log.graphs,

@@ -31,7 +31,7 @@ def on_meta(module: nn.Module) -> bool:
 
 
 class _Exchange:
-    """Makes a fake tensor for each tensor. The same tensor, such as a tied weight, gives the same one."""
+    """Makes a fake tensor for each tensor; one tensor, such as a tied weight, always gets the same fake tensor."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode

@@ -84,7 +84,7 @@ def _peaks(gpu: str) -> tuple[Gpu, Peaks]:
 
 
 def _worst(errors: Sequence[Errors]) -> Errors:
-    """For each product, the smallest ratio of several calls."""
+    """For each of the three products, the smallest ratio of several calls; None if no call has one."""
     found: list[float | None] = []
     for each in zip(*errors, strict=True):
         known = tuple(value for value in each if value is not None)
@@ -145,7 +145,7 @@ def _measured(
 
 
 def _fastest(layer: LayerAdvice, least: float) -> LayerAdvice:
-    """The layer with the fastest choice whose products all have ``least`` dB, or unconverted."""
+    """The layer with the fastest recipe of which all products have at least ``least`` dB, or else unconverted."""
     allowed = [name for name in layer.allowed() if name == HIGH_PRECISION or least_of(layer.errors[name]) >= least]
     return replace(layer, takes=min(allowed, key=lambda name: (layer.costs[name].seconds, _noise(layer, name))))
 
@@ -157,7 +157,7 @@ def _noise(layer: LayerAdvice, name: str) -> float:
 
 
 def _within(found: Sequence[LayerAdvice], share: float) -> list[LayerAdvice]:
-    """Take the fastest everywhere, then spend the time that is left where a second removes the most noise."""
+    """Give each layer its fastest recipe, then spend the time that is left where a second removes the most noise."""
     limit = share * sum(layer.costs[HIGH_PRECISION].seconds for layer in found)
     taken = [_fastest(layer, -math.inf) for layer in found]
     spent = sum(layer.costs[layer.takes].seconds for layer in taken)
@@ -197,7 +197,7 @@ def advise_call(
     rows_factor: float = 1,
     sample: int = SAMPLE,
 ) -> Advice:
-    """Advise like `advise`, for a call with these arguments."""
+    """The same as `advise`, for a model that is called with these positional and keyword arguments."""
     check_eager("advise", model)
     budget = BUDGET if budget is None else budget
     _check_budget(budget)

@@ -25,7 +25,7 @@ __all__ = ["compare"]
 
 
 def _ratio(actual: Tensor | None, expected: Tensor | None) -> float | None:
-    """The ratio in dB; None if one is missing, ``nan`` if they have different shapes."""
+    """The signal-to-noise ratio in dB; None if a tensor is missing, ``nan`` if the shapes differ."""
     if actual is None or expected is None:
         return None
     return math.nan if actual.shape != expected.shape else sqnr(actual, expected)
@@ -40,7 +40,10 @@ def _run(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> tuple[li
 
 
 def _alone(call: ModuleCall, given: ModuleCall, seed: int) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """The output, grad_input and gradients of parameters of a module, for the input and grad_output of ``given``."""
+    """Run a module alone on the input and grad_output of the call ``given``.
+
+    Returns its output, its grad_input and the gradients of its parameters.
+    """
     leaves = cloned((given.args, given.kwargs))
     parameters = [each for each in call.module.parameters() if each.requires_grad]
     with run_aside(call.module, (), seed):

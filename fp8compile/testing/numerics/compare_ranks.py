@@ -101,7 +101,7 @@ class _Watch:
         )
 
     def _arrived(self, key: Key, gemm: Gemm, a: Plain, b: Plain, operands: Operands) -> None:
-        """Compare the values of both operands with those of one process."""
+        """Compare the values of both operands with the values that one process has."""
         assert self._reference is not None
         wholes = whole(a, gemm.a, operands).local, whole(b, gemm.b, operands).local
         if key not in self._reference:

@@ -21,10 +21,11 @@ class ComparisonRow:
         name: Fully qualified name; with a number from the module's second call on.
         kind: The model's class and the reference's, if they differ; else one class.
         direction: ``"forward"`` or ``"backward"``.
-        arriving: What arrives: the input, or grad_output. None if the module gets no floating tensor.
-        leaving: What leaves: the output, or grad_input. None if there is none.
-        own: What the module itself adds: its output, or its grad_input, from the reference's input and grad_output.
-        own_weight: In the backward, the same for the gradients of the module's parameters, the smallest ratio.
+        arriving: The ratio of what arrives: the input, or grad_output. None if the module gets no floating tensor.
+        leaving: The ratio of what leaves: the output, or grad_input. None if there is none.
+        own: The ratio of what the module itself computes: its output, or grad_input, from the reference's input and
+            grad_output.
+        own_weight: In the backward, the smallest such ratio of the gradients of the module's parameters.
     """
 
     name: str
@@ -43,7 +44,7 @@ class ComparisonRow:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the module's result is that of the reference, to the bit."""
+        """Whether the module, given the reference's inputs, has the reference's result to the bit."""
         return self.least_own == math.inf
 
 
@@ -53,7 +54,7 @@ class Comparison:
 
     Attributes:
         rows: The modules in the order in which they run: forward, then backward.
-        losses: The loss of the model and that of the reference.
+        losses: The losses of the model and of the reference.
         missing: Names of modules that only one of the two has or calls.
     """
 

@@ -59,7 +59,7 @@ def with_history(value: Any) -> Any:
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are compared, by name: those without children, and layers with children, such as experts."""
+    """The modules to compare, by name: modules without children, and layers with children, such as experts."""
     found: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -73,7 +73,7 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
-    """A block in which calls of these modules are recorded, in their order; calls without a tensor are left out."""
+    """Context that yields a list to which calls of these modules are added; calls without a tensor are left out."""
     calls: list[ModuleCall] = []
     counts: dict[str, int] = {}
     given: list[Any] = []

@@ -65,7 +65,7 @@ def _products(call: LayerCall, recipe: Recipe | None, state: DelayedState | None
 
 
 def product_errors(call: LayerCall, recipe: Recipe | None, exact: Sequence[Tensor | None]) -> Errors:
-    """The ratios of a layer's products, in the order of `GEMMS`.
+    """The signal-to-noise ratio in dB of each of a layer's products, in the order of `GEMMS`.
 
     A device without GEMMs for the recipe emulates them. A recipe with delayed scaling scales by the amaxes of these
     very rows, as if the step before had had the same data.

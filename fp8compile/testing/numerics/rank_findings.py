@@ -57,7 +57,7 @@ class RankComparison:
 
     @property
     def first(self) -> RankFinding | None:
-        """The first difference, which is where to look; those after it may only follow from it. None if none."""
+        """The first difference, which is where to look, because later ones may follow from it; None without any."""
         return self.findings[0] if self.findings else None
 
     def __str__(self) -> str:
