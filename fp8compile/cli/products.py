@@ -45,7 +45,7 @@ Runner = Callable[[Sequence[int]], tuple[str, str, int]]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a GPU answered about one case.
+    """The result of one case on a GPU.
 
     Attributes:
         product: The key in `gates.PRODUCTS`.
@@ -125,7 +125,7 @@ def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
 
 
 def asked_products(target: Target, run: Runner) -> list[Answer]:
-    """What a GPU answers about each case; cases that the tables refuse are not run.
+    """The result of each case on a GPU; cases that the tables refuse are not run.
 
     Args:
         target: The GPU, as the tables see it.
@@ -145,7 +145,7 @@ def _asked(target: Target, *options: str) -> list[dict[str, Any]]:
 
 
 def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ask each kind of GPU of this machine once; an entry has the device, its name and its answers."""
+    """Run the product cases once on each kind of GPU of this machine; an entry has device, name and answers."""
     import torch
 
     from fp8compile.target import target_of

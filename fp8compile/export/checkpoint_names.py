@@ -41,7 +41,7 @@ class Place:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the matrix."""
+        """Number of rows of this matrix."""
         return len(range(self.start, self.stop, self.step))
 
 

@@ -1,4 +1,4 @@
-"""Quantize a weight a few rows at a time, so that the float32 numbers in between stay small beside the codes.
+"""Quantize a weight a few rows at a time, so that float32 intermediates need little memory.
 
     x (N, K) --rows of whole blocks--> amax of each slice --> grid --> scales --> codes of each slice, into one tensor
 

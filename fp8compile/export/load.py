@@ -42,7 +42,7 @@ STATIC = re.compile(r".*\.(input_scale|activation_scale|input_global_scale|[kvq]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What `load_quantized` put into a model.
+    """The result of `load_quantized`.
 
     Attributes:
         folder: The folder.

@@ -56,7 +56,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is written, in the order of the model's modules, layer by layer.
+    """Everything that will be written, in the order of the model's modules.
 
     Attributes:
         model: The model.
@@ -100,7 +100,7 @@ def _layers_of_weights(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Modul
 
 
 def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
-    """The modules and names that hold each parameter."""
+    """For each parameter, all modules that have it, each with the parameter's name there."""
     found: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

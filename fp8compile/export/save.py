@@ -26,7 +26,7 @@ RECORD = "fp8compile_export.json"  # what `check` compares a folder with
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What `save_pretrained` wrote.
+    """The result of `save_pretrained`.
 
     Attributes:
         folder: The folder.

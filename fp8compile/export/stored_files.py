@@ -69,7 +69,7 @@ class StoredFiles:
             ]
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Names of all tensors in the folder."""
         return set(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     """All values of a parameter or buffer; a parameter that is kept as codes is dequantized to ``dtype``.
 
     Args:
-        parameter: A tensor or a DTensor; its local tensor may be codes.
+        parameter: A tensor or a DTensor; its local tensor may be a `QuantizedParameter`.
         dtype: Dtype of the values; None for the parameter's own.
     """
     local: Any = local_itself(parameter)

@@ -1,4 +1,4 @@
-"""LoRA by PEFT over FP8 layers whose weights may be codes: merged to codes or to values, and unmerged exactly.
+"""LoRA by PEFT over FP8 layers; quantized weights can be merged to codes or to values, and unmerged exactly.
 
 ```python
 import peft
@@ -196,7 +196,7 @@ class _DoraOverCodes(DoraLinearLayer):
     """PEFT's DoRA layer over a base whose weight is kept as codes; norms are computed from dequantized values."""
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **others: Any) -> Tensor:
-        """What DoRA adds to the base's output; ``base_layer`` may have codes."""
+        """The addition of DoRA to the base's output; the weight of ``base_layer`` may be quantized."""
         found: Tensor = super().forward(x, base_layer=_WithValues(base_layer), **others)
         return found
 
@@ -246,8 +246,9 @@ class LoraLinear(_OverCodes, lora.Linear):
 class ParamWrapper(_OverCodes, lora.ParamWrapper):
     """PEFT's LoRA layer over a stack of experts' matrices; PEFT knows it by the name of its own class.
 
-    PEFT's own adds the product of A and B, of the stack's size, to the weight in each forward. Here each row is
-    multiplied by A and then by B of its expert, and the result is added, so that the base's codes stay what they are.
+    PEFT's own class adds the product of A and B, of the stack's size, to the weight in each forward. Here each row is
+    multiplied by its expert's A and then by its B, and the result is added to the output, so that the base's codes do
+    not change.
 
     Args:
         base_layer: The experts in FP8, or a LoRA layer over them.
@@ -303,7 +304,7 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The experts without adapters, merged or not."""
+        """Remove the adapters, merged into the experts or not, and return the experts."""
         layer: Any = self
         found: nn.Module = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
         while isinstance(layer, ParamWrapper):
@@ -322,8 +323,9 @@ def register(config: LoraConfig, *, merge_to: str = "codes") -> LoraConfig:
     Args:
         config: The configuration, changed in place. ``target_modules`` names linears, ``target_parameters`` stacks of
             experts.
-        merge_to: What a weight that is codes becomes when adapters are merged: ``"codes"``, made of the merged values
-            by the same quantizers, or ``"values"``. A weight of values stays values.
+        merge_to: What a quantized weight becomes when adapters are merged: ``"codes"``, by quantizing the merged
+            values with the
+    same quantizers, or ``"values"``. A weight that is not quantized never becomes codes.
 
     Returns:
         The configuration.

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in FP8: a callback, and an optimizer for weights that are codes.
+"""Hugging Face's Trainer in FP8: a callback, and an optimizer for quantized weights.
 
 ```python
 import transformers
@@ -166,7 +166,7 @@ class TrainersMasterWeights(MasterWeights):
 
 
 def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The optimizer that ``args`` ask for, with master weights for parameters that are codes.
+    """The optimizer that ``args`` ask for, with master weights for quantized parameters.
 
     Pass the result to a Trainer as ``optimizer_cls_and_kwargs``.
 

@@ -38,13 +38,13 @@ class F8Config(QuantizationConfigMixin):
         recipe: A recipe, its name such as ``"rowwise"``, or a mapping from name patterns to recipes.
         filter: Which layers to convert, name patterns as `fp8compile.convert` takes them. By default all but those
             that transformers keeps in high precision: output embeddings and tied weights.
-        quantized_parameters: Whether weights become codes while they are read, one after another. Train them by
-            `fp8compile.integrations.transformers.master_weights`, or freeze them.
+        quantized_parameters: Whether weights are quantized while they are read, one after another, and kept as codes.
+            Train them by `fp8compile.integrations.transformers.master_weights`, or freeze them.
         share_outer_scale: The option of `fp8compile.convert`.
         others: Entries that transformers adds.
 
     Raises:
-        ValueError: No recipe has this name, a recipe has delayed scaling, or parameters that are codes are to share an
+        ValueError: No recipe has this name, a recipe has delayed scaling, or quantized parameters are to share an
             outer scale.
         TypeError: ``recipe`` is no recipe, or has a quantizer of another package, which JSON can't hold.
     """

@@ -157,7 +157,7 @@ class Linear(CodesInState, nn.Linear):
     def outer_amax(self) -> Tensor | None:
         """The largest magnitude of all weights that share this layer's outer scale, (1,) float32.
 
-        Returns None if the layer shares none, or if the weights are codes.
+        Returns None if the layer shares no outer scale, or if the weights are kept as codes.
         """
         quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
         if not self.scale_group or quantizer is None:

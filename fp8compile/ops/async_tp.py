@@ -24,8 +24,8 @@ __all__ = ["on_the_wire"]
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
     """Codes in the dtype in which they are gathered: float8 if async tensor parallelism is on and can multiply them.
 
-    Other codes stay uint8, which the pass does not find. PyTorch's fused operator takes one scale, or one scale for
-    each row of a matrix; it would separate the scales of blocks from their codes.
+    Other codes stay uint8, so that Inductor's pass leaves their gathers alone. PyTorch's fused operator takes one
+    scale, or one scale for each row of a matrix. Scales of smaller blocks would be separated from their codes.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):

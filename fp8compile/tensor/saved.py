@@ -59,7 +59,7 @@ def _check(
 def load_tensor(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
 ) -> QuantizedTensor:
-    """Make a QuantizedTensor from what its pickle holds."""
+    """Make the QuantizedTensor of a pickle, from the parts that the pickle holds."""
     _check(codes, scale, quantizer, dtype, outer_scale)
     return QuantizedTensor(codes, scale, quantizer, dtype, outer_scale=outer_scale)
 

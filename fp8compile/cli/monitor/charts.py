@@ -31,12 +31,12 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title and what it shows.
+    """A figure with its title and a caption.
 
     Attributes:
         name: A word for file names.
         title: The title.
-        caption: What is seen, in a sentence or two.
+        caption: What the figure shows, in a sentence or two.
         figure: The matplotlib figure.
     """
 
@@ -263,7 +263,7 @@ def charts(readings: Readings) -> Iterator[Chart]:
 
 
 def png_of(chart: Chart) -> bytes:
-    """The chart as a PNG on white."""
+    """The chart as a PNG with a white background."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()

@@ -94,5 +94,5 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """The name of the method in which a module multiplies by its matrices; its `Host` has it."""
+    """The name of the method, given by the module's `Host`, in which a module multiplies by its matrices."""
     return _host(module).method

@@ -1,4 +1,4 @@
-"""Records of how forwards used parameters, and the records that are kept for each module for the report."""
+"""Records of how forwards use parameters. The conversion report reads the records of earlier forwards."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Uses:
                 self.add(slot, Use(kind, method))
 
     def update(self, other: Uses) -> None:
-        """Add all uses that another object has recorded."""
+        """Add all uses that ``other`` has recorded."""
         for slot, use in other.found.items():
             self.add(slot, use)
         self.in_float8 |= other.in_float8

@@ -74,7 +74,7 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Offsets of rows, offsets of slots and numbers of rows, (R,) each, for each receiving rank."""
+        """For each receiving rank, (R,) each: where its rows begin, where its slots begin, number of rows sent."""
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -82,7 +82,7 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Offsets in the buffer and among grouped rows, and sizes, (R, E) each, for each sending rank and expert."""
+        """Offsets in the buffer, offsets in grouped rows and numbers of rows, (R, E) each, by rank and expert."""
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:

@@ -64,7 +64,7 @@ def _empty_outputs(
 
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize one group's tokens; returns codes, one a byte, scales and the outer scale."""
+    """Quantize one group's tokens; returns codes, one per byte, then the scales of blocks and the outer scale."""
     return by_outer_amax(x, outer_amax, quantizer.unpacked() or quantizer)
 
 

@@ -1,4 +1,4 @@
-"""The elements of an operand beside their codes and scales, for statistics of what a cast does to them.
+"""An operand's values with their codes and scales, for statistics of what a cast does to the values.
 
     operand                     values, codes, scales                       totals
     a matrix                    (M, K)                                      (1,)
@@ -50,14 +50,15 @@ class Elements:
 
     Attributes:
         values: What was cast, float32: the values, after the quantizer's transform if it has one.
-        codes: Their codes, one a byte.
+        codes: The codes of the values, one per byte.
         scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
             broadcasts against ``values``.
         format: Format of the codes.
         block: Block of the quantizer, over a matrix as ``values`` has it.
         group: The group of each row; the number of groups for a row that belongs to none. None without groups.
         numel: Number of elements, padding left out, shape (1,) or (E,), float64.
-        has_values: Whether values are what was cast. If a weight is kept as codes, they are what the codes stand for.
+        has_values: Whether ``values`` were cast to these codes. If a weight is kept as codes, they are the values of
+            the codes.
     """
 
     values: Tensor
@@ -81,7 +82,7 @@ class Elements:
         return self.once(_decoded)
 
     def magnitude(self) -> Tensor:
-        """The magnitudes of the values."""
+        """The magnitudes of ``values``, computed once."""
         return self.once(_magnitude)
 
     def dequantized(self) -> Tensor:
@@ -98,7 +99,7 @@ def _magnitude(elements: Elements) -> Tensor:
 
 
 def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool) -> Elements:
-    """Lay values, codes and scales of an operand beside each other.
+    """Bring the values, codes and scales of an operand into one shape.
 
     Args:
         part: The values on this rank.

@@ -64,7 +64,8 @@ def quantize_groups(
         along_tokens: Whether to quantize along tokens instead of along rows.
         reads_once: Whether one kernel may read the rows and make codes in both directions, in compiled code on a GPU.
             Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the rows.
-        is_input: Whether the rows are a layer's input, which the backward may make again from what is kept anyway.
+        is_input: Whether the rows are a layer's input, which the backward may recompute from tensors that are kept
+            anyway.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)

@@ -116,7 +116,7 @@ class Delayed(_WithMultiplier, Placement):
 
 @dataclass(slots=True)
 class DelayedForGradient(Placement):
-    """Placement of the ops for `Delayed`'s gradients; ``multiplier``, (3,) float32, is what the output used."""
+    """Placement of the gradients' ops for `Delayed`; ``multiplier``, (3,) float32, holds the output's multipliers."""
 
     multiplier: Tensor
 

@@ -46,7 +46,7 @@ class ForwardScope:
 
 @dataclass
 class ModuleState:
-    """What graph_fsdp knows of one module."""
+    """State of graph_fsdp for one module."""
 
     forward: ForwardScope  # state of the model's forward
     shardings: dict[str, ParameterSharding]  # sharding of each parameter, by name

@@ -143,7 +143,7 @@ class Owners:
         return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
 
     def operands(self, value: Value) -> list[Value]:
-        """The operands of a product that may be a weight: the weight of a layer op, or both operands."""
+        """The operands of a product that may be a weight: a layer op's weight, or both operands of another product."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]

@@ -125,7 +125,7 @@ class Explanation:
 
     @property
     def gain(self) -> str:
-        """What FP8 can gain by the GPU's peaks, in one line; empty if that isn't known, or nothing runs in FP8."""
+        """The time that FP8 can save at the GPU's peaks, in one line; empty if unknown or nothing is in FP8."""
         if self.roofline is None or not any(gemm.status == FP8 for layer in self.layers for gemm in layer.gemms):
             return ""
         ratio = f"{self.roofline.ratio:.2f}"

@@ -197,7 +197,7 @@ Found = tuple[tuple[GraphCost, ...], tuple[Cast, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelCall:
-    """A call of a model for which code is generated."""
+    """A call of a model, and the GPU for which its code is generated."""
 
     what: str  # the model, in the words of the log
     model: nn.Module
@@ -298,7 +298,7 @@ def explain_gpu(
     name: str,
     graphs: Sequence[Recorded] = (),
 ) -> GpuExplanation:
-    """Explain what a GPU would launch for a model, and for the same model unconverted.
+    """Explain what a GPU would launch for a model, and what for the same model without FP8.
 
     Args:
         model: The model, without graph breaks.

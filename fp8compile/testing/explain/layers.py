@@ -227,7 +227,7 @@ def _parts(
     unknown: Sequence[Unknown],
     peaks: Peaks | None,
 ) -> tuple[GemmExplanation, ...]:
-    """The explanations of a layer's three GEMMs."""
+    """The explanations of a layer's three GEMMs, from the products found in the graphs."""
     called = any(each.gemm == GEMMS[0].name for each in own)
     parts = []
     for gemm in GEMMS:

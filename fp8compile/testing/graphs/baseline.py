@@ -1,4 +1,4 @@
-"""The baseline of a guarded test: what it compiled once, by version of PyTorch, and whether it got worse.
+"""Baselines of guarded tests: the counts of an earlier run, by version of PyTorch, and whether they got worse.
 
     DIR/torch-2.13/test_model_py_test_step.1a2b3c4d.json
 
@@ -121,12 +121,12 @@ def _made_with(counts: Counts) -> str:
 
 
 def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
-    """Compare what a test compiled with its baseline, or make one.
+    """Compare the counts of a test with its baseline, or make a baseline.
 
     Args:
-        item: The test; its properties get a note.
-        counts: What it compiled.
-        log: What the compiler logged.
+        item: The test; a note is added to its properties.
+        counts: The numbers of graphs, breaks and so on that the test compiled.
+        log: The records of the compiler's log during the test.
     """
     given = item.config.getoption("--graph-baseline")
     if given is None:

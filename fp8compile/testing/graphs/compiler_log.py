@@ -133,7 +133,7 @@ class CacheBypass:
 
 @dataclass
 class CompilerLog:
-    """What the compiler logged, in order.
+    """Records of the compiler's log, in order.
 
     Attributes:
         breaks: Graph breaks; each place once, even if its function was compiled several times.

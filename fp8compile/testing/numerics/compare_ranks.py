@@ -164,7 +164,7 @@ def compare_ranks(build: Callable[[Any], Any], mesh: DeviceMesh, *, loss: Loss |
 
     So a scale that comes from one rank's part, a sum that is missing or a weight that differs is named by its layer,
     product and operand, and roundings are not. A part of the batch on each rank (data parallel) is not compared with
-    the whole batch, and neither are rows that travel to experts. Operands that are codes already, and what delayed
+    the whole batch, and neither are rows that travel to experts. Operands that are given as codes, and what delayed
     scaling writes for later steps, are left out.
 
     Args:

@@ -50,7 +50,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What `compare` found. It prints as a table.
+    """The result of `compare`. It prints as a table.
 
     Attributes:
         rows: The modules in the order in which they run: forward, then backward.
@@ -87,7 +87,7 @@ class Comparison:
         return None
 
     def verdict(self) -> list[str]:
-        """Where the difference arises, in words."""
+        """Sentences that say in which module or where between modules the difference arises."""
         lines = [f"loss {self.losses[0]:.6g}, reference {self.losses[1]:.6g}"]
         if self.missing:
             lines.append(f"only in one of the two: {', '.join(self.missing)}")

@@ -1,4 +1,4 @@
-"""Records what the layers of a model multiply in one forward and backward: operands of a sample of their rows.
+"""Records the operands of the layers' products in one forward and backward of a model, for a sample of the rows.
 
 For the run, the layers are converted to FP8, because an FP8 layer multiplies by one known function, whatever library
 its class is from. A mode catches the calls of this function, records their operands and multiplies in high precision,

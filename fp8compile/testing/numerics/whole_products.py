@@ -79,7 +79,7 @@ def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | No
 
 
 def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
-    """What differs, ``"scale"``, ``"outer scale"`` or ``"codes"``, and how; None if nothing does."""
+    """The part that differs, ``"scale"``, ``"outer scale"`` or ``"codes"``, and how; None if nothing differs."""
     mine = whole(mine)
     if mine.outer_scale is not None and expected.outer_scale is not None:
         found = _in_words("outer scale", mine.outer_scale, expected.outer_scale)
