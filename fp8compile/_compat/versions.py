@@ -180,7 +180,7 @@ def concatenated(first: Any, second: Any) -> Any:
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The whole mesh that a mesh was sliced from; the mesh itself if it is no slice."""
+    """The whole mesh that a mesh was sliced from; the mesh itself if it is not a slice."""
     return mesh._get_root_mesh()
 
 

@@ -47,7 +47,7 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
     """Raise unless a folder can be written at this place.
 
     Raises:
-        FileExistsError: Something is there, and ``overwrite`` is False; or it is no folder.
+        FileExistsError: Something is there, and ``overwrite`` is False; or it is not a folder.
         PermissionError: The folder's parent can't be written to.
     """
     if folder.exists() and not folder.is_dir():

@@ -178,7 +178,7 @@ def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimi
         The optimizer's class, and its keyword arguments.
 
     Raises:
-        TypeError: ``args.optim`` names an optimizer that is no class, or that is made from the model and not from
+        TypeError: ``args.optim`` names an optimizer that is not a class, or that is made from the model and not from
             parameters.
     """
     optimizer, arguments = Trainer.get_optimizer_cls_and_kwargs(args)

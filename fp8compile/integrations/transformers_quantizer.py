@@ -46,7 +46,7 @@ class F8Config(QuantizationConfigMixin):
     Raises:
         ValueError: No recipe has this name, a recipe has delayed scaling, or quantized parameters are to share an
             outer scale.
-        TypeError: ``recipe`` is no recipe, or has a quantizer of another package, which JSON can't hold.
+        TypeError: ``recipe`` is not a recipe, or has a quantizer of another package, which JSON can't hold.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, sou
         The model.
 
     Raises:
-        TypeError: The model is no module.
+        TypeError: The model is not a module.
     """
     check_model("broadcast_parameters", model)
     with torch.no_grad():

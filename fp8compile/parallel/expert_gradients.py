@@ -57,7 +57,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
             sums them, or no other rank has these experts.
 
     Raises:
-        ValueError: ``parts`` is no positive int.
+        ValueError: ``parts`` is not a positive int.
     """
     if type(parts) is not int or parts < 1:
         raise ValueError(f"average_expert_gradients: parts is {shown(parts)}; it is an int of at least 1.")

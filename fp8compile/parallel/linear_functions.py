@@ -142,8 +142,8 @@ def column_parallel_linear(
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: ``recipe`` is no Recipe, ``group`` no process group, a dtype or layout is not taken, or a tensor is
-            a DTensor.
+        TypeError: ``recipe`` is not a Recipe, ``group`` is not a process group, a dtype or layout is not supported, or
+            a tensor is a DTensor.
         ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.

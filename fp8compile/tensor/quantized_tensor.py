@@ -90,8 +90,8 @@ class QuantizedTensor(Tensor):
             stack of E matrices has (E, blocks, blocks). A shard that cuts blocks has the scales of the whole tensor.
         quantizer: The immutable quantizer that made the codes.
         group: The process group over whose ranks the whole tensor is spread, or None.
-        shard_dim: The dim along which these ranks have parts of the whole tensor. None if there is no group, or if a
-            view has lost the dim.
+        shard_dim: The dim along which these ranks have parts of the whole tensor. None if there is no group, or if
+            a view has lost the dim.
         sizes: Number of entries that each rank has along ``shard_dim``, if ``fp8compile.quantize`` was given them;
             else None.
         outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for a stack. None unless the

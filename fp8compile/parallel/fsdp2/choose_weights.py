@@ -205,7 +205,7 @@ def fsdp_float8_all_gather(
         The model. Make optimizers afterwards, because parameters of these layers are new objects.
 
     Raises:
-        TypeError: The model is no module, or ``checkpointed`` no bool.
+        TypeError: The model is not a module, or ``checkpointed`` is not a bool.
         ValueError: FSDP2 shards no FP8 weight of the model, no weight can be gathered as codes, the model is sharded
             already, or ``one_gather`` is neither ``"codes"`` nor ``"param_dtype"``.
         RuntimeError: PyTorch 2.11.

@@ -287,7 +287,7 @@ def explain(
 
     Raises:
         ValueError: There is no such GPU; or the forward reads values, and the model is on the meta device.
-        TypeError: ``model`` is no module, or is compiled.
+        TypeError: ``model`` is not a module, or is compiled.
     """
     *_, found = explain_in_steps(model, args, kwargs, gpu=gpu)
     return found

@@ -183,9 +183,9 @@ def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
         The counts. They have two shares: of FP8 in all products, and in products of linear layers.
 
     Raises:
-        TypeError: An argument is no graph.
-        ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an operator
-            that looks like a product has no formula.
+        TypeError: An argument is not a graph.
+        ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an
+            operator that looks like a product has no formula.
     """
     if not graphs:
         raise ValueError(

@@ -351,7 +351,7 @@ def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
         messages.
 
     Raises:
-        TypeError: The model is no module, or is compiled.
+        TypeError: The model is not a module, or is compiled.
         ValueError: No weight of a ``fp8compile.Linear`` of the model is a DTensor.
     """
     check_model("sends", model)

@@ -273,7 +273,7 @@ def advise(
         The advice, which `fp8compile.convert` takes as ``recipe`` and which prints as a table.
 
     Raises:
-        TypeError: The model is no module, is compiled, or is spread over ranks; there is no scalar loss.
+        TypeError: The model is not a module, is compiled, or is spread over ranks; there is no scalar loss.
         ValueError: The model is converted, or no layer can be measured. There is no such recipe or GPU. The budget is
             none, or less than the fastest recipes take.
     """

@@ -92,7 +92,7 @@ def compare(
         The comparison, which prints as a table.
 
     Raises:
-        TypeError: A model is no module or compiled, or returns no scalar loss.
+        TypeError: A model is not a module, is compiled, or returns no scalar loss.
         ValueError: The two have no module in common.
     """
     for each in (model, reference):
