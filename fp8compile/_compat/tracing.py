@@ -1,4 +1,4 @@
-"""What is being traced: fake tensors, symbolic sizes, active transforms, the graphs that Dynamo makes."""
+"""Questions about tracing: fake tensors, symbolic sizes, active transforms, and the graphs that Dynamo makes."""
 
 from __future__ import annotations
 

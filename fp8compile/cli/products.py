@@ -83,7 +83,7 @@ def _product_processes(*options: str) -> Runner:
 
 
 def _end(code: int, out: str, err: str) -> str:
-    """Words for how a process ended that did not finish a case."""
+    """In words, how a process ended that did not finish a case."""
     if TIMED_OUT in err:
         return f"did not end within {SECONDS} s"
     said = [line for line in (*out.splitlines(), *err.splitlines()) if line.strip() and not line.startswith(LINE)]

@@ -1,4 +1,4 @@
-"""check: read a folder as a server would, and compare the values with those of the codes that were exported."""
+"""check: reads a folder as a server would, and compares its values with those that the codes have in training."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def numbers_of(scale: Tensor) -> Tensor:
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """A grid of scales, float32, as a matrix of this shape; the size of a block is the quotient of the two shapes."""
+    """Repeat a grid of scales to a matrix of this shape; the size of a block is the quotient of the two shapes."""
     rows, columns = scale.shape
     if shape[0] % rows or shape[1] % columns:
         raise ValueError(f"scales of shape {tuple(scale.shape)} are no grid of a matrix of shape {tuple(shape)}")

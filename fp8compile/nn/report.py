@@ -116,10 +116,10 @@ class ConversionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """Rows in the order of the model. ``print`` shows them as a table, in which equal layers are one line.
+    """The result of `conversion_report`. ``print`` shows it as a table, in which equal layers share a line.
 
     Attributes:
-        rows: One row for each layer.
+        rows: One row for each layer, in the order of the model.
     """
 
     rows: tuple[ConversionRow, ...]

@@ -98,7 +98,7 @@ def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
 def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
     """The right operand for a weight under graph_fsdp: this rank's rows of its tensor parallel part.
 
-    The product gathers their codes to codes of the part.
+    The product gathers the codes of these rows over the ranks of FSDP.
     """
     mesh = tokens.device_mesh
     cuts = placed_cuts(place.rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])

@@ -32,7 +32,7 @@ __all__ = ["check_group", "column_parallel_linear", "row_parallel_linear"]
 
 
 def check_group(function: str, group: object, *tensors: object) -> str:
-    """The name of a group; raises a TypeError that names ``function`` if it is no group or a tensor is a DTensor."""
+    """The name of a group. A TypeError names ``function`` if it is not a group, or if a tensor is a DTensor."""
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise TypeError(
             f"{function}: a tensor is a DTensor, which knows its ranks itself; this function takes what one rank has. "

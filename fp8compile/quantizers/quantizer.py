@@ -149,7 +149,7 @@ class Quantizer(Constant):
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
         """The outer scale, (1,) float32: a factor of the whole tensor, next to the scales of its blocks.
 
-        ``outer_amax`` is the amax of the whole tensor, (1,) float32. The scale is NaN if that is not finite.
+        ``outer_amax`` is the amax of the whole tensor, (1,) float32. If it is not finite, the scale is NaN.
         """
         raise self._one_level()
 

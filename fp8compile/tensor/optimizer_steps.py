@@ -91,7 +91,7 @@ def computed_values(tensor: QuantizedParameter) -> Tensor | None:
 
 
 def values_of(tensor: QuantizedParameter) -> Tensor:
-    """The values that an in-place op reads: those the running step has computed so far, else the dequantized codes."""
+    """The values that an in-place op reads: what the running step has computed so far, else the dequantized codes."""
     return tensor.dequantize() if (values := computed_values(tensor)) is None else values
 
 

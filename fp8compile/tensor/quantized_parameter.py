@@ -449,14 +449,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return moved(func, args[0], result.unshared() if func in COPIES else result)
 
     def unshared(self) -> Self:
-        """Give this copy a shared state of its own, with equal content; returns the copy."""
+        """Give this copy a state that it does not share with the original, with equal content; returns the copy."""
         initial, written = self.initial, self.written
         found = self.alone()
         found.initial, found.written = initial, written
         return found
 
     def alone(self) -> Self:
-        """Give this tensor a new shared state, without initial values; returns the tensor."""
+        """Give this tensor a new state that no other view shares, without initial values; returns the tensor."""
         shared, self._shared = self._shared, _Shared()
         self.outer, self.gathers, self.frozen = shared.outer, shared.gathers, shared.frozen
         return self

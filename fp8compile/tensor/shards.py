@@ -14,7 +14,7 @@ __all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_d
 
 
 def sharded_dims(placements: Sequence[Any], ndim: int = 2) -> list[tuple[int, int]]:
-    """Pairs of a mesh dim and the tensor dim that is cut over it."""
+    """Pairs of a mesh dim and the tensor dim that this mesh dim cuts, for all mesh dims that cut one."""
     # not is_shard(), which is False for the _StridedShard that FSDP2 makes of rows that tensor parallelism has cut
     cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
     return [(index, placements[index].dim % ndim) for index in cut]

@@ -65,7 +65,7 @@ def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Te
 
 
 def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
-    """Multiplier and scales of a set's blocks. Delayed scaling takes the multiplier from the layer's state instead."""
+    """Multiplier and scales of a set's blocks, from the amaxes; with delayed scaling, from the layer's state."""
     quantizer = each.codes.quantizer
     if not isinstance(quantizer, DelayedScaling):
         return scales_of(amax, quantizer, outer_amax=outer_amax, batch=each.weight.batch)

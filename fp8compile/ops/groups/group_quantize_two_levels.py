@@ -118,8 +118,8 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns codes, scales in tiles and outer scales along rows, then the same three along tokens.
 
-    ``amaxes`` are those of `group_outer_amaxes`. Results of a direction that ``directions`` leaves out have no
-    elements, and rows after the last group are not read.
+    ``amaxes`` is the result of `group_outer_amaxes`. Results of a direction that ``directions`` leaves out have no
+    elements. Rows after the last group are not read.
     """
     if target_of(x.device).type == "cpu":
         return _group_by_group(x, offsets, amaxes, rows, columns, directions)

@@ -240,7 +240,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     ) -> tuple[Tensor | None, ...]:
         """Quantize a part whose blocks all lie on this rank; returns codes, one per byte, and the scales by level.
 
-        The outer amax is that of all ranks if they cut the matrices.
+        If ranks cut the matrices, the outer amax is the maximum over these ranks.
         """
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
         if not all(self.own_levels(part, quantizer)):

@@ -173,7 +173,7 @@ def _shared_amaxes(
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """The multiplier, the scale and no outer scale (None) of a weight with delayed scaling, from the last backward."""
+    """(multiplier, scale, None) for a weight with delayed scaling, as the last backward left them; no outer scale."""
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)

@@ -149,7 +149,7 @@ class Owners:
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """The weights from which one of these values was computed without data."""
+        """The weights from which, without data, one of these values was computed."""
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
@@ -164,7 +164,7 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """The products of the forward for which autograd ran a product of the backward, by its sequence number."""
+        """The products of the forward to which a product of the backward belongs, by autograd's sequence number."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates

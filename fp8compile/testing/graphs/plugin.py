@@ -61,7 +61,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """The arguments of a test's fullgraph marker, None without one; fails the test if they are wrong."""
+    """The arguments of a test's fullgraph marker, or None without a marker; fails the test if they are wrong."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None

@@ -324,7 +324,7 @@ def _graph_info(kept: KeptGraph, log: CompilerLog, name: str) -> GraphInfo:
 
 
 def _uncacheable(kept: KeptGraph) -> Iterator[CacheBypass]:
-    """A bypass for each node that keeps a graph out of AOTAutograd's cache."""
+    """A `CacheBypass` for each node because of which AOTAutograd can't cache the graph."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe
 
     for node in kept.dynamo.graph.nodes:

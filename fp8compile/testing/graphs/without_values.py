@@ -60,7 +60,7 @@ def _is_fake(value: Any) -> bool:
 
 @contextmanager
 def _exchanged(module: nn.Module, exchange: _Exchange) -> Iterator[None]:
-    """Exchange a module's tensors for fake ones. Attributes that the block sets to fake tensors are taken away."""
+    """Context in which fake tensors replace a module's tensors; fake attributes set inside of it are removed."""
     modules = list(module.modules())
     before = [(dict(each._parameters), dict(each._buffers), dict(each.__dict__)) for each in modules]
     try:

@@ -199,7 +199,7 @@ class Advice:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """The table with one row a layer, and what the advice rests on."""
+        """The table with one row per layer, and the sentences of `lines_of_data` and `lines_of_result`."""
         return self.text()
 
     def to_dict(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def first(self) -> ComparisonRow | None:
-        """The first module, in the order of the run, that computes something else than the reference; None if none."""
+        """The first module, in the order of the run, whose result differs from the reference's; None without any."""
         return next((row for row in self.rows if not row.is_equal), None)
 
     @property

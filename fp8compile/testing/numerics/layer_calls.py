@@ -58,7 +58,7 @@ class LayerCall:
 
 @dataclass
 class _Awaited:
-    """A call whose gradient is still to come: where it comes from, and which rows of it are sampled."""
+    """A call whose gradient has not been computed yet: the edge that it will come from, and the rows to keep of it."""
 
     call: LayerCall
     edge: GradientEdge

@@ -54,7 +54,7 @@ def cloned(value: Any) -> Any:
 
 
 def with_history(value: Any) -> Any:
-    """Copies that are no leaves, so that a module may change them in place; gradients reach ``value``."""
+    """Copies of a value's tensors that are not leaves, so that a module may change them; gradients reach ``value``."""
     return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, value)
 
 
