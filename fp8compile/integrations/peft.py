@@ -324,8 +324,7 @@ def register(config: LoraConfig, *, merge_to: str = "codes") -> LoraConfig:
         config: The configuration, changed in place. ``target_modules`` names linears, ``target_parameters`` stacks of
             experts.
         merge_to: What a quantized weight becomes when adapters are merged: ``"codes"``, by quantizing the merged
-            values with the
-    same quantizers, or ``"values"``. A weight that is not quantized never becomes codes.
+            values with the same quantizers, or ``"values"``. A weight that is not quantized never becomes codes.
 
     Returns:
         The configuration.

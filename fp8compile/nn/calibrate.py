@@ -112,9 +112,8 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     Raises:
         TypeError: The model is not a module.
         ValueError: The model is compiled, no layer has one scale per tensor, a layer's weight is quantized already or
-            spread over
-    ranks, or ``run`` did not call a layer, or gave it inputs whose amax is 0, infinite or NaN. Nothing is changed
-    then.
+            spread over ranks, or ``run`` did not call a layer, or gave it inputs whose amax is 0, infinite or NaN.
+            Nothing is changed then.
     """
     check_model("calibrate", model)
     names = {module: name or "the model" for name, module in model.named_modules()}

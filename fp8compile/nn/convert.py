@@ -123,9 +123,8 @@ def convert(
         tail_recipe: Recipe of the tail, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
         quantized_parameters: Whether the weights of layers and experts are kept as codes and scales, without a copy in
-            high
-    precision. The parameters are new objects then. If forward and backward multiply different codes (rowwise,
-            MX), a weight has both sets; see ``docs/parameters.md``.
+            high precision. The parameters are new objects then. If forward and backward multiply different codes
+            (rowwise, MX), a weight has both sets; see ``docs/parameters.md``.
         keep_initial: Whether to keep the values of quantized weights on the CPU, until ``fp8compile.MasterWeights``
             takes them. Under FSDP2 each rank keeps those of its shards. For a weight on the meta device, the values
             that are written to it later are kept.
