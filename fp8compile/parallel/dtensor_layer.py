@@ -204,7 +204,7 @@ def _weight_seen(part: Plain, recipe: Recipe, *, counts: bool) -> Seen:
 
 
 def _observed(op: ObserveOp, *args: Any) -> Any:
-    """Observe a layer on DTensors. Totals are those of this rank, so they are plain tensors."""
+    """Run an op that observes a layer on DTensors; totals cover this rank's elements, so they are plain tensors."""
     given, place, _, names, recipe = op.split(args)
     tokens, mesh = given["grad_output" if op.gradient else "x"], args[0].device_mesh
     a, multiplier = part_of("linear", tokens), _whole_state(place.given().get("multiplier"))

@@ -83,7 +83,7 @@ def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
     """Compute outer amaxes along rows, then along tokens, (2, E) float32; zeros for a direction that is left out.
 
-    ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``. Rows after the last group are in no amax.
+    ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``. Rows after the last group do not count in any amax.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
     if target_of(x.device).type != "cpu":

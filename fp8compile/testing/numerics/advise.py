@@ -248,8 +248,8 @@ def advise(
     """Advise on a recipe for each layer of a model, by the errors of its products on your data.
 
     The model runs once, forward and backward, in high precision. The three products of each layer that `convert` would
-    convert, experts too, are then computed in each recipe and in float64 from a sample of the rows. The model is as
-    before afterwards: classes, gradients, buffers, modes and random states.
+    convert, experts too, are then computed in each recipe and in float64 from a sample of the rows. Afterwards the
+    model's classes, gradients, buffers and modes, and random states, are as before.
 
     Args:
         model: The model, whole on this process, neither converted nor compiled.
@@ -260,8 +260,8 @@ def advise(
         budget: ``{"sqnr": dB}`` gives each layer the fastest recipe whose products all have this signal-to-noise
             ratio. ``{"time": share}`` gives the recipes with the least noise that together take at most this share of
             the least time without FP8. By default 14 dB, a little less than nvfp4 leaves of bell-shaped values.
-        loss: A function of what the model returns, which gives the scalar for the backward. None for the output's own:
-            the output itself, its ``loss``, or its first entry.
+        loss: A function of the model's output that returns the scalar for the backward. None takes the output itself,
+            its ``loss``, or its first entry.
         filter: The layers to look at, as `fp8compile.convert` takes it. Pass the same to both.
         gpu: The GPU whose peaks give least times, a key of ``fp8compile.testing.explain.PEAKS``. A recipe that
             it has no GEMMs for is shown and never picked.

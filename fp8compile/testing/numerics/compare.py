@@ -77,13 +77,12 @@ def compare(
     Each module without children, and each layer that `convert` knows, is also run alone on the reference's input and
     grad_output. So the table has, for both passes, how large the difference has grown and what each module adds.
 
-    Both run as they are, in eager mode, from the same random state, and are as before afterwards. Activations of both
-    are kept in memory.
+    Both run in eager mode, from the same random state, and are as before afterwards. Activations of both are kept in
+    memory.
 
     Args:
-        model: The model in doubt, such as a converted one.
-        reference: The same model without what is in doubt, such as a copy that was not converted. Modules are paired
-            by their names.
+        model: The model to examine, such as a converted one.
+        reference: The model to compare with, such as a copy that was not converted. Modules are paired by their names.
         batch: Arguments of both, as `advise` takes it.
         loss: Function of the output that gives the scalar to differentiate, as in `advise`.
         seed: Seed of the random numbers, for dropout.
