@@ -61,7 +61,7 @@ class Plain:
         return tuple(shape)
 
     def with_cuts(self, cuts: Sharding) -> Plain:
-        """The same elements, with other cuts in the layout."""
+        """The same elements with another layout, in which ranks have made these cuts."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
@@ -164,5 +164,5 @@ class Quantized:
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """The same codes and scales, with other cuts in the layout."""
+        """The same codes and scales with another layout, in which ranks have made these cuts."""
         return replace(self, layout=replace(self.layout, cuts=cuts))

@@ -59,8 +59,8 @@ class Unknown:
 def _input_index(described: Any) -> int | None:
     """The index of the graph's input that a description by AOTAutograd is about; None if it is about another value.
 
-    The description of a gradient gives the index of its input, and that of a subclass's inner tensor the index of the
-    subclass.
+    For a gradient it is the index of the input that the gradient belongs to; for an inner tensor of a tensor subclass,
+    the index of the subclass.
     """
     while hasattr(described, "base"):
         described = described.base
@@ -153,9 +153,10 @@ class Owners:
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """The layer that was called at a product of parameters alone, if an operand is that layer's weight; else None.
+        """The layer that was being called at a product of parameters alone, if it is the product of its own weight.
 
-        An example is a layer that is applied to learned queries.
+        An example is a layer that is applied to learned queries, which are a parameter too. None for any other
+        product.
         """
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)

@@ -2,9 +2,9 @@
 
     model --Dynamo, AOTAutograd--> forward graph, backward graph --a look at every node--> GemmShare
 
-The graphs are those after autograd and before our ops are decomposed. Each product of a layer is one node in them,
-whose recipe says whether the operands are FP8. A layer that fell back to bf16 is an `mm` node, and counts as such.
-`fp8compile doctor` says how a device multiplies FP8 operands; a CPU may emulate.
+The graphs are taken after autograd has run, and before this package's ops are decomposed. Each product of a layer is
+one node in them, whose recipe says whether the operands are FP8. A layer that fell back to bf16 is an `mm` node, and
+counts as such. `fp8compile doctor` says how a device multiplies FP8 operands; a CPU may emulate.
 """
 
 from __future__ import annotations
