@@ -110,7 +110,7 @@ def _records_nothing() -> bool:
 def counting_versions() -> AbstractContextManager[None]:
     """Let ops inside a `__torch_dispatch__` count writes, and give views the version counter of their base.
 
-    PyTorch does both for the tensors with which an op is called, but not for the tensors that those wrap.
+    PyTorch does both for the wrapper tensors with which an op is called, but not for the tensors inside of them.
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
@@ -135,7 +135,7 @@ def runs_in_backward() -> bool:
 
 
 def will_run(ctx: Any, place: int) -> bool:
-    """Whether the running backward will also run the backward of the op that made an op's tensor argument ``place``.
+    """Whether the running backward will also reach the node that computed an op's tensor argument number ``place``.
 
     It may not: ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about. ``ctx``
     is the op's context, in its ``backward``.
@@ -145,7 +145,7 @@ def will_run(ctx: Any, place: int) -> bool:
 
 
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy the gradient dtype that was set for one parameter to another one; FSDP2 uses it from 2.15 on."""
+    """Copy the gradient dtype that a user set on one parameter to another parameter; FSDP2 reads it from 2.15 on."""
     if getattr(source, "_has_grad_dtype_override", False):
         target.grad_dtype = source.grad_dtype
 

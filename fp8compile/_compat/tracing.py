@@ -1,4 +1,4 @@
-"""What is being traced: fake tensors, symbolic sizes, active transforms, the graphs that Dynamo makes."""
+"""Questions about tracing: fake tensors, symbolic sizes, active transforms, and the graphs that Dynamo makes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ graph_tracer = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeK
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is being traced, or has no data for another reason."""
+    """Whether a tensor is being traced into a graph, or is a fake tensor without data."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 

@@ -10,7 +10,7 @@ __all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap a local tensor as a DTensor with the placements of ``tensor``; unchanged if ``tensor`` is no DTensor."""
+    """Wrap a local tensor as a DTensor with the placements of ``tensor``; unchanged if ``tensor`` is not a DTensor."""
     if not is_dtensor(tensor):
         return local
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -30,7 +30,7 @@ def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def on_all_ranks_of(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap a tensor as a replicated DTensor on a weight's mesh; unchanged if the weight is no DTensor."""
+    """Wrap a tensor as a replicated DTensor on a weight's mesh; unchanged if the weight is not a DTensor."""
     if not is_dtensor(weight):
         return tensor
     from torch.distributed.tensor import Replicate

@@ -157,7 +157,7 @@ class MasterWeights(Optimizer):
     def _computing(self, params: list[Tensor], *, rounds: bool = True) -> Iterator[None]:
         """Context in which the inner optimizer runs on the masters of ``params``.
 
-        If ``rounds``, the masters are rounded to codes afterwards.
+        If ``rounds`` is True, the masters are rounded to codes afterwards.
         """
         for p in params:
             local_itself(p).check_writable("a step")

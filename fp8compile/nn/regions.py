@@ -108,7 +108,7 @@ def _found(model: nn.Module) -> list[nn.Module]:
 
 
 def _why_no_region(block: nn.Module) -> str | None:
-    """The reason why a block can't be a region, as the end of a sentence that begins "block 'name'"; else None."""
+    """Why a block can't be a region, as the end of a sentence that begins "block 'name'"; None if it can be one."""
     if "forward" in vars(block):
         return "has a forward of its own instance, which stands before that of its class"
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())

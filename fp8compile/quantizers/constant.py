@@ -61,7 +61,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def _foreign_source(module_name: str) -> bytes:
-    """The source that a foreign module may call: its whole package, or the module alone.
+    """The source code to hash for a module of another package: its whole package, or only the module if it is alone.
 
     Code typed at a prompt has no source. A number unique to this process replaces it, so that its graphs miss the
     cache.
@@ -80,7 +80,7 @@ def salt_with(module_name: str, function: str = "") -> None:
 
     Args:
         module_name: The module.
-        function: Name of a function that the module has registered and that graphs do not name.
+        function: Name of a function that the module has registered; graphs call it without containing its name.
     """
     if function:
         SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)
