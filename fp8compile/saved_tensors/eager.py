@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from fp8compile import _compat
@@ -26,7 +27,8 @@ PATIENCE = 8  # operators that may run before one takes a tensor: a view, a cast
 SAME = {"view", "_unsafe_view", "transpose", "permute", "t", "unsqueeze", "squeeze", "slice", "select", "alias"}
 COPIED = {"_to_copy", "clone", "detach", "expand", "split", "split_with_sizes"}
 NONLINEAR_NODES = ("Silu", "Gelu", "Sigmoid", "Tanh", "Softplus", "Mish", "Hardswish", "Erf", "Exp")
-FRAMES = 12  # from a hook up to the autograd function that saves
+FRAMES = 24  # from a hook up to the function that saves: calls of a graph module are a dozen
+CHECKPOINT = torch.utils.checkpoint.__file__
 WATCHES = threading.local()
 
 
@@ -172,12 +174,15 @@ def _is_of_nonlinear(value: Any) -> bool:
 
 
 def _is_checkpoints_input() -> bool:
-    """Whether `torch.utils.checkpoint` saves the inputs of a region: it does so by an autograd function of its own."""
+    """Whether `torch.utils.checkpoint` saves the inputs of a region: it calls the hook itself, up to 2.11 by autograd."""
     frame: Any = sys._getframe(1)
     for _ in range(FRAMES):
         if frame is None:
             return False
-        if frame.f_code.co_name == "apply" and getattr(frame.f_locals.get("cls"), "__name__", "") == "_NoopSaveInputs":
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "save_inputs" and file == CHECKPOINT:
+            return True
+        if name == "apply" and getattr(frame.f_locals.get("cls"), "__name__", "") == "_NoopSaveInputs":
             return True
         frame = frame.f_back
     return False

@@ -21,6 +21,9 @@ from fp8compile.saved_tensors.choice import SavedAsCodes
 __all__ = ["pack_saved", "packing_of", "partitioner"]
 
 
+NAMED: dict[str, Any] = {}  # partitioners by the text of their value
+
+
 def packing_of(node: fx.Node, place: fx.Node, saved: SavedAsCodes) -> Packing | None:
     """How a tensor between a forward and a backward graph is packed; None if it stays as it is.
 
@@ -152,6 +155,12 @@ def partitioner(saved: SavedAsCodes) -> Any:
             """The text that keys of compile caches contain."""
             return saved.uuid()
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            # keys of compile caches pickle it, and a function may have no name to be pickled by
+            if callable(saved.filter):
+                return _named, (saved.uuid(),)
+            return partitioner, (saved,)
+
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -162,4 +171,10 @@ def partitioner(saved: SavedAsCodes) -> Any:
             pack_saved(forward, backward, kwargs["num_fwd_outputs"], saved)
             return forward, backward
 
-    return Partitioner()
+    made = NAMED[saved.uuid()] = Partitioner()
+    return made
+
+
+def _named(text: str) -> Any:
+    """The partitioner whose value has this text, in the process that made it."""
+    return NAMED[text]

@@ -153,8 +153,11 @@ def _readers(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
     return found
 
 
-def _functions(node: fx.Node) -> dict[fx.Node, None]:
-    """The nodes that are computed from one node alone, element by element, itself included, up to `NONLINEAR` ones."""
+def _functions(node: fx.Node, *, sums: bool = False) -> dict[fx.Node, None]:
+    """The nodes that are computed from one node alone, element by element, itself included, up to `NONLINEAR` ones.
+
+    With ``sums`` other tensors may be added, as the residual stream is.
+    """
     found, pending = {node: None}, [node]
     while pending and len(found) < NEAR:
         current = pending.pop()
@@ -162,7 +165,8 @@ def _functions(node: fx.Node) -> dict[fx.Node, None]:
             continue
         for user in _users(current):
             alone = user.op == "placeholder" or (
-                _is_pointwise(user) and all(each in found for each in _tensor_inputs(user))
+                _is_pointwise(user)
+                and ((sums and _name(user) == "add") or all(each in found for each in _tensor_inputs(user)))
             )
             if alone and user not in found:
                 found[user] = None
@@ -289,9 +293,10 @@ def _kind(nodes: Sequence[fx.Node], place: fx.Node) -> str:
         return "checkpoint"
     if (called := _call_that_reads(place)) is not None:
         return called
-    functions = {node: _functions(node) for node in nodes}
-    if any(map(_is_norms_input, functions.values())):
+    # min-cut may keep what a layer adds to the residual stream, and add it again
+    if any(_is_norms_input(_functions(node, sums=True)) for node in nodes):
         return "norm"
+    functions = {node: _functions(node) for node in nodes}
     return "activation" if any(_is_activations_input(*each) for each in functions.items()) else "other"
 
 

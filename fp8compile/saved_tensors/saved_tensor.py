@@ -25,7 +25,7 @@ class SavedTensor:
     Attributes:
         kind: What reads it.
 
-            - ``"norm"``: an input of a norm over the last dim.
+            - ``"norm"``: an input of a norm over the last dim, or a term of the sum that is its input.
             - ``"activation"``: an input of SiLU, GELU, sigmoid or tanh, or a tensor that the result multiplies.
             - ``"checkpoint"``: an input of a checkpointed region.
             - ``"attention"``: the backward of an attention reads it.
