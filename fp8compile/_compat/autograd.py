@@ -20,6 +20,7 @@ __all__ = [
     "keep_grad_dtype",
     "plain_alias",
     "runs_in_backward",
+    "saved_tensor_context",
     "uncounted_write",
     "version_in_eager",
     "will_run",
@@ -142,6 +143,16 @@ def will_run(ctx: Any, place: int) -> bool:
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves
+
+
+def saved_tensor_context() -> dict[str, Any] | None:
+    """What AOTAutograd tells a hook on saved tensors that it inlines: ``_node``, ``_fw_graph`` and ``_bw_graph``.
+
+    None outside AOTAutograd.
+    """
+    from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
+
+    return _get_saved_tensor_hook_context()
 
 
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
