@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch import fx
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -18,14 +21,17 @@ __all__ = [
     "counting_versions",
     "impl_autograd",
     "keep_grad_dtype",
+    "lost_by_hooks",
     "plain_alias",
     "runs_in_backward",
+    "saved_by_checkpoint",
     "saved_tensor_context",
     "uncounted_write",
     "version_in_eager",
     "will_run",
 ]
 
+FRAMES = 24  # from a hook up to the function that saves: calls of a graph module are a dozen
 ABOVE_KERNELS = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -153,6 +159,39 @@ def saved_tensor_context() -> dict[str, Any] | None:
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
     return _get_saved_tensor_hook_context()
+
+
+def saved_by_checkpoint() -> bool:
+    """Whether a hook on saved tensors, which calls this, has an input of a region of ``torch.utils.checkpoint``.
+
+    The checkpoint calls the hook itself; up to 2.11 it has autograd call the hook. Nothing but the call stack tells.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            return False
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "save_inputs" and file == torch.utils.checkpoint.__file__:
+            return True
+        if name == "apply" and getattr(frame.f_locals.get("cls"), "__name__", "") == "_NoopSaveInputs":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def lost_by_hooks(backward: fx.Graph) -> str | None:
+    """What AOTAutograd loses of a backward's inputs if it inlines hooks on saved tensors; None if nothing.
+
+    Up to 2.15 it forwards tensors and symbols alone, and tensors that a ``ctx`` of autograd keeps in an attribute, which
+    have to be the last ones, may get another place.
+    """
+    for place in backward.find_nodes(op="placeholder"):
+        value = place.meta.get("val")
+        if not isinstance(value, (torch.Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return f"a {getattr(value, 'script_class_name', type(value).__name__)}"
+        if place.meta.get("saved_tensor_with_no_vc_check"):
+            return "a tensor as an attribute of an autograd.Function's ctx"
+    return None
 
 
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,34 +1,26 @@
 """Saved tensors in eager mode: autograd asks for each of them before the operator that saves it runs.
 
-The hook returns a `Kept`, which still has the tensor. The next operators tell what it is: the one that takes the tensor
-decides. Then the codes take the tensor's place.
+The hook returns a `Kept`, which still has the tensor. The next operator tells what it is. Then the codes take the
+tensor's place.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.saved_tensors.packing import PYTHON_OF_STEPS, Packing
-from fp8compile.saved_tensors.reading import GEMMS, NONLINEAR, NORMS, SPREADS, SUMS
 from fp8compile.saved_tensors.choice import SavedAsCodes
+from fp8compile.saved_tensors.operators import COPIES, NONLINEAR, NORMS, SUMS, VIEWS, kind_of_call, operator_name
+from fp8compile.saved_tensors.packing import PYTHON_OF_STEPS, Packing
 from fp8compile.saved_tensors.saved_tensor import SavedTensor
 
-__all__ = ["Kept", "Watch", "packed_in_eager", "unpacked_in_eager"]
+__all__ = ["Kept", "Watch", "packed_in_eager"]
 
-PATIENCE = 8  # operators that may run before one takes a tensor: a view, a cast, a product that saved it after it ran
-SAME = {"view", "_unsafe_view", "transpose", "permute", "t", "unsqueeze", "squeeze", "slice", "select", "alias"}
-COPIED = {"_to_copy", "clone", "detach", "expand", "split", "split_with_sizes"}
-NONLINEAR_NODES = ("Silu", "Gelu", "Sigmoid", "Tanh", "Softplus", "Mish", "Hardswish", "Erf", "Exp")
-FRAMES = 24  # from a hook up to the function that saves: calls of a graph module are a dozen
-CHECKPOINT = torch.utils.checkpoint.__file__
 WATCHES = threading.local()
 
 
@@ -38,26 +30,23 @@ class Kept:
     def __init__(self, value: Tensor) -> None:
         self.value: Tensor | None = value
         self.version = value._version
-        self.same: list[Tensor] = [value]  # tensors with its values
-        self.squares: list[Tensor] = []  # tensors with their squares
-        self.seen = 0
+        self.square: Tensor | None = None  # the result of the operator that squared it
         self.packing: Packing | None = None
         self.parts: tuple[Tensor, ...] = ()
         self.spec: Any = None  # of a DTensor
 
     def settle(self, kind: str, saved: SavedAsCodes) -> None:
         """Pack the tensor, or keep it as it is."""
-        value = self.value
-        self.same, self.squares = [], []
+        value, self.square = self.value, None
         if value is None or value._version != self.version:
             return
         local = _compat.local_itself(value)
         if not saved.chooses(SavedTensor(kind=kind, shape=tuple(local.shape), dtype=local.dtype)):
             return
+        packing = Packing.of(local, saved.quantizer_for(None))
+        if packing is None:
+            return
         with torch.no_grad():
-            packing = Packing.of(local, saved.quantizer_for(None))
-            if packing is None:
-                return
             self.parts = packing.pack(local.detach(), PYTHON_OF_STEPS)
         self.packing, self.spec = packing, value._spec if _compat.is_dtensor(value) else None
         self.value = None
@@ -103,22 +92,30 @@ class Watch(_compat.OnlookingMode):
             if source is x and version == x._version and kept is not None:
                 return kept
         kept = Kept(x)
-        self.known[id(x)] = weakref.ref(x, lambda _, key=id(x): self.known.pop(key, None)), x._version, weakref.ref(kept)
-        if _is_checkpoints_input():
+        self.known[id(x)] = (
+            weakref.ref(x, lambda _, key=id(x): self.known.pop(key, None)),
+            x._version,
+            weakref.ref(kept),
+        )
+        if _compat.saved_by_checkpoint():
             kept.settle("checkpoint", self.saved)
         else:
             self.pending.append(kept)
         return kept
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the operator, and settle the tensors that it takes."""
-        if self.pending and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-            for kept in self.pending:
-                if _is_in(list(args), kept.same):
-                    kept.settle("other", self.saved)
+        """Settle the tensors that were saved since the operator before, and call this one."""
+        if not self.pending or operator_name(func) in VIEWS | COPIES:
+            return func(*args, **kwargs)
+        pending, self.pending = self.pending, []
+        for kept in pending:
+            if (kind := _kind(func, args, kept)) is None:
+                self.pending.append(kept)
+            else:
+                kept.settle(kind, self.saved)
         result = func(*args, **kwargs)
-        if self.pending:
-            self.pending = [kept for kept in self.pending if not self._settled(kept, func, args, result)]
+        for kept in self.pending:
+            kept.square = result
         return result
 
     def settle(self) -> None:
@@ -127,65 +124,22 @@ class Watch(_compat.OnlookingMode):
             kept.settle("other", self.saved)
         self.pending = []
 
-    def _settled(self, kept: Kept, func: Any, args: tuple[Any, ...], result: Any) -> bool:
-        given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        takes = _is_in(given, kept.same)
-        kind = None
-        if takes or _is_in(given, kept.squares):
-            kind = _kind(func, args, result, kept)
-        kept.seen += 1
-        if kind is None and kept.seen >= PATIENCE:
-            kind = "other"
-        if kind is not None:
-            kept.settle(kind, self.saved)
-        return kind is not None
 
-
-def _is_in(given: list[Any], tensors: list[Tensor]) -> bool:
-    return any(each is tensor for tensor in tensors for each in given)
-
-
-def _kind(func: Any, args: tuple[Any, ...], result: Any, kept: Kept) -> str | None:
-    """The kind of a tensor that an operator takes; None if the operator tells nothing yet, as a view does."""
-    name = func._overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else str(func)
-    of_squares = _is_in(list(args), kept.squares)
-    if name in SAME or name in COPIED:
-        made = [each for each in (result if isinstance(result, (list, tuple)) else [result])]
-        (kept.squares if of_squares else kept.same).extend(made)
+def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
+    """The kind of a saved tensor by the next operator; None if that squares it, because the sum of a norm may follow."""
+    name, x = operator_name(func), kept.value
+    if kept.square is not None:
+        return "norm" if name in SUMS and args[0] is kept.square and len(args) > 1 else "other"
+    given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    if not any(each is x for each in given):
+        return "other"
+    if (name == "pow" and args[1] == 2) or name == "square" or (name == "mul" and args[0] is args[1]):
         return None
-    if of_squares:
-        return "norm" if name in SUMS and len(args) > 1 else "other"
-    if name in NORMS:
-        return "norm" if args and _is_in([args[0]], kept.same) else "other"
-    if name in SPREADS:
+    if name in SUMS or (name in NORMS and args[0] is x):
         return "norm"
-    if (name == "pow" and args[1] == 2) or (name in ("mul", "square") and args[0] is args[-1]):
-        kept.squares.append(result)
-        return None
-    if name in NONLINEAR or (name == "mul" and any(map(_is_of_nonlinear, args))):
+    if name in NONLINEAR or (name == "mul" and all(isinstance(each, Tensor) and each.ndim > 1 for each in args)):
         return "activation"
-    if "attention" in name:
-        return "attention"
-    return "gemm" if name in GEMMS or getattr(func, "namespace", "") == "fp8compile" else "other"
-
-
-def _is_of_nonlinear(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None and value.grad_fn.name().startswith(NONLINEAR_NODES)
-
-
-def _is_checkpoints_input() -> bool:
-    """Whether `torch.utils.checkpoint` saves the inputs of a region: it calls the hook itself, up to 2.11 by autograd."""
-    frame: Any = sys._getframe(1)
-    for _ in range(FRAMES):
-        if frame is None:
-            return False
-        name, file = frame.f_code.co_name, frame.f_code.co_filename
-        if name == "save_inputs" and file == CHECKPOINT:
-            return True
-        if name == "apply" and getattr(frame.f_locals.get("cls"), "__name__", "") == "_NoopSaveInputs":
-            return True
-        frame = frame.f_back
-    return False
+    return kind_of_call(func) or "other"
 
 
 def _watches() -> list[Watch]:
@@ -213,8 +167,3 @@ def packed_in_eager(x: Tensor, saved: SavedAsCodes) -> Any:
     """What autograd keeps in place of ``x``; ``x`` itself if the context was left or ``x`` is never packed."""
     watch = next((each for each in reversed(_watches()) if each.saved == saved), None)
     return watch.keep(x) if watch is not None and _may_be_packed(x) else x
-
-
-def unpacked_in_eager(kept: Kept) -> Tensor:
-    """The tensor, from what `packed_in_eager` returned."""
-    return kept.tensor()

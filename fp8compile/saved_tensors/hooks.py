@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8compile import _compat
-from fp8compile.saved_tensors.eager import Watch, packed_in_eager, unpacked_in_eager
-from fp8compile.saved_tensors.partition import packing_of
-from fp8compile.saved_tensors.choice import Filter, SavedAsCodes
 from fp8compile.quantizers import Quantizer
+from fp8compile.saved_tensors.choice import Filter, SavedAsCodes
+from fp8compile.saved_tensors.eager import Watch, packed_in_eager
+from fp8compile.saved_tensors.packing import Packing
+from fp8compile.saved_tensors.partition import packing_of
 
 __all__ = ["saved_as_codes"]
 
+PACKING = "fp8compile_packing"  # in the meta of a saved node
 VALUES: dict[str, SavedAsCodes] = {}  # by the text that stands for them in graphs
 
 
@@ -44,6 +46,7 @@ def saved_as_codes(
         TypeError: Both a value and fields are given, or an argument is of another type.
         ValueError: See `SavedAsCodes`.
         RuntimeError: Dynamo traces the context itself.
+        NotImplementedError: A compiled forward saves what hooks lose, such as the mesh of tensor parallelism.
     """
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
@@ -83,8 +86,18 @@ def _traced_packing(saved: SavedAsCodes) -> Any:
     if context is None:
         return NotImplemented
     node, backward = context["_node"], context["_bw_graph"]
-    place = next((each for each in backward.find_nodes(op="placeholder") if each.name == node.name), None)
-    return None if place is None else packing_of(node, place, saved)
+    if (lost := _compat.lost_by_hooks(backward)) is not None:
+        raise NotImplementedError(
+            f"saved_as_codes: this compiled forward saves {lost}, which PyTorch loses where it inlines hooks on saved "
+            "tensors. Leave the context out, and take fp8compile.compile(model, saved=fp8compile.SavedAsCodes(...))."
+        )
+    if (
+        PACKING not in node.meta
+    ):  # asked once: the packing's own operators, which are put into the graph, read the node
+        place = next((each for each in backward.find_nodes(op="placeholder") if each.name == node.name), None)
+        node.meta[PACKING] = None if place is None else packing_of(node, place, saved)
+    packing: Packing | None = node.meta[PACKING]
+    return packing
 
 
 def pack_hook(x: Tensor, name: str) -> Any:
@@ -100,4 +113,4 @@ def unpack_hook(kept: Any, name: str) -> Tensor:
     if isinstance(kept, Tensor):  # it was not packed
         return kept
     packing = _traced_packing(VALUES[name])
-    return unpacked_in_eager(kept) if packing is NotImplemented else packing.unpack(kept)
+    return kept.tensor() if packing is NotImplemented else packing.unpack(kept)

@@ -1,6 +1,6 @@
 """The one rule by which a saved tensor becomes codes and values again, in graphs and in eager mode.
 
-    x --amax, scale, cast--> codes, scales --saved--> codes times scales, rounded once to the dtype of x
+x --amax, scale, cast--> codes, scales --saved--> codes times scales, rounded once to the dtype of x
 """
 
 from __future__ import annotations

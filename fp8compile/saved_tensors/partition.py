@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8compile.saved_tensors.packing import Packing
-from fp8compile.saved_tensors.reading import block_beside, described, source_of
 from fp8compile.saved_tensors.choice import SavedAsCodes
+from fp8compile.saved_tensors.packing import Packing
+from fp8compile.saved_tensors.reading import block_beside, described
+from fp8compile.saved_tensors.walks import source_of
 
 __all__ = ["pack_saved", "packing_of", "partitioner"]
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
+
 D, H = 256, 512
 SEEN: list[f8.SavedTensor] = []
 
@@ -128,8 +129,9 @@ def test_a_write_to_a_tensor_that_was_kept_as_it_is_raises():
 
 
 def test_arguments_that_do_not_fit_are_refused():
-    with pytest.raises(TypeError, match="a SavedAsCodes has its quantizer and filter"), f8.saved_as_codes(
-        f8.SavedAsCodes(), filter=("norm",)
+    with (
+        pytest.raises(TypeError, match="a SavedAsCodes has its quantizer and filter"),
+        f8.saved_as_codes(f8.SavedAsCodes(), filter=("norm",)),
     ):
         pass
     with pytest.raises(TypeError, match="saved is 'all'; it is a fp8compile.SavedAsCodes"), f8.saved_as_codes("all"):
