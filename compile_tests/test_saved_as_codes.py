@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
-from benchmarks.memory import saved_bytes
 from fp8compile.saved_tensors import partitioner
 from fp8compile.saved_tensors.saved_tensor import DEFAULT_KINDS
 from fp8compile.testing import assert_fullgraph
@@ -204,7 +203,7 @@ def test_one_graph_and_one_for_calls_outside():
 
 def test_what_compile_can_not_do_is_refused():
     model = model_of(None)
-    with pytest.raises(TypeError, match="saved is 'all'; it is a fp8compile.SavedAsCodes"):
+    with pytest.raises(TypeError, match=r"saved is 'all'; it is a fp8compile\.SavedAsCodes"):
         f8.compile(model, saved="all")
     with pytest.raises(ValueError, match="a choice of Inductor's partitioner, and the backend is 'aot_eager'"):
         f8.compile(model, saved=SAVED, backend="aot_eager")

@@ -17,6 +17,7 @@ from torch.autograd.function import _SingleLevelFunction
 from fp8compile._compat.tracing import no_dispatch
 
 __all__ = [
+    "active_saved_tensor_hooks",
     "as_kernel",
     "counting_versions",
     "impl_autograd",
@@ -182,8 +183,8 @@ def saved_by_checkpoint() -> bool:
 def lost_by_hooks(backward: fx.Graph) -> str | None:
     """What AOTAutograd loses of a backward's inputs if it inlines hooks on saved tensors; None if nothing.
 
-    Up to 2.15 it forwards tensors and symbols alone, and tensors that a ``ctx`` of autograd keeps in an attribute, which
-    have to be the last ones, may get another place.
+    Up to 2.15 it forwards tensors and symbols alone. Tensors that are an attribute of a ``ctx`` of autograd have to be
+    the last ones, and may get another place.
     """
     for place in backward.find_nodes(op="placeholder"):
         value = place.meta.get("val")
@@ -192,6 +193,12 @@ def lost_by_hooks(backward: fx.Graph) -> str | None:
         if place.meta.get("saved_tensor_with_no_vc_check"):
             return "a tensor as an attribute of an autograd.Function's ctx"
     return None
+
+
+def active_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks that autograd calls for a tensor that is saved now; None if there are none."""
+    ignore_is_tracing = True
+    return torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
 
 
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:

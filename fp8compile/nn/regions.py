@@ -57,8 +57,9 @@ def compile(
 
     Raises:
         TypeError: The model or a block is not a module, or ``saved`` is no `SavedAsCodes`.
-        ValueError: ``saved`` is given, and the backend is not Inductor or the options have a partitioner. A block is not a part of the model, is inside another block, or can't be a region: its forward is
-            set on the instance, or PyTorch does not accept its parameters as arguments of a region.
+        ValueError: A block is not a part of the model, is inside another block, or can't be a region: its forward is
+            set on the instance, or PyTorch does not accept its parameters as arguments of a region. Or ``saved`` is
+            given, and the backend is not Inductor or the options have a partitioner.
 
     Warns:
         UserWarning: Some repeated blocks can't be regions, and are inlined.
@@ -83,14 +84,14 @@ def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str,
         raise TypeError(f"compile: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or None.")
     if (backend := options.get("backend", "inductor")) != "inductor":
         raise ValueError(
-            f"compile: saved is a choice of Inductor's partitioner, and the backend is {backend!r}. Leave backend out, "
-            "or call the compiled model in fp8compile.saved_as_codes(...), which any backend takes."
+            f"compile: saved is a choice of Inductor's partitioner, and the backend is {backend!r}. Leave backend "
+            "out, or call the compiled model in fp8compile.saved_as_codes(...), which any backend takes."
         )
     own = dict(options.get("options") or {})
     if own.get("custom_partitioner_fn") is not None:
         raise ValueError(
-            "compile: saved is given, and options have custom_partitioner_fn: Inductor takes one partitioner. Leave one "
-            "of them out."
+            "compile: saved is given, and options have custom_partitioner_fn: Inductor takes one partitioner. Leave "
+            "one of them out."
         )
     if (mode := options.get("mode")) is not None:  # torch.compile takes either a mode or options
         from torch._inductor import list_mode_options

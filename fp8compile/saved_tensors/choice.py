@@ -22,7 +22,7 @@ WHOLE, ROW = (-1, -1), (1, -1)
 
 @dataclass(frozen=True)
 class SavedAsCodes:
-    """Save tensors for the backward as codes and scales, and turn them into values again where the backward reads them.
+    """Save tensors for the backward as codes and scales, which become values again where the backward reads them.
 
     Give it to ``fp8compile.compile(model, saved=...)``, or to ``fp8compile.saved_as_codes(...)``, a context around a
     call. The forward's results stay the same, bit for bit. Gradients are those of the rounded tensors.
@@ -62,8 +62,8 @@ class SavedAsCodes:
             return
         if not isinstance(quantizer, Quantizer):
             raise TypeError(
-                f"SavedAsCodes: quantizer is {quantizer!r}; it is a quantizer, such as fp8compile.CurrentScaling(...), "
-                "or None for e4m3 in the blocks of the recipe."
+                f"SavedAsCodes: quantizer is {quantizer!r}; it is a quantizer, such as "
+                "fp8compile.CurrentScaling(...), or None for e4m3 in the blocks of the recipe."
             )
         if isinstance(quantizer, DelayedScaling):
             raise ValueError(

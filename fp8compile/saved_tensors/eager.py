@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8compile import _compat
 from fp8compile.saved_tensors.choice import SavedAsCodes
@@ -56,8 +57,8 @@ class Kept:
         if self.value is not None:
             if self.value._version != self.version:
                 raise RuntimeError(
-                    f"saved_as_codes: a tensor of shape {tuple(self.value.shape)} that the backward reads was written to "
-                    "in place after the forward saved it. Write out of place, or clone the tensor first."
+                    f"saved_as_codes: a tensor of shape {tuple(self.value.shape)} that the backward reads was written "
+                    "to in place after the forward saved it. Write out of place, or clone the tensor first."
                 )
             return self.value
         assert self.packing is not None, "a tensor that is gone was packed"
@@ -74,8 +75,8 @@ class Watch(_compat.OnlookingMode):
         super().__init__()
         self.saved = saved
         self.pending: list[Kept] = []
-        # A tensor that two operators save is packed once. Keys are identities, values hold nothing alive.
-        self.known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Kept]]] = {}
+        # A tensor that two operators save is packed once. Neither keys nor values keep anything alive.
+        self.known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Any:
         _watches().append(self)
@@ -87,16 +88,11 @@ class Watch(_compat.OnlookingMode):
 
     def keep(self, x: Tensor) -> Any:
         """What autograd keeps in place of ``x``."""
-        if (found := self.known.get(id(x))) is not None:
-            source, version, kept = found[0](), found[1], found[2]()
-            if source is x and version == x._version and kept is not None:
-                return kept
+        kept = self.known[x]() if x in self.known else None
+        if kept is not None and kept.version == x._version:
+            return kept
         kept = Kept(x)
-        self.known[id(x)] = (
-            weakref.ref(x, lambda _, key=id(x): self.known.pop(key, None)),
-            x._version,
-            weakref.ref(kept),
-        )
+        self.known[x] = weakref.ref(kept)
         if _compat.saved_by_checkpoint():
             kept.settle("checkpoint", self.saved)
         else:
@@ -126,7 +122,7 @@ class Watch(_compat.OnlookingMode):
 
 
 def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
-    """The kind of a saved tensor by the next operator; None if that squares it, because the sum of a norm may follow."""
+    """The kind of a saved tensor by the next operator; None if that squares it: the sum of a norm may follow."""
     name, x = operator_name(func), kept.value
     if kept.square is not None:
         return "norm" if name in SUMS and args[0] is kept.square and len(args) > 1 else "other"
@@ -151,10 +147,10 @@ def _watches() -> list[Watch]:
 
 def _may_be_packed(x: Tensor) -> bool:
     """Whether the forward made a floating-point tensor of rows, and not its caller; saved results have no history."""
-    source = x if x._base is None else x._base
+    is_callers = x._base is not None and x._base.is_leaf and x._base.requires_grad  # a part of a parameter
     return (
         x.grad_fn is not None
-        and source.grad_fn is not None
+        and not is_callers
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and x.ndim > 1
         and x.shape[-1] > 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fp8compile.saved_tensors.partition import packing_of
 __all__ = ["saved_as_codes"]
 
 PACKING = "fp8compile_packing"  # in the meta of a saved node
+GRAPHS: set[fx.Graph] = set()  # of our hooks
 VALUES: dict[str, SavedAsCodes] = {}  # by the text that stands for them in graphs
 
 
@@ -35,7 +36,8 @@ def saved_as_codes(
 
     Put it around the call of a model; the backward may run outside. A compiled call in the context is compiled apart
     from one outside. Compiled regions pack what they return, and not what is inside of them;
-    ``fp8compile.compile(model, saved=...)`` packs that too.
+    ``fp8compile.compile(model, saved=...)`` packs that too. Make a filter once: a function that is made anew for each
+    call has the call compiled again.
 
     Args:
         saved: Which tensors become codes, and how; or give the fields of `SavedAsCodes`.
@@ -45,7 +47,8 @@ def saved_as_codes(
     Raises:
         TypeError: Both a value and fields are given, or an argument is of another type.
         ValueError: See `SavedAsCodes`.
-        RuntimeError: Dynamo traces the context itself.
+        RuntimeError: Dynamo traces the context itself, or hooks of others on saved tensors are active, such as those
+            of ``save_on_cpu`` and of a checkpointed region.
         NotImplementedError: A compiled forward saves what hooks lose, such as the mesh of tensor parallelism.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -57,13 +60,24 @@ def saved_as_codes(
         raise TypeError(f"saved_as_codes: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or leave it out.")
     if saved is not None and (quantizer is not None or filter is not None):
         raise TypeError("saved_as_codes: a SavedAsCodes has its quantizer and filter. Give the value or the fields.")
+    _check_hooks_around()
     value = saved or SavedAsCodes(quantizer, filter)
     with Watch(value) as watch, torch.autograd.graph.saved_tensors_hooks(*_hooks(value)):
         yield
         watch.settle()
 
 
-@lru_cache(maxsize=None)
+def _check_hooks_around() -> None:
+    around = _compat.active_saved_tensor_hooks()
+    if around is not None and getattr(around[0], "graph", None) not in GRAPHS:
+        raise RuntimeError(
+            f"saved_as_codes: other hooks on saved tensors are active, {around[0]!r}, and autograd calls the "
+            "innermost ones alone. Put this context around a checkpointed region and not into it. To offload codes, "
+            "call a model of fp8compile.compile(model, saved=...) in the context of the other hooks."
+        )
+
+
+@cache
 def _hooks(saved: SavedAsCodes) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two hooks of a value; the same ones for equal values, because compiled calls are guarded by identity."""
     name = saved.uuid()
@@ -77,6 +91,7 @@ def _as_graph(function: Any, name: str) -> fx.GraphModule:
     # without both marks AOTAutograd's cache is bypassed
     call.meta.update(is_wrapped=True, user_cache_hash=f"{function.__name__} {name}")
     graph.output(call)
+    GRAPHS.add(graph)
     return fx.GraphModule(nn.Module(), graph)
 
 
@@ -91,9 +106,8 @@ def _traced_packing(saved: SavedAsCodes) -> Any:
             f"saved_as_codes: this compiled forward saves {lost}, which PyTorch loses where it inlines hooks on saved "
             "tensors. Leave the context out, and take fp8compile.compile(model, saved=fp8compile.SavedAsCodes(...))."
         )
-    if (
-        PACKING not in node.meta
-    ):  # asked once: the packing's own operators, which are put into the graph, read the node
+    # asked once: the operators of the packing, which PyTorch puts into the graph, read the node too
+    if PACKING not in node.meta:
         place = next((each for each in backward.find_nodes(op="placeholder") if each.name == node.name), None)
         node.meta[PACKING] = None if place is None else packing_of(node, place, saved)
     packing: Packing | None = node.meta[PACKING]

@@ -49,8 +49,8 @@ SOFTMAX = {"amax", "max", "logsumexp", "prepare_softmax_online", "_softmax", "_l
 READS_ONCE = {
     "native_layer_norm_backward", "_fused_rms_norm_backward", "native_group_norm_backward", "native_dropout_backward",
     "silu_backward", "gelu_backward", "sigmoid_backward", "tanh_backward", "softplus_backward", "mish_backward",
-    "hardswish_backward", "cat", "index", "gather", "scatter", "scatter_add", "index_put", "index_add", "select_scatter",
-    "slice_scatter", "slice_backward", "select_backward", "constant_pad_nd", "cumsum", "flip",
+    "hardswish_backward", "cat", "index", "gather", "scatter", "scatter_add", "index_put", "index_add",
+    "select_scatter", "slice_scatter", "slice_backward", "select_backward", "constant_pad_nd", "cumsum", "flip",
 }  # fmt: skip
 GEMMS = {
     "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm",
@@ -65,7 +65,7 @@ def operator_name(target: Any) -> str:
 
 
 def kind_of_call(target: Any) -> str | None:
-    """The kind of a tensor that a library's call reads, whatever the argument; None if the operator is no such call."""
+    """The kind of a tensor that a library's call reads, as any argument; None if the operator is no such call."""
     name = operator_name(target)
     if "attention" in name:
         return "attention"

@@ -146,7 +146,7 @@ def _inlined(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node])
 
 @lru_cache
 def partitioner(saved: SavedAsCodes) -> Any:
-    """The partitioner of one value, for Inductor's option ``custom_partitioner_fn``; equal values have the same one."""
+    """The partitioner of a value, for Inductor's option ``custom_partitioner_fn``; equal values have the same one."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):

@@ -176,8 +176,8 @@ def _is_statistic(node: fx.Node) -> bool:
     if len(sizes) < 2 or (isinstance(sizes[-1], int) and sizes[-1] == 1):
         return True
     if current.target is operator.getitem:
-        source, index = current.args
-        return not is_region(source) and name_of(source) not in SPLITS and index != 0  # type: ignore[arg-type]
+        call: Any = current.args[0]
+        return bool(not is_region(call) and name_of(call) not in SPLITS and current.args[1] != 0)
     pending, seen = [current], {current}
     while pending and len(seen) < NEAR:
         each = pending.pop()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8compile.saved_tensors.operators import COPIES, NONLINEAR, PARTS, SPLITS, VIEWS, operator_name
+from fp8compile.saved_tensors.operators import COPIES, NONLINEAR, SPLITS, VIEWS, operator_name
 
 __all__ = [
     "NEAR",
@@ -84,7 +84,9 @@ def _body(call: fx.Node) -> fx.Graph:
     holder: Any = call.args[0]
     owner = call.graph.owning_module
     assert owner is not None, "a graph that calls a region belongs to a module, which has the region's graph"
-    return owner.get_submodule(holder.target).graph
+    body: Any = owner.get_submodule(holder.target)
+    graph: fx.Graph = body.graph
+    return graph
 
 
 def same_memory(node: fx.Node) -> list[fx.Node]:
@@ -108,7 +110,7 @@ def same_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """The node of the same graph that makes the memory in which a node lies; calls of one region make different ones."""
+    """The node that makes the memory in which a node lies, in the same graph, maybe the call of a region."""
     return [each for each in same_memory(node) if each.graph is node.graph][-1]
 
 

@@ -89,7 +89,9 @@ def test_gradients_are_those_of_the_rounded_tensors_and_results_stay(recipe):
     with f8.saved_as_codes():
         coded, found = gradients(lambda x: block(x * 1), block, x)
     assert torch.equal(plain, coded)
-    moved = [(one.float() - other.float()).norm() / other.float().norm() for one, other in zip(found, expected)]
+    moved = [
+        (one.float() - other.float()).norm() / other.float().norm() for one, other in zip(found, expected, strict=True)
+    ]
     assert moved[-1] == 0  # the input of down is as it was
     assert 0 < max(moved) < 0.05  # e4m3 rounds by 2**-4 at most, half of that on average, in some of the factors
     with f8.saved_as_codes(filter=lambda tensor: False):
@@ -134,5 +136,5 @@ def test_arguments_that_do_not_fit_are_refused():
         f8.saved_as_codes(f8.SavedAsCodes(), filter=("norm",)),
     ):
         pass
-    with pytest.raises(TypeError, match="saved is 'all'; it is a fp8compile.SavedAsCodes"), f8.saved_as_codes("all"):
+    with pytest.raises(TypeError, match=r"saved is 'all'; it is a fp8compile\.SavedAsCodes"), f8.saved_as_codes("all"):
         pass

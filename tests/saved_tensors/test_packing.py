@@ -1,4 +1,4 @@
-"""The packing rule: values of packed tensors are those of ``quantizer.dequantize``, bit for bit, with their strides."""
+"""The packing rule: values of packed tensors are those of the quantizer, bit for bit, with the strides they had."""
 
 from __future__ import annotations
 
