@@ -17,6 +17,7 @@ own input and its parameters are arguments. Seconds a row, without Triton.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import torch
 import torch._inductor.config
@@ -33,7 +34,7 @@ from fp8compile.saved_tensors import partitioner
 from fp8compile.testing.gpu.gpus import gpu_called
 from fp8compile.testing.gpu.graphs import gpu_graphs, kept_bytes
 
-__all__ = ["BLOCKS", "SAVED", "kept_mb", "kept_row"]
+__all__ = ["BLOCKS", "SAVED", "block_and_arguments", "kept_mb", "kept_row"]
 
 TOKENS = 8192
 BLOCKS = ("mlp", "attention", "layer", "experts")
@@ -61,13 +62,17 @@ def _kept_mb(kind: str, recipe: str, saved: f8.SavedAsCodes | None) -> float:
     torch._dynamo.reset()
     cut = torch._inductor.config.patch(custom_partitioner_fn=saved and partitioner(saved))
     with FakeTensorMode(allow_non_fake_inputs=True), cut:
-        if kind == "experts":
-            call, args = CONTENDERS[recipe](), experts_arguments(*SIZES.values())
-        else:
-            call, x = _layers(recipe, int(kind[-1])) if kind.startswith("layer") else _block(kind, recipe)
-            args = (x,)
+        call, args = block_and_arguments(kind, recipe)
         forward = gpu_graphs(call, args, gpu_called(arch_for(recipe)))[0]
     return kept_bytes(forward) / 1e6
+
+
+def block_and_arguments(kind: str, recipe: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """A block and what it is called with: "mlp", "attention", "experts", or "layer" and a number of layers."""
+    if kind == "experts":
+        return CONTENDERS[recipe](), experts_arguments(*SIZES.values())
+    call, x = _layers(recipe, int(kind[-1])) if kind.startswith("layer") else _block(kind, recipe)
+    return call, (x,)
 
 
 def _block(kind: str, recipe: str) -> tuple[nn.Module, Tensor]:
