@@ -1,6 +1,6 @@
 """What do saved tensors as codes cost: in bytes moved, in how far gradients move, in loss?
 
-moved       GB that generated code reads and writes, forward and backward, of the blocks of `benchmarks.kept`, exact and
+moved       GB that generated code reads and writes, forward and backward, for blocks of `benchmarks.kept`, exact and
             with ``fp8compile.SavedAsCodes()``; for an H200 (mxfp8, nvfp4: B200)
 gradients   how far the gradient of a small decoder over bytes moves if tensors of one kind become codes, as a share of
             its norm; and how far from the gradient in float64 it then is. Eager mode, float32 beside the recipes' own

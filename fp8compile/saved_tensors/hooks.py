@@ -35,9 +35,9 @@ def saved_as_codes(
     """Save tensors as codes in this context: those of compiled calls, of any backend, and those of eager code.
 
     Put it around the call of a model; the backward may run outside. A compiled call in the context is compiled apart
-    from one outside. Compiled regions pack what they return, and not what is inside of them;
-    ``fp8compile.compile(model, saved=...)`` packs that too. Make a filter once: a function that is made anew for each
-    call has the call compiled again.
+    from one outside. What compiled regions save is packed behind them, by kernels of its own;
+    ``fp8compile.compile(model, saved=...)`` packs it inside of them. Make a filter once: a function that is made anew
+    for each call has the call compiled again.
 
     Args:
         saved: Which tensors become codes, and how; or give the fields of `SavedAsCodes`.
