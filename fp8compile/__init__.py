@@ -33,6 +33,7 @@ from fp8compile.nn import (
     set_recipe,
 )
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, TwoLevelScaling
+from fp8compile.saved_tensors import SavedAsCodes, SavedTensor, saved_as_codes
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
 
 __version__ = "0.1.0"
@@ -48,6 +49,8 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "Recipe",
+    "SavedAsCodes",
+    "SavedTensor",
     "TwoLevelScaling",
     "__version__",
     "calibrate",
@@ -66,6 +69,7 @@ __all__ = [
     "repeated_blocks",
     "reset_delayed_scaling",
     "revert",
+    "saved_as_codes",
     "scaled_mm",
     "set_recipe",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -26,6 +27,7 @@ __all__ = [
     "is_traced_as_subgraph",
     "is_transformed",
     "is_unbacked",
+    "module_path",
     "no_dispatch",
     "nodes_of",
     "statically_equal",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+STEP = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
 # Returns the mode that records operators as nodes, or None: then no tensor has a node. An eager call asks ten times.
 graph_tracer = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
@@ -200,3 +203,9 @@ def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object
         OutputGraph.call_user_compiler = seen_first
 
     when_imported("torch._dynamo.output_graph", register)
+
+
+def module_path(text: str) -> str:
+    """Turn Dynamo's ``L['self']._modules['layers'][0].gate`` into ``layers.0.gate``, without the outermost object."""
+    rest = re.sub(r"^L\['\w+'\]", "", text)
+    return ".".join(next(filter(None, match)) for match in STEP.findall(rest))

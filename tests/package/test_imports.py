@@ -28,6 +28,7 @@ LAYERS = {
     "ops": 7,
     "tensor": 8,
     "recipes": 9,
+    "saved_tensors": 9,
     "nn": 10,
     "parallel": 11,
     "export": 12,
