@@ -29,6 +29,7 @@ LAYERS = {
     "tensor": 8,
     "recipes": 9,
     "nn": 10,
+    "optim": 11,
     "parallel": 11,
     "export": 12,
     "library": 12,
