@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8compile.optim.advance import Rule
 from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
 from fp8compile.optim.moments import CODES
+from fp8compile.quantizers.scale_rules import exact_root
 
 __all__ = ["AdamW"]
 
@@ -24,7 +25,7 @@ def _rule(
     grad = grad * sign
     exp_avg = exp_avg * beta1 + grad * rest1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2
-    update = (exp_avg / correction1) / (exp_avg_sq.sqrt() / root_correction2 + eps)
+    update = (exp_avg / correction1) / (exact_root(exp_avg_sq) / root_correction2 + eps)
     return parameter * (1 - lr * decay) - lr * update, (exp_avg, exp_avg_sq)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.quantizers.current_scaling import CurrentScaling
+from fp8compile.quantizers.scale_rules import exact_root
 
 __all__ = ["RootScaling"]
 
@@ -30,15 +31,15 @@ class RootScaling(CurrentScaling):
 
     def amax(self, x: Tensor) -> Tensor:
         """The largest root of each block, ``scale_shape(x.shape)``, float32; NaN if a value is NaN or below 0."""
-        return super().amax(x.float().sqrt())
+        return super().amax(exact_root(x.float()))
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
         """Cast the roots of values; a value above 0 gets at least the smallest code above 0."""
-        return _above_zero(super().cast(x.float().sqrt(), multiplier), x)
+        return _above_zero(super().cast(exact_root(x.float()), multiplier), x)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole decide the noise."""
-        return _above_zero(super().cast_at(x.float().sqrt(), multiplier, rows, columns), x)
+        return _above_zero(super().cast_at(exact_root(x.float()), multiplier, rows, columns), x)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The squares of codes times the scales of their blocks, each product rounded once to ``dtype``."""
