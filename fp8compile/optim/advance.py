@@ -7,6 +7,7 @@ writes them back as codes after it. What changes from step to step, such as the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fp8compile import ops
+from fp8compile._compat import asks_a_constant
 from fp8compile.optim.moments import quantized
-from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.stochastic_rounding import noise
+from fp8compile.quantizers import CurrentScaling
+from fp8compile.quantizers.stochastic_rounding import noise, positions
 
 __all__ = ["Job", "Rule", "advance"]
 
@@ -30,7 +32,7 @@ class Job:
     """One parameter in a step: this rank's part of each tensor.
 
     Attributes:
-        shape: The shape in which the rule sees the parameter: as rows of blocks, if a moment has codes.
+        shape: The shape in which the rule sees the parameter, ``MomentRows.local``.
         parameter: The parameter, any floating point dtype.
         grad: Its gradient, any floating point dtype.
         target: What the rule's first result is written to: the parameter, or another tensor of as many elements.
@@ -45,7 +47,7 @@ class Job:
     grad: Tensor
     target: Tensor
     moments: tuple[tuple[Tensor, ...], ...]
-    quantizers: tuple[Quantizer | None, ...]
+    quantizers: tuple[CurrentScaling | None, ...]
     place: tuple[Tensor, ...] = ()
     bf16_seed: int | None = None
 
@@ -61,11 +63,12 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
     Args:
         rule: The optimizer's arithmetic.
         scalars: A row for each job, float32. Its first entry is 1, or 0 for a parameter without gradient in this step,
-            whose tensors then stay as they are; the rule gets the others.
+            whose tensors then stay as they are. The second is the count of steps, by which noise differs from step to
+            step. The rule gets the others.
         jobs: What `Job.arguments` returned.
     """
     for row, (shape, (parameter, grad, target), moments, quantizers, place, seed) in zip(scalars, jobs, strict=True):
-        active, *numbers = row.unbind()
+        active, step, *numbers = row.unbind()
         before = [
             parts[0].float().reshape(shape)
             if quantizer is None
@@ -74,6 +77,9 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
         ]
         values = parameter.float().reshape(shape), grad.float().reshape(shape)
         result, after = rule(*values, before, numbers)
+        noisy = seed is not None or not all(map(is_local, quantizers))
+        matrix = math.prod(shape[:-1]), math.prod(shape[-1:])
+        place = _of_step(place or positions(matrix, parameter.device), step) if noisy else ()
         for parts, quantizer, moment in zip(moments, quantizers, after, strict=True):
             found = (moment,) if quantizer is None else quantized(moment, quantizer, place)
             for part, new in zip(parts, found, strict=True):
@@ -83,15 +89,30 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
         _write(target, result, active)
 
 
+@asks_a_constant
+def is_local(quantizer: CurrentScaling | None) -> bool:
+    """Whether codes do not depend on their place."""
+    return quantizer is None or quantizer.is_local()
+
+
+def _of_step(place: tuple[Tensor, ...], step: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of rows and columns with the count of steps in their upper 32 bits.
+
+    Without it, values that stay as they are would be rounded in the same direction in every step.
+    """
+    rows, columns = place
+    return rows + step.to(torch.int64) * 2**32, columns
+
+
 def _write(target: Tensor, values: Tensor, active: Tensor) -> None:
     target.copy_(torch.where(active > 0, values.reshape(target.shape).to(target.dtype), target))
 
 
-def _rounded_to_bfloat16(x: Tensor, seed: int, *place: Tensor) -> Tensor:
+def _rounded_to_bfloat16(x: Tensor, seed: int, rows: Tensor, columns: Tensor) -> Tensor:
     """Round float32 values up or down at random, so that the expected error is 0; the result is float32 still.
 
     A value that bfloat16 has stays, infinities too; a NaN stays one.
     """
-    rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.view(1, 1)
-    below = (noise(rows, seed, *place) * 65536.0).to(torch.int32)  # less than the 16 bits that are cut
-    return ((rows.contiguous().view(torch.int32) + below) & -65536).view(torch.float32).view(x.shape)
+    matrix = x.reshape(len(rows), len(columns)).contiguous()
+    below = (noise(matrix, seed, rows, columns) * 65536.0).to(torch.int32)  # less than the 16 bits that are cut
+    return ((matrix.view(torch.int32) + below) & -65536).view(torch.float32).view(x.shape)

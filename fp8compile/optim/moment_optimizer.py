@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fp8compile._compat import compiled_alone, is_dtensor, local_itself, untraced
 from fp8compile.optim.advance import Job, Rule, advance
-from fp8compile.optim.moments import STORED, MomentRows, StoredMoment
+from fp8compile.optim.moments import CODES, STORED, MomentRows, StoredMoment
 from fp8compile.quantizers.stochastic_rounding import check_rounding
 from fp8compile.tensor import SOURCE_DTYPES, has_codes, shown
 
@@ -40,10 +40,11 @@ class MomentOptimizer(Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: Backend) -> None:
         self._backend = backend
         self._compiled: Callable[..., None] | None = None
+        self._places: dict[Tensor, tuple[Tensor, ...]] = {}  # of parameters that ranks cut, which stay where they are
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_backend": self._backend, "_compiled": None}
+        return super().__getstate__() | {"_backend": self._backend, "_compiled": None, "_places": {}}
 
     # ------------------------------------------------------------------ groups
 
@@ -77,8 +78,8 @@ class MomentOptimizer(Optimizer):
                 )
             if p.dtype not in SOURCE_DTYPES:
                 raise TypeError(f"{owner}: a parameter is {p.dtype}; it is float32, bfloat16 or float16.")
-            if any(each.quantizer_for(MomentRows.of(p)) for each in self._stored(group)):
-                continue  # MomentRows.of raises if it can't have codes
+            if any(each.dtype == CODES for each in self._stored(group)):
+                MomentRows.of(p).check_blocks()
 
     def _dtype_options(self) -> list[str]:
         return [f"{name}_dtype" for name in self.moments]
@@ -116,7 +117,8 @@ class MomentOptimizer(Optimizer):
                 state["step"] += active
                 numbers = self.scalars(group, float(state["step"])) if active else ()
                 jobs.append(self.job(p, group))
-                rows.append((float(active), 0.0 if isinstance(rate, Tensor) else float(rate), *numbers))
+                known = 0.0 if isinstance(rate, Tensor) else float(rate)
+                rows.append((float(active), float(state["step"]), known, *numbers))
             if isinstance(rate, Tensor):
                 rates.append((first, len(jobs), rate))
         if not jobs:
@@ -124,7 +126,7 @@ class MomentOptimizer(Optimizer):
         width = max(map(len, rows))
         scalars = torch.tensor([(*row, *(1.0,) * (width - len(row))) for row in rows]).to(device)
         for first, last, rate in rates:  # without a synchronization, if the rate is on the device
-            scalars[first:last, 1] = rate
+            scalars[first:last, 2] = rate
         self.advance(scalars, [each.arguments() for each in jobs])
 
     def _with_state(self, group: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
@@ -146,17 +148,18 @@ class MomentOptimizer(Optimizer):
         rows, local, state = MomentRows.of(p), local_itself(p), self.state[p]
         stored = self._stored(group)
         quantizers = tuple(each.quantizer_for(rows) for each in stored)
-        has_seed = group.get("bf16_stochastic_round", False)
-        rounding = [each.quantizer for each in stored] if has_seed else quantizers
+        is_local = all(each is None or each.is_local() for each in quantizers) and not group["bf16_stochastic_round"]
+        if not is_local and p not in self._places:
+            self._places[p] = rows.place(local.device, group["seed"])
         return Job(
-            shape=tuple(local.shape) if rows is None else rows.local,
+            shape=rows.local,
             parameter=local,
             grad=torch.zeros_like(local) if p.grad is None else local_itself(p.grad),
             target=local,
             moments=tuple(tuple(local_itself(state[key]) for key in each.keys(rows)) for each in stored),
             quantizers=quantizers,
-            place=() if rows is None else rows.place(local.device, rounding),
-            bf16_seed=group["seed"] if has_seed else None,
+            place=() if is_local else self._places[p],
+            bf16_seed=group["seed"] if group["bf16_stochastic_round"] else None,
         )
 
     def advance(self, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> None:
