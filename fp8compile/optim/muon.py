@@ -143,6 +143,11 @@ class Muon(MomentOptimizer):
         self._updates.clear()
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of ``torch.optim.Muon``, which does not count steps."""
+        state = {index: {"step": 0.0, **each} for index, each in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})
+
     def _apply(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         whole: Any = wrapped_like(update, p)
         whole = whole.full_tensor() if is_dtensor(whole) else whole

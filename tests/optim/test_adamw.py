@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from moment_steps import differences, gradient, parameter, saved, train
 from moments_by_hand import AdamWByHand
 from torch import nn
 from torch._dynamo.utils import counters
@@ -24,33 +24,6 @@ SHAPES = [(32, 128), (64, 100), (20, 300), (3, 16, 160), (33, 15, 3, 3)]
 
 def adamw(params, **options):
     return f8.optim.AdamW(params, **{"lr": 1e-2, "backend": None, **options})
-
-
-def parameter(*shape, seed=0, dtype=torch.float32):
-    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
-
-
-def gradient(p, step, size=1.0):
-    draws = torch.Generator().manual_seed(1000 + step)
-    return (torch.randn(p.shape, generator=draws) * size).to(p.dtype)
-
-
-def train(params, optimizer, first, last):
-    for step in range(first, last):
-        for p in params:
-            p.grad = gradient(p, step)
-        optimizer.step()
-
-
-def differences(params, optimizer, others, other):
-    """What differs between parameters and states of two optimizers."""
-    found = []
-    for mine, theirs in zip(params, others, strict=True):
-        states = optimizer.state[mine], other.state[theirs]
-        assert list(states[0]) == list(states[1])
-        pairs = [(mine.detach(), theirs.detach()), *((states[0][key], states[1][key]) for key in states[0])]
-        found += [words for pair in pairs if (words := difference(*pair)) is not None]
-    return found
 
 
 # ---------------------------------------------------------------------------------- bits
@@ -202,13 +175,6 @@ def test_a_nan_in_a_gradient_is_seen_in_its_block_and_nowhere_else():
 
 
 # ---------------------------------------------------------------------------------- files
-
-
-def saved(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_a_run_that_is_resumed_has_the_same_bits():
