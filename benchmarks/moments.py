@@ -2,9 +2,9 @@
 
     python -m benchmarks.moments [--steps 300] [--seeds 3] [--page]
 
-Trains the byte Llama of `examples/train` (2 layers, width 128) in float32, so that moments are all that differs, on one
-thread; each optimizer sees the same weights and batches of a seed. Steps run op by op: a compiled step has the same
-bits (tests/optim/test_adamw.py). ``--page`` writes docs/results/optimizer-states.md.
+Trains the byte Llama of `examples/train` (2 layers, width 128) in float32, so that moments are all that differs, on
+one thread; each optimizer sees the same weights and batches of a seed. Steps run op by op: a compiled step has the
+same bits (tests/optim/test_adamw.py). ``--page`` writes docs/results/optimizer-states.md.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ RARE_TOO = {"torchao `AdamWFp8`": torchaos("AdamWFp8")}  # one rule for both mom
 
 
 def op_by_op() -> Any:
-    """torchao compiles a graph for each shape of parameter; here all run op by op."""
+    """Torchao compiles a graph for each shape of parameter; here all run op by op."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -112,7 +112,7 @@ def trained(contender: str, seed: int, steps: int) -> tuple[float, float]:
 
 
 def rare_gradients(contender: str) -> tuple[float, float]:
-    """The largest change by a step, in learning rates: of a row that gets a gradient in one step of 500, and elsewhere.
+    """The largest change by a step, in learning rates: of a row with a gradient in one step of 500, and elsewhere.
 
     An embedding of 64 rows of 128; its other rows get a gradient in every step.
     """
@@ -174,14 +174,14 @@ def page(seeds: range, steps: int) -> str:
         "## Loss and bytes",
         "",
         f"Mean training loss of the last {NUM_LAST} of {steps} steps, {len(seeds)} seeds; a Llama over bytes of width",
-        f"{SHAPE.dim} with {SHAPE.layers} layers, in float32, betas (0.9, 0.999), the same batches for all. Norms keep",
-        "float32 moments. Muon has the matrices of blocks, AdamW the rest.",
+        f"{SHAPE.dim} with {SHAPE.layers} layers, in float32, betas (0.9, 0.999), the same batches for all.",
+        "Norms keep float32 moments. Muon has the matrices of blocks, AdamW the rest.",
         "",
         *losses(seeds, steps),
         "",
         "## Rare gradients",
         "",
-        f"The largest change of an element by a step, in learning rates. A row of an embedding (64, 128) gets a",
+        "The largest change of an element by a step, in learning rates. A row of an embedding (64, 128) gets a",
         f"gradient in one step of {EVERY}, the others in each.",
         "",
         *rare(),

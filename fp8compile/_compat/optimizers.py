@@ -18,7 +18,9 @@ def compiled_alone(function: Callable[..., Any], first: object, backend: Any) ->
 
     The graphs of this call do not count against Dynamo's limit for others of the same function, from 2.13 on.
     """
-    alone = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    alone: dict[str, Any] = (
+        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    )
     return partial(torch.compile(function, fullgraph=True, dynamic=False, backend=backend, **alone), first)
 
 

@@ -32,20 +32,20 @@ def _rule(
 class AdamW(MomentOptimizer):
     """AdamW in the shape of ``torch.optim.AdamW``, with moments that are e4m3 codes between steps.
 
-    A step reads the codes, computes in float32, and rounds once. All parameters are one compiled graph, in which float32
-    moments never reach memory; learning rates and other numbers are inputs of the graph, so that schedules do not
-    recompile. ``exp_avg_sq`` is stored as its root, and a value above 0 never has the code 0
+    A step reads the codes, computes in float32, and rounds once. All parameters are one compiled graph, in which
+    float32 moments never reach memory; learning rates and other numbers are inputs of the graph, so that schedules do
+    not recompile. ``exp_avg_sq`` is stored as its root, and a value above 0 never has the code 0
     (``fp8compile.quantizers.RootScaling``).
 
-    A block is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096 elements, one dim, or rows of
-    fewer than 16 elements.
+    A block is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096 elements, one dim, or rows
+    of fewer than 16 elements.
 
-    The state of a parameter has ``exp_avg_codes``, ``exp_avg_scale``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scale``, or
-    ``exp_avg`` and ``exp_avg_sq`` where values are kept: plain tensors, DTensors if the parameter is one.
+    The state of a parameter has ``exp_avg_codes``, ``exp_avg_scale``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scale``,
+    or ``exp_avg`` and ``exp_avg_sq`` where values are kept: plain tensors, DTensors if the parameter is one.
 
     Args:
-        params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them. Each option below may differ
-            between groups, but ``backend``.
+        params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them. Each option below may
+            differ between groups, but ``backend``.
         lr: Learning rate, a float or a tensor of one element.
         betas: Decay rates of the two moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.
@@ -59,13 +59,13 @@ class AdamW(MomentOptimizer):
         exp_avg_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
         exp_avg_sq_dtype: The same for the second moment.
         rounding: Rounding of moments to codes. ``"stochastic"``: up or down at random. ``"nearest"``: a change of less
-            than half the distance between codes is lost in each step, so that with ``betas[1]`` near 1 the second moment
-            only follows the largest value of its block.
-        seed: Seed of stochastic rounding. The noise is a function of seed, position in the whole parameter, and value: a
-            resumed run rounds as before, on any number of ranks.
+            than half the distance between codes is lost in each step, so that with ``betas[1]`` near 1 the second
+            moment only follows the largest value of its block.
+        seed: Seed of stochastic rounding. The noise is a function of seed, position in the whole parameter, and value:
+            a resumed run rounds as before, on any number of ranks.
         bf16_stochastic_round: Whether bfloat16 parameters are rounded stochastically too, as torchao names it.
-        backend: Backend of ``torch.compile`` for the step; None runs it op by op, with float32 moments of one parameter
-            at a time.
+        backend: Backend of ``torch.compile`` for the step; None runs it op by op, with float32 moments of one
+            parameter at a time.
 
     Raises:
         TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or no floating point tensor.
@@ -82,7 +82,7 @@ class AdamW(MomentOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        amsgrad: bool = False,  # noqa: FBT001, FBT002  # the place that it has in torch.optim
+        amsgrad: bool = False,  # the place that it has in torch.optim
         *,
         maximize: bool = False,
         foreach: bool | None = None,

@@ -1,6 +1,6 @@
 """MomentOptimizer: what optimizers whose moments are codes have in common: their state, its files, and the step.
 
-    param_groups, state --host--> jobs, a row of scalars for each --advance, one graph for all--> parameters, state
+param_groups, state --host--> jobs, a row of scalars for each --advance, one graph for all--> parameters, state
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class MomentOptimizer(Optimizer):
         return loss
 
     def _advance(self, device: torch.device) -> None:
-        jobs, rows, rates = [], [], []
+        jobs: list[Job] = []
+        rows: list[tuple[float, ...]] = []
+        rates: list[tuple[int, int, Tensor]] = []
         for group in self.param_groups:
             first, rate = len(jobs), group["lr"]
             for p in self._with_state(group, device):

@@ -1,6 +1,6 @@
 """Muon whose momentum is codes: one byte a parameter and its scales, where a float32 momentum takes four.
 
-    momentum codes --one graph for all--> momentum codes, update bfloat16 --gather--> orthogonalize --> this rank's part
+momentum codes --one graph for all--> momentum codes, update bfloat16 --gather--> orthogonalize --> this rank's part
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Muon(MomentOptimizer):
 
     Raises:
         TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or no floating point tensor.
-        ValueError: A parameter is no matrix, an option has a value that is not allowed, or ranks cut a parameter within
-            a block.
+        ValueError: A parameter is no matrix, an option has a value that is not allowed, or ranks cut a parameter
+            within a block.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
@@ -74,7 +74,7 @@ class Muon(MomentOptimizer):
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        nesterov: bool = True,  # noqa: FBT001, FBT002  # the place that it has in torch.optim
+        nesterov: bool = True,  # the place that it has in torch.optim
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,

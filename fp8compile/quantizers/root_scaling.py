@@ -25,8 +25,8 @@ class RootScaling(CurrentScaling):
 
     A value above 0 never gets the code 0, however large its neighbours are, because an optimizer divides by it. A
     value below 0 becomes NaN, and so does its block. The amax of a block is that of its roots. Fields are those of
-    ``CurrentScaling``. Stochastic rounding has no bias in the root; its square is too large on average, by the variance
-    of the rounding.
+    ``CurrentScaling``. Stochastic rounding has no bias in the root; its square is too large on average, by the
+    variance of the rounding.
     """
 
     def amax(self, x: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def _codes(values: np.ndarray, seed: int | None, step: int) -> np.ndarray:
     magnitude = np.minimum(np.abs(values.astype(np.float64)), 448.0)
     below = np.searchsorted(VALUES, magnitude, side="right") - 1
     above = np.minimum(below + 1, 0x7E)
-    share = np.where(above > below, (magnitude - VALUES[below]) / np.where(above > below, VALUES[above] - VALUES[below], 1), 0)
+    # the largest value has no code above it, and is never rounded
+    share = (magnitude - VALUES[below]) / np.where(above > below, VALUES[above] - VALUES[below], 1)
     code = np.where(uniform(values, seed, step) < share, above, below)
     return (code | (np.signbit(values).astype(np.int64) << 7)).astype(np.uint8)
 

@@ -416,7 +416,7 @@ def test_parameters_that_are_refused():
     weight = f8.convert(nn.Linear(64, 64), f8.recipes.tensorwise(), quantized_parameters=True).weight
     with pytest.raises(TypeError, match="a parameter is codes, and a step would round it without a master"):
         adamw([weight])
-    with pytest.raises(TypeError, match="a parameter is torch.float64"):
+    with pytest.raises(TypeError, match=r"a parameter is torch\.float64"):
         adamw([nn.Parameter(torch.zeros(4, dtype=torch.float64))])
     embedding = nn.Embedding(8, 4, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

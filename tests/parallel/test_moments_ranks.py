@@ -32,8 +32,8 @@ def ranks():
     return shared_ranks()
 
 
-class Convolved(nn.Module):
-    """A parameter whose trailing dims are one row of its moments, a stack of matrices, one row, and a bfloat16 matrix."""
+class Parameters(nn.Module):
+    """A matrix, a vector, trailing dims that are one row of moments, a stack, one row, a bfloat16 matrix."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Convolved(nn.Module):
 
 def made(seed=0):
     torch.manual_seed(seed)
-    return Convolved()
+    return Parameters()
 
 
 def train(model, optimizer, first, last):

@@ -36,7 +36,9 @@ def test_a_value_beside_any_neighbour_is_not_zero(rounding):
 
 
 def test_a_value_that_is_not_small_has_two_bits_of_mantissa():
-    x = squares(64, 128) + 0.05  # roots from 0.22 to 4 are normal codes, half of 2**-3 off at most; a square doubles it
+    x = (
+        squares(64, 128) + 0.05
+    )  # roots from 0.22 to 4 are normal codes, half of 2**-3 off at most; a square doubles it
     error = (f8.quantize(x, RootScaling(block=(1, 128))).dequantize() - x).abs() / x
     assert error.max() < 2 * 2**-4 * (1 + 2**-4)
 
