@@ -9,7 +9,7 @@ model = torch.compile(model, fullgraph=True)
 ```
 """
 
-from fp8compile import library, ops, recipes
+from fp8compile import library, ops, optim, recipes
 from fp8compile.lazy import __dir__ as __dir__
 from fp8compile.lazy import __getattr__ as __getattr__
 from fp8compile.nn import (
@@ -64,6 +64,7 @@ __all__ = [
     "linear",
     "monitor",
     "ops",
+    "optim",
     "quantize",
     "recipes",
     "repeated_blocks",

@@ -30,6 +30,7 @@ LAYERS = {
     "recipes": 9,
     "saved_tensors": 9,
     "nn": 10,
+    "optim": 11,
     "parallel": 11,
     "export": 12,
     "library": 12,
