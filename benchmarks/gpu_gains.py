@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fp8compile as f8
 from benchmarks.blocks import SHAPES
@@ -48,7 +49,8 @@ SHARED = """
 ## Two GPUs of a desktop
 
 The same block with its parameters shared by two GPUs (`graph_fsdp`), which reach each other by
-PCIe. Numbers are of one GPU, again bounds by peaks.
+PCIe; gradients are sent in float32, as in [its page](../graph-fsdp.md). Numbers are of one GPU,
+again bounds by peaks; casts are not among the products here.
 """
 COLUMNS = ("GPU", "recipe", "MB sent", "least ms of products", "least ms of messages")
 TWO = ("l40s", "rtx5090")
@@ -83,7 +85,8 @@ def _shared(recipe: f8.Recipe | None, mesh: DeviceMesh) -> tuple[nn.Module, tupl
         model: nn.Module = nn.Sequential(Mlp(SHAPE.d, SHAPE.h))
     if recipe is not None:
         f8.convert(model, recipe, filter="*")
-    model = f8.parallel.graph_fsdp(model, mesh).to_empty(device="cpu")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = f8.parallel.graph_fsdp(model, mesh, mp_policy=policy).to_empty(device="cpu")
     return model, (torch.empty(TOKENS, SHAPE.d, dtype=torch.bfloat16, requires_grad=True),)
 
 

@@ -13,6 +13,7 @@ The recipes differ in how the operands of a linear layer's three GEMMs get their
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 from collections.abc import Callable
@@ -447,11 +448,28 @@ def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
         raise ValueError(f"{entry_points.source(name)} gives {value!r}, which makes no recipe. {error}") from error
 
 
+def _of_call(text: str) -> tuple[str, dict[str, object]]:
+    """Name and keyword arguments of a call, such as ``"rowwise(by_mx=True)"``. Nothing of it is evaluated."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError
+        found = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg is not None}
+        if len(found) != len(call.keywords):
+            raise ValueError
+    except (SyntaxError, ValueError):
+        raise ValueError(
+            f"no recipe is called {text!r}; write a name, or a call with keyword arguments that are literals, such as "
+            "rowwise(scale='pow2')."
+        ) from None
+    return call.func.id, found
+
+
 def by_name(name: str, **arguments: object) -> Recipe:
     """Make a recipe by its name: a ready recipe, or that of an installed package (see ``fp8compile.library``).
 
     Args:
-        name: The name.
+        name: The name, or the text of a call, such as ``"rowwise(by_mx=True)"``, which is what `describe` returns.
         arguments: Keyword arguments of the ready recipe's function; none for a recipe of another package.
 
     Raises:
@@ -460,6 +478,9 @@ def by_name(name: str, **arguments: object) -> Recipe:
         TypeError: The package's entry point is neither a quantizer nor a recipe, or the recipe does not take the
             arguments.
     """
+    if isinstance(name, str) and name.endswith(")"):
+        name, own = _of_call(name)
+        arguments = {**own, **arguments}
     if isinstance(name, str) and name in READY:
         return READY[name](**arguments)
     if isinstance(name, str) and name in installed():
@@ -472,9 +493,10 @@ ARGUMENTS = {
     "format": "weight.format",
     "grad_format": "grad_output.format",
     "grad_rounding": "grad_output.rounding",
-    "scale": "weight.scale",
+    "scale": "input.scale",
     "eps": "weight.eps",
     "emulate": "emulate",
+    "by_mx": "by_mx",
     "history": "weight.history",
     "algorithm": "weight.algorithm",
     "margin": "weight.margin",
@@ -494,12 +516,14 @@ def _call(name: str, recipe: Recipe) -> str | None:
         if "backward" in defaults and recipe.grad_output is None:
             arguments = {
                 "weight_block": weight.block,
-                "scale": weight.scale,
+                "scale": attrgetter(ARGUMENTS["scale"])(recipe),
                 "backward": "dequantized" if recipe.dequantized_gradients else "bf16",
                 "emulate": recipe.emulate,
             }
         else:
             arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults if each in ARGUMENTS}
+        if "outer" in defaults:
+            arguments["outer"] = "reciprocal" if weight.scale == "reciprocal" else defaults["outer"]
         made = function(**arguments)
     except (AttributeError, TypeError, ValueError):  # the recipe lacks an attribute, or the function refuses a value
         return None

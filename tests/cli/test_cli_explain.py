@@ -720,6 +720,12 @@ def in_place():
     model, x = example()
     model.compile()
     return model, x
+
+
+def mixture():
+    block = nn.ModuleDict({"experts": nn.Linear(64, 64), "up": nn.Linear(64, 64)})
+    block.forward = lambda x: block["up"](block["experts"](x))
+    return nn.Sequential(block).bfloat16(), torch.randn(32, 64, dtype=torch.bfloat16)
 """
 
 
@@ -775,6 +781,26 @@ def test_without_a_recipe_the_model_is_explained_as_it_is(example, capsys):
     assert (code, err) == (1, "fp8compile explain: NO: none of 1 linears is converted\n")
     assert "NO: none of 1 linears is converted" in out
     assert "[1] convert() has not seen it" in out
+
+
+def test_a_recipe_takes_the_place_of_the_models_own(example, capsys):
+    code, out, err = run(capsys, example, "--no-gpu", "--recipe", "tensorwise(scale='pow2')")
+    assert (code, err) == (0, "")
+    assert "  tensorwise(scale='pow2')  output                   e4m3 x e4m3 tensorwise\n" in out
+
+
+def test_experts_get_a_recipe_of_their_own(example, capsys):
+    code, out, err = run(capsys, f"{example}:mixture", "--no-gpu", "--recipe", "rowwise", "--experts", "tensorwise")
+    assert (code, err) == (0, "")
+    found = {line.split()[0]: line.split()[4] for line in out.splitlines() if line.startswith("0.")}
+    assert found == {"0.experts": "tensorwise", "0.up": "rowwise"}
+
+
+@pytest.mark.parametrize("given", [(), ("--recipe", "rowwise", "--mesh", "fsdp=2")], ids=["alone", "mesh"])
+def test_experts_go_with_a_recipe_and_without_a_mesh(example, capsys, given):
+    code, out, err = run(capsys, example, "--experts", "tensorwise", *given)
+    assert (code, out) == (2, "")
+    assert "--experts goes with --recipe, and not with --mesh" in err
 
 
 def test_what_is_being_done_is_said_on_standard_error(example, capsys):

@@ -160,6 +160,26 @@ def test_a_recipe_is_described_by_the_call_that_makes_it(name):
     assert recipes.describe(replace(made, fast_accumulation_output=False)) == "custom"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rowwise(by_mx=True)", "tensorwise(by_mx=True)", "blockwise(scale='pow2')", "nvfp4(outer='reciprocal')",
+        "nvfp4(weight_block=(1, 16), backward='bf16', outer='reciprocal')", "mxfp8(weight_block=(32, 32))",
+    ],
+)  # fmt: skip
+def test_the_text_of_a_call_makes_the_recipe_that_is_described_by_it(text):
+    made = recipes.by_name(text)
+    assert made == eval(f"recipes.{text}")
+    assert eval(f"recipes.{recipes.describe(made)}") == made
+    assert recipes.by_name(recipes.describe(made)) == made
+
+
+@pytest.mark.parametrize("text", ["rowwise(True)", "rowwise(eps=x)", "rowwise(**{})", "rowwise(", "f8.rowwise()"])
+def test_a_text_that_is_no_call_of_a_recipe_makes_none(text):
+    with pytest.raises(ValueError, match="no recipe is called"):
+        recipes.by_name(text)
+
+
 def test_blocks_of_the_ready_recipes():
     blocks = {
         name: [getattr(quantizer, "block", None) for quantizer in (getattr(recipes.by_name(name), s) for s in SLOTS)]

@@ -45,7 +45,11 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("target", metavar="TARGET", help=TARGET)
     names = f"{', '.join(recipes.names())}, or an installed package's"
-    parser.add_argument("--recipe", metavar="NAME", help=f"convert the model by this recipe first: {names}")
+    recipe = (
+        f"convert the model by this recipe first, in place of its own if it has one: {names}; or a call, in quotes"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help=recipe)
+    parser.add_argument("--experts", metavar="NAME", help="with --recipe: another recipe for modules called experts")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="generate code for this GPU (default h200)")
     parser.add_argument("--no-gpu", action="store_true", help="leave out generated code and least times")
     parser.add_argument(
@@ -65,13 +69,15 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _convert(model: Any, name: str) -> None:
-    from fp8compile import convert
+def _convert(model: Any, name: str, experts: str | None) -> None:
+    from fp8compile import convert, revert
 
     log.info("converting it by %s", name)
     with running(f"--recipe {name}: converting the model"):  # a recipe may come from another package
         try:
-            convert(model, recipes.by_name(name))
+            recipe = recipes.by_name(name)
+            chosen = recipe if experts is None else {"*.experts": recipes.by_name(experts), "*": recipe}
+            convert(revert(model), chosen)
         except (ValueError, TypeError, ImportError) as error:
             raise UserError(f"--recipe {name}: {error}") from error
 
@@ -98,7 +104,7 @@ def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
             log.info("loading %s", parsed.target)
             target = load_target(parsed.target)
             if parsed.recipe is not None:
-                _convert(target.model, parsed.recipe)
+                _convert(target.model, parsed.recipe, parsed.experts)
             if parsed.tp is not None:
                 check_spread(target, parsed.tp)
             log.info("calling it once, with tensors that have no values")
@@ -144,6 +150,8 @@ def _run_on_mesh(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    if parsed.experts is not None and (parsed.recipe is None or parsed.mesh is not None):
+        raise UserError("--experts goes with --recipe, and not with --mesh; there TARGET converts the model")
     if parsed.mesh is not None:
         return _run_on_mesh(parsed)
     if parsed.html is not None:
