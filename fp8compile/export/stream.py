@@ -133,8 +133,8 @@ def tensors(
     as vLLM by its weight transfer, can load them as they come.
 
     If the model is spread over ranks (FSDP2, tensor parallel, expert parallel), all ranks call this and take all
-    tensors. Each quantizes its shard, and codes are sent; a rank holds its shards and the codes of one
-    matrix at a time.
+    tensors. Each quantizes its shard, and codes are sent. Beside its shards a rank holds the codes and
+    scales of one matrix, and a tile of 65536 values in float32; a parameter in high precision is whole once.
 
     Args:
         model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
@@ -145,8 +145,8 @@ def tensors(
             ``torch.autocast``. By default that of FSDP2's ``MixedPrecisionPolicy``, or the parameters' own.
 
     Returns:
-        An iterator over pairs of a name and a tensor. Tensors share no memory with the parameters of the model, unless
-        these are in high precision.
+        An iterator over pairs of a name and a tensor. A tensor may share memory with a parameter that is codes or in
+        high precision: use or copy it before the optimizer's next step.
 
     Raises:
         ValueError: The format is not known, the model has no layer in FP8, or a weight does not fit the format. The

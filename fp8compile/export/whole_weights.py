@@ -17,7 +17,7 @@ from fp8compile._compat import local_itself, replicated
 from fp8compile.export.places import fill, place_of, send
 from fp8compile.export.whole_matrix import WholeMatrix, amax_of_all
 from fp8compile.layout.cuts import DimSharding, Sharding
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
 from fp8compile.nn.linear import Linear
@@ -144,8 +144,10 @@ class WholeCodes:
 
     def _made(self, part: Plain | Quantized | None, cuts: Sharding) -> Quantized:
         """The whole matrix of which ranks have parts; an empty one if this rank has none and is sent it."""
-        if isinstance(part, Quantized) and not cuts and len(self.part.cuts) == 0:
-            return part.t() if self.is_turned else part
+        if isinstance(part, Quantized) and not any(self.part.cuts):
+            found = part.t() if self.is_turned else part
+            if packed_dim(found.quantizer) != -2:  # else a row of codes has values of two rows
+                return found
         device = local_itself(self.part.local if isinstance(self.part, Plain) else self.part.codes).device
         whole = WholeMatrix(self.quantizer, self.shape[-2:], cuts, device, is_turned=self.is_turned)
         if part is None:

@@ -88,11 +88,20 @@ def test_transformers_reads_the_codes_that_trained(kind, recipe, tmp_path, asser
     assert_bits_equal(models.logits(again), models.logits(model), "logits")
 
 
-def test_parameters_that_are_codes_are_written_as_they_are(tmp_path, assert_bits_equal):
-    values = models.converted(models.make("qwen3_moe"), RECIPES["block"])
-    codes = models.converted(models.make("qwen3_moe"), RECIPES["block"], quantized_parameters=True)
-    of_values = dict(f8.export.tensors(values, "fine_grained_fp8"))
-    of_codes = dict(f8.export.tensors(codes, "fine_grained_fp8"))
+@pytest.mark.parametrize(
+    ("kind", "recipe", "form"),
+    [
+        ("qwen3_moe", RECIPES["block"], "fine_grained_fp8"),
+        ("gpt_oss", f8.recipes.nvfp4(), "compressed-tensors"),  # transposed: codes share bytes along the other side
+        ("llama4", f8.recipes.nvfp4(), "modelopt"),
+    ],
+    ids=["qwen3_moe", "gpt_oss", "llama4"],
+)
+def test_parameters_that_are_codes_are_written_as_they_are(kind, recipe, form, assert_bits_equal):
+    values = models.converted(models.make(kind), recipe)
+    codes = models.converted(models.make(kind), recipe, quantized_parameters=True)
+    of_values = dict(f8.export.tensors(values, form))
+    of_codes = dict(f8.export.tensors(codes, form))
     assert list(of_values) == list(of_codes)
     for name, each in of_values.items():
         assert_bits_equal(of_codes[name], each, name)
