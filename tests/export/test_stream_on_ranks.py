@@ -165,6 +165,58 @@ def test_tensor_parallel_attention_and_experts_over_ranks_give_the_bytes_of_one_
     assert shared_ranks().run(streams_of_experts_and_attention, seconds=90) == [{}] * 4
 
 
+# rows, columns, quantizer of the weight, format, and how three ranks cut it
+EDGES = {
+    "ranks without rows": (1, 64, f8.recipes.mxfp8().weight, "modelopt", "fsdp"),
+    "codes of one byte on two ranks": (32, 32, f8.TwoLevelScaling(block=(1, 16)), "modelopt", RowwiseParallel()),
+    "a row more than a block": (17, 64, f8.TwoLevelScaling(block=(16, 16)), "modelopt", "fsdp"),
+    "noise by the place": (
+        64,
+        64,
+        f8.CurrentScaling(block=(1, -1), rounding="stochastic"),
+        "compressed-tensors",
+        RowwiseParallel(),
+    ),
+}
+
+
+def streams_of_edges():
+    mesh, found = DeviceMesh.from_group(GROUPS["three"], "cpu"), {}
+    for case, (rows, columns, weight, form, way) in EDGES.items():
+
+        def made_again(rows=rows, columns=columns, weight=weight):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(columns, rows, bias=False)).bfloat16()
+            return f8.convert(model, f8.recipes.weight_only(weight), filter="*")
+
+        whole, model = dict(f8.export.tensors(made_again(), form)), made_again()
+        model = fully_shard(model, mesh=mesh) if way == "fsdp" else parallelize_module(model, mesh, {"0": way})
+        found[case] = difference(list(f8.export.tensors(model, form)), whole)
+    return {case: words for case, words in found.items() if words}
+
+
+def test_parts_that_end_anywhere_give_the_bytes_of_one_process():
+    assert shared_ranks().run(streams_of_edges, within="three") == [{}] * 3
+
+
+def streams_of_transposed_experts():
+    """gpt-oss keeps matrices as (in_features, out_features); FSDP2 cuts its three experts, as values and as codes."""
+    mesh, found = DeviceMesh.from_group(GROUPS["pair"], "cpu"), {}
+    for recipe, codes in product(("rowwise", "nvfp4"), (False, True)):
+
+        def made_again(recipe=recipe, codes=codes):
+            return models.converted(models.make("gpt_oss"), f8.recipes.by_name(recipe), quantized_parameters=codes)
+
+        whole = dict(f8.export.tensors(made_again(), "compressed-tensors"))
+        model = fully_shard(made_again(), mesh=mesh)
+        found[f"{recipe} {codes}"] = difference(list(f8.export.tensors(model, "compressed-tensors")), whole)
+    return {case: words for case, words in found.items() if words}
+
+
+def test_transposed_experts_over_ranks_give_the_bytes_of_one_process():
+    assert shared_ranks().run(streams_of_transposed_experts, within="pair", seconds=90) == [{}] * 2
+
+
 # ---------------------------------------------------------------------------------- what a rank holds
 
 
