@@ -2,8 +2,8 @@
 
 Two or four processes of gloo on this machine. "matrix kB" is the largest matrix as it is written, codes and scales;
 "most kB" the most that a rank has allocated at one time, by PyTorch's profiler; "tile kB" their difference: the values
-in float32 that are quantized at a time, which does not grow with the model. "gathered" is what a gather of gloo holds
-instead: the part of a rank, and the whole twice. "equal": the stream has the bytes of one process, each tensor once.
+in float32 that are quantized at a time. "gathered" is computed: 2.5 times the matrix, as a gather of gloo over two
+ranks holds the part of a rank, and the whole twice. "equal": the bytes are those of one process, each tensor once.
 
     python -m benchmarks.stream [--json] [--recipes blockwise ...] [--ways "EP 2" ...]
 """
@@ -115,7 +115,7 @@ def _held(model: nn.Module, format: str, group: Any) -> int:
 def held_by_stream(model: nn.Module, format: str, group: Any = None, *, runs: int = 3) -> int:
     """The most bytes that this rank allocates at one time while it takes a model's stream.
 
-    The smallest of some runs, because a thread of gloo at times holds a message after it has arrived.
+    The smallest of some runs, because runs on a busy machine differ: gloo may hold a message after it has arrived.
     """
     return min(_held(model, format, group) for _ in range(runs))
 

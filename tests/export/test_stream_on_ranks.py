@@ -247,7 +247,7 @@ def test_a_rank_holds_its_shards_one_matrix_and_one_tile(way, recipe):
     """In bytes: what is there beside one matrix is a tile, whatever the size of the matrix."""
     within = {"within": "pair"} if WAYS[way][1] == 2 else {}
     sizes = (512, 1024) if WAYS[way][0] == "dense" else (1024,)
-    # on a busy machine gloo's thread may hold the codes of two experts that have arrived, 512 kB each, of 8 MiB
+    # On a busy machine up to 660 kB more were seen for experts, perhaps messages that gloo still holds; all are 8 MiB.
     late = 0 if WAYS[way][0] == "dense" else 2 * 2**19
     for beside in shared_ranks().run(held_beside_a_matrix, way, recipe, sizes, **within):
         for each in beside:
