@@ -7,8 +7,9 @@
     fine_grained.py, compressed_tensors.py, modelopt.py, torchao.py    the formats
     table.py             the formats by name
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
-    whole_weights.py     a parameter over ranks as one whole tensor
-    in_slices.py         quantizes a few rows at a time
+    whole_weights.py     a parameter over ranks as whole tensors
+    whole_matrix.py      a matrix that ranks quantize into, a tile at a time
+    places.py            where a rank's part lies in a whole, and how the parts are sent
     folder.py            files that are written beside their place and renamed
     stored_files.py      tensors of a folder's files
     load.py              a folder that becomes the parameters of a model

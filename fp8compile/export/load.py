@@ -26,6 +26,7 @@ from fp8compile.export.plan import Plan, Weight, plan_of
 from fp8compile.export.scheme import Format, Scheme, numbers_of
 from fp8compile.export.stored_files import StoredFiles, listed, read_json
 from fp8compile.export.table import FORMATS
+from fp8compile.export.whole_matrix import empty_matrix
 from fp8compile.layout.packing import one_a_byte, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
@@ -80,18 +81,6 @@ def _format_of(folder: Path) -> Format:
     return FORMATS[METHODS[method]]
 
 
-def _empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.device | str) -> Quantized:
-    """A matrix of codes and scales with uninitialized memory."""
-    quantizer = packed_in_rows(quantizer, (rows, columns))
-    shape = (rows, columns)
-    return Quantized(
-        codes=torch.empty(quantizer.codes_shape(shape), dtype=torch.uint8, device=device),
-        scale=torch.empty(quantizer.scale_shape(shape), dtype=quantizer.scale_dtype(), device=device),
-        quantizer=quantizer,
-        outer_scale=torch.empty(1, device=device) if quantizer.has_outer_scale() else None,
-    )
-
-
 @dataclass(frozen=True)
 class _Stored:
     """One matrix of a checkpoint, or some of its rows, and how the file stores it."""
@@ -113,7 +102,7 @@ class _Stored:
         rows, step = self.place.rows, self.quantizer.block[0]
         if step > 1 and (self.place.step > 1 or self.place.start % step):
             return [f"{self.place.name} has rows of several blocks {self.quantizer.block}: take weight_block=(1, n)"]
-        wanted = self.scheme.write(_empty_matrix(self.quantizer, rows, self.columns, "meta"))
+        wanted = self.scheme.write(empty_matrix(self.quantizer, rows, self.columns, "meta"))
         found = []
         for suffix, tensor in wanted.items():
             name = self.name(suffix)
@@ -182,7 +171,7 @@ def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
     """The codes of a matrix or of a stack, assembled from the matrices of the checkpoint."""
     rows, columns = _sizes(weight)
     quantizer, filled = stored[0].quantizer, set()
-    whole = _empty_matrix(quantizer, rows, columns, device)
+    whole = empty_matrix(quantizer, rows, columns, device)
     if weight.tensor.ndim == 3:
         count = weight.tensor.shape[0]
         whole = replace(whole.each(lambda each: each.new_empty((count, *each.shape))), layout=STACK)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8compile.export.kinds import KINDS
 from fp8compile.formats import pack
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Quantized
 
 __all__ = [
@@ -111,6 +111,8 @@ def eight_bits(
 
 def packed_codes(matrix: Quantized) -> Tensor:
     """Codes e2m1 of a matrix (N, K), two of a row in a byte, the first in the lower four bits: (N, K / 2) uint8."""
+    if packed_dim(matrix.quantizer) == -1:
+        return matrix.codes
     codes, _ = one_a_byte(matrix.codes, matrix.quantizer)
     return pack(codes, -1)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8compile.export.checkpoint_names import Place, in_checkpoint
 from fp8compile.export.plan import Plan, Weight, plan_of
 from fp8compile.export.table import format_named
-from fp8compile.export.whole_weights import matrix_of, scale_of_input, whole_codes, whole_values
+from fp8compile.export.whole_weights import scale_of_input, whole_codes, whole_values
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.linear import Linear
@@ -45,22 +45,14 @@ def positions(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
     """Values of a matrix's codes, float32, each by its own code and scales."""
-    codes, quantizer = one_a_byte(matrix.codes, matrix.quantizer)
+    codes, quantizer = one_a_byte(matrix.codes[rows], matrix.quantizer)
     places = [
         torch.zeros_like(at) if size == -1 else at // size
         for at, size in zip((rows, columns), quantizer.block, strict=True)
     ]
     scale = quantizer.scale_values(matrix.grid()[places[0], places[1]])
-    values = quantizer.element_format().decode(codes[rows, columns]) * scale
+    values = quantizer.element_format().decode(codes[torch.arange(len(rows)), columns]) * scale
     return values if matrix.outer_scale is None else values * matrix.outer_scale
-
-
-def _matrices(codes: Quantized, places: Sequence[Place]) -> Iterator[tuple[Place, Quantized]]:
-    """Each place with the matrix that it has rows of; ranks send a matrix once."""
-    for expert, own in groupby(places, key=lambda place: place.expert):
-        matrix = codes if expert is None else matrix_of(codes, expert)
-        for place in own:
-            yield place, matrix
 
 
 def _part(matrix: Quantized, place: Place) -> Quantized:
@@ -77,24 +69,34 @@ def _part(matrix: Quantized, place: Place) -> Quantized:
     return replace(matrix, codes=matrix.codes[rows], scale=scale)
 
 
-def _quantized(plan: Plan, weight: Weight) -> Iterator[Piece]:
-    assert weight.layer is not None
-    assert weight.scheme is not None
-    scheme, codes = weight.scheme, whole_codes(weight.layer, weight.tensor, weight.dtype)
-    for place, whole in _matrices(codes, weight.places):
+def _pieces_of(plan: Plan, weight: Weight, whole: Quantized, places: Sequence[Place]) -> list[Piece]:
+    """The pieces that have rows of one matrix."""
+    scheme, header, found = weight.scheme, plan.format.metadata, []
+    assert scheme is not None
+    for place in places:
         matrix = _part(whole, place)
         stored = scheme.write(matrix)
         if scheme.input_scale is not None and isinstance(weight.layer, Linear):
             scale = scale_of_input(weight.layer)
             stored[scheme.input_scale] = scale.reshape(stored[scheme.suffixes[1]].shape)
-        found = {f"{place.name}{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
         probes = _values_at(matrix, *(each.to(matrix.codes.device) for each in positions(matrix.shape))).tolist()
-        header = plan.format.metadata
-        yield Piece(
-            tensors=found,
-            probes={place.name: probes},
-            metadata={} if header is None else header(place.name, matrix),
+        found.append(
+            Piece(
+                tensors={f"{place.name}{suffix}": tensor.contiguous() for suffix, tensor in stored.items()},
+                probes={place.name: probes},
+                metadata={} if header is None else header(place.name, matrix),
+            )
         )
+    return found
+
+
+def _quantized(plan: Plan, weight: Weight) -> Iterator[Piece]:
+    assert weight.layer is not None
+    codes = whole_codes(weight.layer, weight.tensor, weight.dtype)
+    for expert, own in groupby(weight.places, key=lambda place: place.expert):
+        found = _pieces_of(plan, weight, codes.matrix(expert), list(own))
+        while found:  # a matrix is not held while the next one is made
+            yield found.pop(0)
 
 
 def _values(plan: Plan, weight: Weight) -> Iterator[Piece]:
@@ -131,8 +133,8 @@ def tensors(
     as vLLM by its weight transfer, can load them as they come.
 
     If the model is spread over ranks (FSDP2, tensor parallel, expert parallel), all ranks call this and take all
-    tensors. Each quantizes its shard, and codes are sent; a rank holds its shards and the codes of one
-    matrix at a time.
+    tensors. Each quantizes its shard, and codes are sent. Beside its shards a rank holds the codes and
+    scales of one matrix, and a tile of 65536 values in float32; a parameter in high precision is whole once.
 
     Args:
         model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
@@ -143,8 +145,8 @@ def tensors(
             ``torch.autocast``. By default that of FSDP2's ``MixedPrecisionPolicy``, or the parameters' own.
 
     Returns:
-        An iterator over pairs of a name and a tensor. Tensors share no memory with the parameters of the model, unless
-        these are in high precision.
+        An iterator over pairs of a name and a tensor. A tensor may share memory with a parameter that is codes or in
+        high precision: use or copy it before the optimizer's next step.
 
     Raises:
         ValueError: The format is not known, the model has no layer in FP8, or a weight does not fit the format. The

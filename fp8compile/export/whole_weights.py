@@ -1,188 +1,198 @@
-"""Gather a parameter that ranks share to one whole tensor: its values, or the codes that the forward multiplies.
+"""A parameter over ranks as whole tensors: as values, or as the codes that the forward multiplies, matrix by matrix.
 
-Ranks quantize their shards with the scales of the whole weight, and then send codes; experts are sent one at a time.
-Values in high precision are sent only for parameters that stay in it. All ranks that share a parameter call these
-functions.
+Each rank quantizes its shard, with scales of the whole, and then codes are sent. Values in high precision are sent
+only for parameters that stay in it. All ranks that share a parameter call these functions.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fp8compile import ops
 from fp8compile._compat import local_itself, replicated
-from fp8compile.export.in_slices import IN_SLICES
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.export.places import fill, place_of, send
+from fp8compile.export.whole_matrix import WholeMatrix, amax_of_all
+from fp8compile.layout.cuts import DimSharding, Sharding
+from fp8compile.layout.packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
 from fp8compile.nn.linear import Linear
-from fp8compile.nn.outer_amax import WHOLE_TENSOR
-from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.ops.layer.over_ranks import gather
-from fp8compile.ops.layer.quantize import quantize_part, whole_amax
+from fp8compile.ops.layer.quantize import PYTHON_OF_STEPS, dequantized, quantize_part
 from fp8compile.ops.layer.write_state import ROW_OF_INPUT, ROW_OF_WEIGHT
-from fp8compile.quantizers import DelayedScaling
+from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import has_codes, is_quantized_parameter, sharding_of
 
-__all__ = ["matrix_of", "scale_of_input", "whole_codes", "whole_values"]
-
-Part = TypeVar("Part", Plain, Quantized)
+__all__ = ["WholeCodes", "scale_of_input", "whole_codes", "whole_values"]
 
 
-def _has_whole_matrices(layout: TensorLayout) -> bool:
-    """Whether ranks have whole matrices of a stack, so that each one can be sent by itself."""
-    cuts = [cut for cut in layout.cuts if cut is not None]
-    return bool(cuts) and all(cut.dim < layout.batch for cut in cuts)
-
-
-def _gathered(part: Part) -> Part:
-    if isinstance(part, Quantized) and _has_whole_matrices(part.layout):
-        return part  # `matrix_of` sends a matrix
-    for index in range(len(part.cuts)):
-        if part.cuts[index] is not None:  # a gather may take later groups with it
-            part = gather(part, index)
-    return part
-
-
-def _local_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _local_values(parameter: Tensor) -> Tensor:
     local: Any = local_itself(parameter)
-    values = getattr(local, "plain", local).detach()
-    return values if dtype is None or not values.is_floating_point() else values.to(dtype)
+    values: Tensor = getattr(local, "plain", local).detach()
+    return values
+
+
+def _codes_of_parameter(parameter: Tensor) -> Quantized:
+    """This rank's codes of a parameter that is codes."""
+    own: Quantized = local_itself(parameter).sets()[0]
+    cuts = sharding_of(parameter)
+    return replace(own, layout=TensorLayout(cuts, own.layout.batch)) if cuts else own
+
+
+# ---------------------------------------------------------------------------------- values
 
 
 def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """All values of a parameter or buffer; a parameter that is kept as codes is dequantized to ``dtype``.
+    """The values of a parameter or buffer, whole; those of codes are dequantized to ``dtype``.
 
     Args:
-        parameter: A tensor or a DTensor; its local tensor may be a `QuantizedParameter`.
+        parameter: A tensor or a DTensor; its local tensor may be codes.
         dtype: Dtype of the values; None for the parameter's own.
     """
     local: Any = local_itself(parameter)
     if is_quantized_parameter(local):
-        codes = _codes_of_parameter(parameter)
-        own = local.dtype if dtype is None else dtype
-        if codes.layout.batch:
-            matrices = [matrix_of(codes, index) for index in range(parameter.shape[0])]
-            return torch.stack([_values_of(each, own) for each in matrices])
-        return _values_of(codes, own)
-    return _gathered(Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter)))).local
+        own = _codes_of_parameter(parameter)
+        if own.cuts or own.layout.batch:
+            codes, quantizer = one_a_byte(own.codes, own.quantizer)
+            own = replace(own, codes=codes, quantizer=quantizer)
+        values = dequantized(own, local.dtype if dtype is None else dtype).local
+    else:
+        values = _local_values(parameter)
+    dtype = values.dtype if dtype is None or not values.is_floating_point() else dtype
+    if not (cuts := sharding_of(parameter)):
+        return values.to(dtype)
+    whole = values.new_empty(parameter.shape, dtype=dtype)
+    whole[place_of(cuts, parameter.shape)] = values
+    fill(whole, cuts, parameter.shape)
+    return whole
 
 
-def _of_owner(stack: Quantized, index: int) -> Quantized:
-    """One matrix of a stack of codes that ranks share; the rank that has the matrix sends it to all others.
+# ---------------------------------------------------------------------------------- codes
 
-    Ranks of an inner cut hold a part of what a rank of an outer cut holds. So the owner sends the matrix to the ranks
-    of its innermost group first; then they send it to their outer groups.
+
+def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
+    """Who has one matrix of a stack whose matrices ranks share.
+
+    Returns:
+        The number of the rank that has it, for each cut from the outer one on. Then for each cut whether this rank
+        lies in the part of the owner that the cuts before make, and at last whether it is the owner. Then the index
+        of the matrix in the owner's stack.
     """
     owners: list[int] = []
-    is_mine = [True]  # whether this rank lies in the owner's part of the cuts so far
-    for cut in (cut for cut in stack.cuts if cut is not None):
+    is_mine = [True]
+    for cut in cuts:
+        assert cut is not None
         ends = list(accumulate(cut.sizes))
         owner = next((rank for rank, end in enumerate(ends) if index < end), 0) if is_mine[-1] else 0
         index -= ends[owner] - cut.sizes[owner]
         owners.append(owner)
         is_mine.append(is_mine[-1] and owner == cut.rank)
-    local = replace(stack, layout=TensorLayout(batch=1))
-    if is_mine[-1]:
-        found = matrix_of(local, index).each(lambda tensor: tensor.contiguous())
-    else:
-        shapes = [tensor.new_empty((1, *tensor.shape[1:])) for tensor in local.parts()]
-        codes, scale, *outer = shapes
-        found = matrix_of(replace(local, codes=codes, scale=scale, outer_scale=outer[0] if outer else None), 0)
-    cuts: list[Any] = [cut for cut in stack.cuts if cut is not None]
-    for level in reversed(range(len(cuts))):
-        if is_mine[level]:
-            group = cuts[level].group
-            if isinstance(group, str):
-                group = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
-            for tensor in found.parts():
-                torch.distributed.broadcast(tensor, group=group, group_src=owners[level])
-    return found
+    return owners, is_mine, index
 
 
-def matrix_of(stack: Quantized, index: int) -> Quantized:
-    """One matrix of a stack of codes, with its scales. If ranks share the stack, all of them call this.
+@dataclass(frozen=True, kw_only=True)
+class WholeCodes:
+    """The codes of a weight, which are made whole one matrix at a time.
 
-    Args:
-        stack: The codes.
-        index: Number of the matrix in the whole stack.
+    Attributes:
+        shape: Shape of the whole parameter, (N, K) or (E, N, K) as the module keeps it.
+        part: This rank's part of it: values, or codes.
+        quantizer: Quantizer of each matrix as it lies.
+        is_turned: Whether the module keeps matrices as (in_features, out_features).
+        dtype: Dtype to which values are cast before; None for their own.
+        outer_amax: Amax for the one scale that the matrix shares with others, (1,) float32, or None.
+        multiplier: What values are multiplied by, (1, 1) float32, or None if their amax says it.
     """
-    if _has_whole_matrices(stack.layout):
-        return _of_owner(stack, index)
-    outer = None if stack.outer_scale is None else stack.outer_scale[index : index + 1]
-    return replace(stack, codes=stack.codes[index], scale=stack.scale[index], outer_scale=outer, layout=TensorLayout())
 
+    shape: tuple[int, ...]
+    part: Plain | Quantized
+    quantizer: Quantizer
+    is_turned: bool = False
+    dtype: torch.dtype | None = None
+    outer_amax: Tensor | None = None
+    multiplier: Tensor | None = None
 
-def _values_of(matrix: Quantized, dtype: torch.dtype) -> Tensor:
-    return ops.dequantize(matrix.codes, matrix.scale, matrix.quantizer, dtype, *matrix.scales[1:])
+    def matrix(self, index: int | None) -> Quantized:
+        """A matrix of codes (N, K), with its scales. All ranks that share the parameter call this.
 
+        Args:
+            index: Number of the matrix in the stack; None if the weight is one matrix.
+        """
+        cuts: list[DimSharding] = [cut for cut in self.part.cuts if cut is not None]
+        if index is None:
+            return self._made(self.part, tuple(cuts))
+        of_stack = tuple(cut for cut in cuts if not cut.dim)
+        within = tuple(replace(cut, dim=cut.dim - 1) for cut in cuts if cut.dim)
+        owners, is_mine, index = _owners(of_stack, index)
+        found = self._made(self._matrix_of_part(index, within) if is_mine[-1] else None, within)
+        # an inner cut divides what a rank of an outer cut has: the owner sends to its inner group first
+        for level in reversed(range(len(of_stack))):
+            if is_mine[level]:
+                for tensor in found.parts():
+                    send(tensor, of_stack[level], owners[level])
+        return found
 
-def _codes_of_parameter(parameter: Tensor) -> Quantized:
-    own: Quantized = local_itself(parameter).sets()[0]
-    cuts = sharding_of(parameter)
-    if not cuts:
-        return own
-    codes, quantizer = one_a_byte(own.codes, own.quantizer)
-    layout = TensorLayout(cuts, own.layout.batch)
-    return _gathered(replace(own, codes=codes, quantizer=quantizer, layout=layout))
+    def _matrix_of_part(self, index: int, cuts: Sharding) -> Plain | Quantized:
+        if isinstance(self.part, Plain):
+            return Plain(self.part.local[index], TensorLayout(cuts))
+        outer = None if self.part.outer_scale is None else self.part.outer_scale[index : index + 1]
+        codes, scale = self.part.codes[index], self.part.scale[index]
+        return replace(self.part, codes=codes, scale=scale, outer_scale=outer, layout=TensorLayout(cuts))
 
-
-def _delayed_codes(layer: Linear, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
-    quantizer: Any = layer.recipe.weight
-    multiplier = replicated(layer.multiplier)[ROW_OF_WEIGHT].view(1, 1)
-    codes = IN_SLICES.cast(_local_values(parameter, dtype), multiplier, quantizer)
-    layout, scale = TensorLayout(sharding_of(parameter)), quantizer.scale_of(multiplier)
-    return _gathered(Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=layout))
+    def _made(self, part: Plain | Quantized | None, cuts: Sharding) -> Quantized:
+        """The whole matrix of which ranks have parts; an empty one if this rank has none and is sent it."""
+        if isinstance(part, Quantized) and not any(self.part.cuts):
+            found = part.t() if self.is_turned else part
+            if packed_dim(found.quantizer) != -2:  # else a row of codes has values of two rows
+                return found
+        device = local_itself(self.part.local if isinstance(self.part, Plain) else self.part.codes).device
+        whole = WholeMatrix(self.quantizer, self.shape[-2:], cuts, device, is_turned=self.is_turned)
+        if part is None:
+            return whole.matrix
+        if isinstance(part, Quantized):
+            whole.copy(part)
+        else:
+            given = {"outer_amax": self.outer_amax, "multiplier": self.multiplier}
+            whole.quantize(part, self.quantizer, self.dtype, **given)
+        return whole.filled()
 
 
 def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
-    """The amax over all ranks that decides the scale that a layer shares with others, (1,) float32; else None."""
+    """The amax of the scale that a layer shares with others, over ranks, (1,) float32; None if it shares none."""
     if not isinstance(layer, Linear) or not layer.scale_group:
         return None
-    found = []
-    for each in layer.scale_group:
-        weight: Any = each.weight
-        cuts = sharding_of(weight)
-        own = whole_amax(Plain(_local_values(weight, dtype), TensorLayout(cuts)), WHOLE_TENSOR).view(1)
-        for cut in cuts:
-            own = own if cut is None else all_reduce_amax(own, cut.group)
-        found.append(own)
-    return torch.cat(found).amax(0, keepdim=True)
+    weights: list[Any] = [each.weight for each in layer.scale_group]
+    parts = (Plain(_local_values(each), TensorLayout(sharding_of(each))) for each in weights)
+    return torch.cat([amax_of_all(each, dtype) for each in parts]).amax(0, keepdim=True)
 
 
-def _codes_as_they_lie(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
-    if has_codes(local_itself(parameter)):  # a parameter that is codes, or one that FSDP2 has gathered as codes
-        return _codes_of_parameter(parameter)
-    recipe: Any = layer.recipe
-    quantizer = as_it_lies(layer, recipe.weight)
-    if isinstance(layer, Linear) and isinstance(quantizer, DelayedScaling):
-        return _delayed_codes(layer, parameter, dtype)
-    batch = 1 if parameter.ndim == 3 else 0
-    part = Plain(_local_values(parameter, dtype), TensorLayout(sharding_of(parameter), batch))
-    return _gathered(quantize_part(part, quantizer, IN_SLICES, outer_amax=_shared_amax(layer, dtype)))
-
-
-def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> Quantized:
-    """The codes of a converted layer's weight as its forward multiplies them; a stack for experts.
-
-    They are whole, except a stack whose matrices lie on several ranks: `matrix_of` gives each of its matrices.
+def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> WholeCodes:
+    """The codes of a converted layer's weight as its forward multiplies them.
 
     Args:
         layer: The layer.
         parameter: Its weight; a tensor or a DTensor, of values or of codes.
         dtype: Dtype to which the forward casts values before it quantizes them; None if it does not.
-
-    Returns:
-        Codes (N, K) or (E, N, K), also for modules that keep matrices as (in_features, out_features).
     """
-    found = _codes_as_they_lie(layer, parameter, dtype)
-    return found.t() if is_transposed(layer) else found
+    shape, turned = tuple(parameter.shape), is_transposed(layer)
+    if has_codes(local_itself(parameter)):  # a parameter that is codes, or one that FSDP2 has gathered as codes
+        part = _codes_of_parameter(parameter)
+        return WholeCodes(shape=shape, part=part, quantizer=part.quantizer, is_turned=turned)
+    recipe: Any = layer.recipe
+    quantizer = as_it_lies(layer, recipe.weight)
+    values = Plain(_local_values(parameter), TensorLayout(sharding_of(parameter), parameter.ndim - 2))
+    found = WholeCodes(shape=shape, part=values, quantizer=quantizer, is_turned=turned, dtype=dtype)
+    if isinstance(layer, Linear) and isinstance(quantizer, DelayedScaling):
+        return replace(found, multiplier=replicated(layer.multiplier)[ROW_OF_WEIGHT].view(1, 1))
+    amax = _shared_amax(layer, dtype)
+    if quantizer.is_local():
+        return replace(found, outer_amax=amax)
+    cast = values if dtype is None else replace(values, local=values.local.to(dtype))
+    part = quantize_part(cast, quantizer, PYTHON_OF_STEPS, outer_amax=amax)  # noise is that of a place in the shard
+    return WholeCodes(shape=shape, part=part, quantizer=part.quantizer, is_turned=turned)
 
 
 def scale_of_input(layer: Linear) -> Tensor:

@@ -20,7 +20,7 @@ from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.outer_amax import shared_outer_amax
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
-from fp8compile.quantizers import DelayedScaling, Recipe
+from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
@@ -64,6 +64,7 @@ class Linear(CodesInState, nn.Linear):
     amax_group: str | None = None  # the group's name: a group can be neither copied nor pickled
     # the layers with which this one shares an outer scale, itself among them; a tuple, so that they are no submodules
     scale_group: tuple[nn.Module, ...] = ()
+    scale_quantizer: Quantizer | None = None  # that of their weights; Dynamo of PyTorch 2.11 can't ask a recipe for it
     observed_weights: ClassVar[Sequence[str]] = ("weight",)
     amax_history: Tensor  # this and `multiplier` exist only if the recipe has delayed scaling
     multiplier: Tensor
@@ -144,6 +145,13 @@ class Linear(CodesInState, nn.Linear):
         check_recipe("Linear", recipe)
         self._recipe = recipe
         self._recipe_under_fsdp = _keeping_nothing(recipe)
+        if self.scale_group:
+            self.share_scale(self.scale_group)
+
+    def share_scale(self, layers: tuple[nn.Module, ...]) -> None:
+        """Share one outer scale with other layers; ``layers`` has them and this one."""
+        self.scale_group = layers
+        self.scale_quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
@@ -159,11 +167,10 @@ class Linear(CodesInState, nn.Linear):
 
         Returns None if the layer shares no outer scale, or if the weights are kept as codes.
         """
-        quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
-        if not self.scale_group or quantizer is None:
+        if not self.scale_group or self.scale_quantizer is None:
             return None
         layers: Any = self.scale_group
-        return shared_outer_amax([layer.weight for layer in layers], quantizer)
+        return shared_outer_amax([layer.weight for layer in layers], self.scale_quantizer)
 
     def delayed_state(self) -> DelayedState | None:
         """The state of delayed scaling, made of the layer's buffers; None if the recipe has no delayed scaling."""
@@ -265,7 +272,7 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
 def become_plain(layer: nn.Linear) -> None:
     """Remove the attributes that `become_float8` gave a layer."""
-    for name in ("_recipe", "_recipe_under_fsdp", "_observers", "amax_group", "scale_group"):
+    for name in ("_recipe", "_recipe_under_fsdp", "_observers", "amax_group", "scale_group", "scale_quantizer"):
         vars(layer).pop(name, None)
     CONVERTED.discard(layer)
     for name in STATE:

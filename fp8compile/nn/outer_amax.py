@@ -33,7 +33,7 @@ def _amax(weight: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> Te
     if is_dtensor(weight):  # the amaxes of blocks would gather a weight whose blocks ranks cut
         return replicated(ops.amax(weight, WHOLE_TENSOR)).view(1)
     amaxes = ops.amax(weight, quantizer)  # compiled code computes it once, here and for the scales of blocks
-    return ops.outer_amax(amaxes, quantizer) if quantizer.has_outer_scale() else amaxes.view(1)
+    return amaxes.view(1) if amaxes.numel() == 1 else ops.outer_amax(amaxes, quantizer)
 
 
 def shared_outer_amax(weights: Sequence[Tensor], quantizer: Quantizer) -> Tensor | None:

@@ -100,4 +100,4 @@ def share_scales(groups: Iterable[tuple[nn.Module, ...]]) -> None:
         for each in members:
             layer: Any = each
             assert isinstance(layer, Linear), "scale_groups has checked it"
-            layer.scale_group = members
+            layer.share_scale(members)

@@ -118,7 +118,7 @@ def test_codes_are_trained_by_master_weights_or_frozen(tmp_path):
 
 def most_held(model, folder):
     """The most bytes that are allocated while a folder is loaded, and what is left of them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         f8.load_quantized(model, folder)
     held = most = 0
     for event in profiled.profiler.kineto_results.events():

@@ -1,0 +1,98 @@
+"""Where a rank's part lies in a whole tensor, and how ranks fill a tensor in which each has written its part.
+
+    whole tensor on each rank:  [ own part | empty | empty ]  --each rank sends its part into the same place-->  full
+
+So nothing is in memory beside the result. A message is a place in it, or some rows of one that is not contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from fp8compile.layout.cuts import DimSharding, Sharding
+
+__all__ = ["MESSAGE", "fill", "place_of", "send"]
+
+MESSAGE = 2**19  # bytes of a message from a place that is not contiguous
+
+
+def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """Where a rank's part lies in the whole tensor.
+
+    Args:
+        cuts: How ranks cut the tensor, as this rank sees it.
+        shape: Shape of the whole tensor.
+        units: For each dim the number of elements that have one entry: those of a block in a grid of scales, or those
+            of a byte. -1 stands for all elements. None for one each.
+    """
+    found = []
+    for dim, size in enumerate(shape):
+        unit = 1 if units is None else units[dim]
+        own = [cut for cut in cuts if cut is not None and cut.dim == dim]
+        start, length = sum(cut.start for cut in own), own[-1].length if own else size
+        if unit == -1:
+            found.append(slice(0, 1))
+        elif not length:  # a rank without elements lies behind a block that may be partial
+            found.append(slice(0, 0))
+        else:
+            found.append(slice(start // unit, -(-(start + length) // unit)))
+    return tuple(found)
+
+
+def send(part: Tensor, cut: DimSharding, source: int) -> None:
+    """Send a tensor from one rank of a cut into the same tensor of the others.
+
+    Args:
+        part: The tensor, which may be a view; the others' is written.
+        cut: The cut whose ranks take part.
+        source: Number of the rank that sends, among those of the cut.
+    """
+    group = _resolve_process_group(cut.group) if isinstance(cut.group, str) else cut.group  # type: ignore[arg-type]
+    part = part.view(torch.uint8) if part.element_size() == 1 else part
+    part = part.t() if part.ndim == 2 and part.t().is_contiguous() else part
+    if part.is_contiguous():
+        torch.distributed.broadcast(part, group=group, group_src=source)
+        return
+    rows = max(1, MESSAGE // max(1, part[0].numel() * part.element_size()))
+    buffer = part.new_empty((min(rows, part.shape[0]), *part.shape[1:]))
+    for some in part.split(rows):
+        message = buffer[: some.shape[0]]
+        if cut.rank == source:
+            message.copy_(some)
+        torch.distributed.broadcast(message, group=group, group_src=source)
+        if cut.rank != source:
+            some.copy_(message)
+
+
+def fill(
+    whole: Tensor,
+    cuts: Sharding,
+    shape: Sequence[int],
+    units: Sequence[int] | None = None,
+    known: Sequence[bool] | None = None,
+) -> None:
+    """Complete a tensor in which each rank has written its own place. All ranks of the cuts call this.
+
+    The inner cuts come first, so that each rank of an outer one then has its whole part.
+
+    Args:
+        whole: The tensor.
+        cuts: How ranks cut the values.
+        shape: Shape of the values.
+        units: What `place_of` takes.
+        known: For each dim, whether each rank has written all entries along it.
+    """
+    for level in reversed(range(len(cuts))):
+        cut = cuts[level]
+        if cut is None or (known is not None and known[cut.dim]) or (units is not None and units[cut.dim] == -1):
+            continue
+        for source in range(len(cut.sizes)):
+            place = place_of((*cuts[:level], replace(cut, rank=source)), shape, units)
+            place = tuple(slice(None) if known is not None and known[dim] else own for dim, own in enumerate(place))
+            if (part := whole[place]).numel():
+                send(part, cut, source)
