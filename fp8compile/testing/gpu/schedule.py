@@ -7,9 +7,11 @@ The machine needs no GPU. Nothing is launched, computed or allocated, so a layer
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
 import logging
+import operator
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +27,7 @@ from torch import Tensor, fx
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
 from fp8compile.testing.gpu.graphs import GpuGraph
 
-__all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule"]
+__all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule", "taken_from"]
 
 log: logging.Logger = logging.getLogger(__name__)
 SECONDS_BETWEEN = 5  # between lines that say which kernel is being generated
@@ -50,6 +52,7 @@ class ScheduledLaunch:
         made: The buffers that it makes, each with the node of the lowered graph whose value the buffer holds. The node
             is None for a copy that Inductor makes to give a product's operand the layout that it needs.
         read: The buffers that it reads. For a product they are the operands in order.
+        arguments: Names of the buffers that a Triton kernel is given, in order; other arguments are empty.
     """
 
     name: str
@@ -58,6 +61,12 @@ class ScheduledLaunch:
     bytes_written: int
     made: dict[str, fx.Node | None]
     read: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def is_template(self) -> bool:
+        """Whether it is one of Inductor's templates, which multiply matrices in tiles."""
+        return self.name.startswith("triton_tem")
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,11 @@ class Schedule:
                         holders[name] = operand
         return holders
 
+    def kernel(self, name: str) -> str:
+        """The source of a Triton kernel; empty for a call of a library."""
+        start = self.source.find(f"def {name}(")
+        return self.source[start : self.source.index("'''", start)] if start >= 0 else ""
+
     def holder(self, name: str) -> fx.Node | None:
         """The node of the lowered graph whose value a buffer holds; None if that isn't known."""
         return self._holders.get(name)
@@ -142,6 +156,21 @@ class Schedule:
         return next(filter(None, map(self.source_of, lowered)), None)
 
     @cached_property
+    def of_templates(self) -> dict[str, tuple[fx.Node, tuple[int, ...]]]:
+        """Buffers that hold results of templates: the node of the given graph, and the place among its results."""
+        inside = {node for launch in self.launches if launch.is_template for node in self.computed(launch)}
+        found: dict[str, tuple[fx.Node, tuple[int, ...]]] = {}
+        for name, lowered in self._holders.items():
+            node = None if lowered is None else self.source_of(lowered)
+            if lowered is None or node not in inside or name not in self.maker:
+                continue
+            whole, place = taken_from(lowered)
+            is_whole = isinstance(whole.target, torch._ops.OpOverload) and whole.target == node.target
+            if place or (is_whole and self.maker[name].is_template):
+                found[name] = node, place
+        return found
+
+    @cached_property
     def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
         """Nodes of the given graph whose values are in a buffer, and the launch that writes it."""
         found: dict[fx.Node, ScheduledLaunch] = {}
@@ -152,6 +181,16 @@ class Schedule:
                 if node is not None and node.target == lowered.target:
                     found.setdefault(node, launch)
         return found
+
+
+def taken_from(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
+    """The node that a node takes an item of, and the item's place; the node itself if it takes none."""
+    if node.target is not operator.getitem:
+        return node, ()
+    whole: Any = node.args[0]
+    found, place = taken_from(whole)
+    index: Any = node.args[1]
+    return found, (*place, index)
 
 
 def operator_of(node: fx.Node) -> str:
@@ -208,7 +247,14 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
         bytes_written=written + unread,
         made=made,
         read=tuple(_reads(parts, made)),
+        arguments=_names(call["text"]) if call["triton"] else (),
     )
+
+
+def _names(call: str) -> tuple[str, ...]:
+    """Names of the variables that a printed call is given; other arguments are empty."""
+    given = next(node for node in ast.walk(ast.parse(call.strip())) if isinstance(node, ast.Call)).args
+    return tuple(each.id if isinstance(each, ast.Name) else "" for each in given)
 
 
 def _unread_bytes(node: Any) -> int:
@@ -256,7 +302,11 @@ def _kernels_of(node: Any) -> list[Any]:
 
 def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
     """Pair nodes of the schedule with the calls that were printed for them, in order."""
-    calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
+    body = source[source.index("def call(") :]
+    calls = [
+        {**match.groupdict(), "text": body[match.start() : body.index("\n", match.end())].lstrip("\n")}
+        for match in LAUNCH.finditer(body)
+    ]
     if len(nodes) != len(calls):
         raise RuntimeError(
             f"gpu_kernels: {len(nodes)} kernels were scheduled, {len(calls)} calls found in the generated code: their "
@@ -376,6 +426,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         fakes = [_on_gpu(value) for value in made_for.inputs]
         with fx.traceback.preserve_node_meta():  # keeps SOURCE: which node each one was before the second tracing
             graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
+        graph.graph.eliminate_dead_code()  # results of an operator that nobody takes, which not all lowerings have
         output = graph.graph.output_node()
         outputs: Any = output.args[0]
         output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]

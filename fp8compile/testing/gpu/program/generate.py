@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,17 @@ from torch import Tensor, fx
 
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu.gpus import Gpu
-from fp8compile.testing.gpu.graphs import GpuGraph, all_outputs, check_has_no_region, partition, returned_outputs
+from fp8compile.testing.gpu.graphs import (
+    GpuGraph,
+    all_outputs,
+    change_joint,
+    check_has_no_region,
+    partition,
+    returned_outputs,
+)
 from fp8compile.testing.gpu.program.arithmetic import Arithmetic
 from fp8compile.testing.gpu.program.interpreter import Interpreter
+from fp8compile.testing.gpu.program.random_numbers import RandomNumbers
 from fp8compile.testing.gpu.program.reference import Reference
 from fp8compile.testing.gpu.program.result import Difference, GraphRun, output_differences, product_differences
 from fp8compile.testing.gpu.program.wrapper import Program, Way
@@ -64,17 +72,16 @@ class _Compared:
         differences: Differences of the program from the reference, in all runs.
     """
 
-    def __init__(self, name: str, traced: GpuGraph, settings: Settings, folder: str) -> None:
+    def __init__(self, name: str, traced: GpuGraph, settings: Settings, folder: str, numbers: RandomNumbers) -> None:
         from torch._inductor import config
 
         started = time.perf_counter()
-        self._name, self._graph, self._settings = name, traced.graph, settings
+        self._name, self._graph, self._settings, self._numbers = name, traced.graph, settings, numbers
         with config.patch({"emulate_precision_casts": settings.precision_casts}):
             self.schedule = found = schedule(traced, settings.gpu)
         self._program = Program(
-            found.source, found.constants, settings.gpu, Interpreter(settings.arithmetic),
-            poison=settings.poison, folder=folder,
-        )  # fmt: skip
+            found, settings.gpu, Interpreter(settings.arithmetic), poison=settings.poison, folder=folder
+        )
         self._generating, self._running = time.perf_counter() - started, 0.0
         self.differences: list[Difference] = []
 
@@ -82,30 +89,41 @@ class _Compared:
         started = time.perf_counter()
         arguments, given = list(args), [_copy(arg) for arg in args]
         args.clear()
-        reference, expected, changed = self._reference([_copy(arg) for arg in given])
+        drawing = torch.get_rng_state()  # the reference and each way draw the same seeds
         results: list[Any] = []
+        reference: Reference | None = None
+        expected: list[Any] = []
+        changed: list[Any] = []
         ways = _ways(self._settings, self._program.configurations)
         for way in ways:
             used = arguments if way is ways[-1] else [_copy(arg) for arg in given]
+            torch.set_rng_state(drawing)
             results = self._program(list(used), way)
             where = f"{self._name} ({way})" if len(ways) > 1 else self._name
+            if reference is None or self._program.of_templates:  # it goes on from the results of templates
+                changed = [_copy(arg) for arg in given]
+                with torch.random.fork_rng(devices=[]):
+                    torch.set_rng_state(drawing)
+                    reference = self._reference()
+                    expected = self._run_reference(reference, changed)
+                self.differences += (replace(each, where=f"{where}, {each.where}") for each in reference.outside)
             self.differences += product_differences(where, self._program.products.called, reference.products.called)
             self.differences += output_differences(f"{where}, output", results, expected)
             self.differences += output_differences(f"{where}, input", used, changed)
         self._running += time.perf_counter() - started
         return results
 
-    def _reference(self, given: list[Any]) -> tuple[Reference, list[Any], list[Any]]:
-        """Run the reference.
+    def _reference(self) -> Reference:
+        """The graph, to be run operator by operator; it goes on from what the program's templates wrote."""
+        settings, written = self._settings, self._program.of_templates
+        rounds_each = settings.precision_casts
+        return Reference(self._graph, settings.gpu, self.schedule, self._numbers, written, rounds_each=rounds_each)
 
-        Returns:
-            The reference, its results, and its inputs, which it may have changed in place.
-        """
-        settings = self._settings
-        reference = Reference(self._graph, settings.gpu, self.schedule, rounds_each=settings.precision_casts)
-        alone = Interpreter(settings.arithmetic, elements=1)  # of kernels that the function's author wrote
+    def _run_reference(self, reference: Reference, given: list[Any]) -> list[Any]:
+        """Run the reference, which may change its inputs in place."""
+        alone = Interpreter(self._settings.arithmetic, elements=1)  # of kernels that the function's author wrote
         with torch.no_grad(), pretend_target(Target("cpu")), alone.active():  # our ops run their PyTorch code
-            return reference, reference.run(*given), given
+            return reference.run(*given)
 
     def run(self) -> GraphRun:
         """The report of the graph's last run."""
@@ -125,7 +143,7 @@ class GpuBackend:
     """
 
     def __init__(self, settings: Settings, folder: str) -> None:
-        self._settings, self._folder = settings, folder
+        self._settings, self._folder, self._numbers = settings, folder, RandomNumbers()
         self.graphs: list[_Compared] = []
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,13 +152,18 @@ class GpuBackend:
         from torch._inductor import compile_fx
 
         backend = aot_autograd(
-            inference_compiler=partial(self._whole, "forward"),
+            inference_compiler=self._inference,
             fw_compiler=self._forward,
             bw_compiler=partial(self._whole, "backward"),
             decompositions=compile_fx.select_decomp_table(),
             partition_fn=partition,
         )
         return torch.compile(fn, fullgraph=True, backend=backend)
+
+    def _inference(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a forward that no backward follows."""
+        change_joint(graph, inputs)
+        return self._whole("forward", graph, inputs)
 
     def _whole(self, name: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph that saves nothing for a backward."""
@@ -157,7 +180,7 @@ class GpuBackend:
         check_has_no_region(traced.graph)
         gpu = self._settings.gpu
         with pretend_target(gpu.target):
-            compared = _Compared(name, traced, self._settings, self._folder)
+            compared = _Compared(name, traced, self._settings, self._folder, self._numbers)
         self.graphs.append(compared)
 
         def call(args: list[Any]) -> list[Any]:

@@ -19,6 +19,7 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
     int(number)         raises in Triton 3.6 with numpy 2.4 or later
     libdevice           returns None; here PyTorch's functions are used, and unknown ones raise
     bfloat16 arithmetic computes with the bits as integers; here it raises
+    tl.dot              multiplies the bits of bfloat16; here numbers, summed in float64 and rounded once a tile
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from triton.runtime.interpreter import TensorHandle as Handle
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.assembly import inline_assembly
 from fp8compile.testing.gpu.program.batches import ELEMENTS, Batch, Diverged, arrays, counting, stored, together
-from fp8compile.testing.gpu.program.functions import libdevice_functions, reductions, unknown
+from fp8compile.testing.gpu.program.functions import dot, libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu.program.memory import Access
 
 __all__ = ["ORDERS", "Interpreter"]
@@ -235,6 +236,7 @@ class Interpreter:
         )
         yield Builder, "cast_impl", _cast
         yield Builder, "create_ashr", _arithmetic_shift
+        yield Builder, "create_dot", dot
         yield Builder, "binary_op", _without_bfloat16(Builder.binary_op)
         yield Builder, "unary_op", _without_bfloat16(Builder.unary_op)
         for name, function in gpu.unary_functions(self.arithmetic).items():

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8compile.formats import CASTS_BY_FLOAT16
 from fp8compile.target import pretend_target
+from fp8compile.testing.gpu.flex_attention import pretend_flex_attention
 from fp8compile.testing.gpu.gpus import check_is_nvidia, gpu_called, pretend_triton
 from fp8compile.testing.gpu.program.step import step
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from fp8compile.testing.gpu.program.result import GpuRun
 
 __all__ = ["run_gpu_program"]
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def run_gpu_program(
@@ -45,8 +44,10 @@ def run_gpu_program(
     not take an operand.
 
     ``fn`` is traced with ``fullgraph=True``; all earlier compiled graphs are dropped. Tensors that ``fn`` changes in
-    place are changed once, as by one call. Gradients are returned and not accumulated. Random numbers have no
-    reference.
+    place are changed once, as by one call. Gradients are returned and not accumulated.
+
+    Random numbers are those that the GPU's kernels draw, from seeds that this CPU's generator draws
+    (``torch.manual_seed``); the reference evaluates the graphs with the same numbers. Eager mode draws others.
 
     Args:
         fn: A module or function, with FP8 layers or without.
@@ -72,10 +73,9 @@ def run_gpu_program(
         ValueError: An argument isn't one of those above, or the GPU's product would not take its operands.
         IndexError: A kernel accesses memory outside of its tensors.
         RuntimeError: A kernel's result depends on the order of its programs.
-        NotImplementedError: The generated code does something that isn't known here, or dropout is on.
+        NotImplementedError: The generated code does something that isn't known here.
         ModuleNotFoundError: Triton is not installed.
     """
-    _check_draws_nothing(fn)
     settings = _settings(arch, precision_casts, orders, configurations, contract, approximate, poison)
     from fp8compile.testing.gpu.program.generate import GpuBackend
     from fp8compile.testing.gpu.program.result import Differences, GpuRun
@@ -84,7 +84,7 @@ def run_gpu_program(
     try:
         with tempfile.TemporaryDirectory() as folder:
             backend = GpuBackend(settings, folder)
-            with pretend_target(settings.gpu.target), pretend_triton(settings.gpu):
+            with pretend_target(settings.gpu.target), pretend_triton(settings.gpu), pretend_flex_attention():
                 outputs, gradients = step(backend.compile(fn), fn, args, grad_outputs)
     finally:
         torch._dynamo.reset()
@@ -94,18 +94,6 @@ def run_gpu_program(
         graphs=tuple(graph.run() for graph in backend.graphs),
         differences=Differences(difference for graph in backend.graphs for difference in graph.differences),
     )
-
-
-def _check_draws_nothing(fn: Callable[..., Any]) -> None:
-    """Raise a NotImplementedError if a module has dropout that drops, before minutes go into code for a GPU."""
-    modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
-    drops = [name or "the model" for name, each in modules if isinstance(each, DROPOUTS) and each.training and each.p]
-    if drops:
-        shown = ", ".join(drops[:3]) + (", ..." if len(drops) > 3 else "")
-        raise NotImplementedError(
-            f"run_gpu_program: dropout is on ({shown}), and no reference draws the numbers that a GPU's code draws. "
-            "Call model.eval() first: gradients are taken all the same."
-        )
 
 
 def _settings(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from fp8compile.testing.gpu.program.memory import poisoned
 from fp8compile.testing.gpu.program.messages import message
 from fp8compile.testing.gpu.program.own_kernels import KNOWN, implementation_on_gpu
 from fp8compile.testing.gpu.program.products import Products, is_product
+from fp8compile.testing.gpu.schedule import Schedule
 
 __all__ = ["KernelLaunch", "Program", "Way"]
 
@@ -112,8 +113,6 @@ class Kernel:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         self._program, self._name, self._tuner = program, name, getattr(module, name)
-        # a kernel that the function itself launches is its own reference
-        self._multiplies = "tl.dot(" in source and not getattr(self._tuner, "custom_kernel", False)
         program.configurations = max(program.configurations, len(self._tuner.configs))
 
     def run(self, *args: Any, stream: Any, **kwargs: Any) -> None:
@@ -121,11 +120,6 @@ class Kernel:
         if kwargs:
             raise NotImplementedError(f"run_gpu_program: {self._name} is launched with {', '.join(kwargs)}.")
         tuner, program = self._tuner, self._program
-        if self._multiplies:
-            raise NotImplementedError(
-                f"run_gpu_program: {self._name} is made from one of Inductor's templates (flex attention, autotuned "
-                "products), which multiplies parts of matrices: its sums have an order that no reference has."
-            )
         declared = {name for name, kind in tuner.fn.fn.__annotations__.items() if "constexpr" in str(kind)}
         constants = {name: value for name, value in tuner.triton_meta["constants"].items() if name in declared}
         names = [name for name in tuner.fn.arg_names if name not in {**tuner.configs[0].kwargs, **constants}]
@@ -137,6 +131,7 @@ class Kernel:
         blocks = {name: value for name, value in config.kwargs.items() if name in tuner.fn.arg_names}
         given = {name: value for name, value in given.items() if name in tuner.fn.arg_names} | constants
         program.interpreter.launch(self._name, tuner.fn.fn, grid, given | blocks)
+        program.keep(args)
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
     def _grids(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -150,6 +145,8 @@ class Kernel:
 class _Dispatch(TorchDispatchMode):
     """A mode that replaces the operators that the wrapper calls; the module's docstring says by what."""
 
+    supports_higher_order_operators = True  # else PyTorch raises, in words of its own
+
     def __init__(self, program: Program) -> None:
         super().__init__()
         self._program = program
@@ -157,6 +154,11 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(op, torch._ops.HigherOrderOperator):
+            raise NotImplementedError(
+                f"run_gpu_program: generated code calls {op}, which is not known here. PyTorch 2.15 calls "
+                "run_and_save_rng_state where a checkpointed part draws random numbers."
+            )
         namespace, _, name = op._schema.name.partition("::")
         if namespace == "_c10d_functional":
             return message(op, *args, **(kwargs or {}))
@@ -186,23 +188,17 @@ class Program:
     Attributes:
         products: Computes the matrix products, with a record of those of the last run.
         launches: Launches of the last run.
+        of_templates: What the last run wrote to the buffers that hold results of templates.
         library_calls: Operators of the last run that PyTorch's CPU kernels computed.
         configurations: The largest number of configurations that Inductor would time for one of its kernels.
         way: The way of the last run.
         poison: The byte that fills memory when the wrapper allocates it.
     """
 
-    def __init__(
-        self,
-        source: str,
-        constants: Mapping[str, Any],
-        gpu: Gpu,
-        interpreter: Interpreter,
-        *,
-        poison: int,
-        folder: str,
-    ) -> None:
+    def __init__(self, found: Schedule, gpu: Gpu, interpreter: Interpreter, *, poison: int, folder: str) -> None:
         self.gpu: Gpu = gpu
+        self._found, self._generated = found, [each for each in found.launches if each.kind == "triton"]
+        self.of_templates: dict[str, Tensor] = {}
         self.interpreter: Interpreter = interpreter
         self.poison: int = poison
         self.folder: str = folder
@@ -211,18 +207,25 @@ class Program:
         self.library_calls: list[str] = []
         self.configurations = 1
         self.way: Way = Way("forwards", None)
-        self._scope: dict[str, Any] = {"__name__": "generated", **constants}
+        self._scope: dict[str, Any] = {"__name__": "generated", **found.constants}
         with pretend_gpu(gpu), self._pretend_runtime():
-            exec(compile(source, "generated", "exec"), self._scope)
+            exec(compile(found.source, "generated", "exec"), self._scope)
         self._scope["extern_kernels"] = self.products
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
         """Run the wrapper and return its results. It empties the list of arguments, as on a GPU."""
-        self.way, self.launches, self.library_calls = way, [], []
+        self.way, self.launches, self.library_calls, self.of_templates = way, [], [], {}
         self.products.called = []
         target = pretend_target(self.gpu.target)
         with torch.no_grad(), self._pretend_runtime(), self.interpreter.active(way.order), target, _Dispatch(self):
             return list(self._scope["call"](args))
+
+    def keep(self, args: Sequence[Any]) -> None:
+        """Keep results of templates among the arguments of the launch that comes next."""
+        for name, arg in zip(self._generated[len(self.launches)].arguments, args, strict=False):
+            if name in self._found.of_templates:
+                with _disable_current_modes():
+                    self.of_templates[name] = arg.clone()
 
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
