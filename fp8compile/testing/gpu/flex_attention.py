@@ -1,4 +1,4 @@
-"""FlexAttention on the CPU as it is traced on a GPU: with a backward, and with the log-sums that the backward reads."""
+"""FlexAttention on the CPU, traced as on a GPU: with a backward, and with the log-sums that it reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import torch
 __all__ = ["pretend_flex_attention"]
 
 
-def _options_of_a_gpu(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def _any_device(*_: Any) -> None:  # not a mock, because Dynamo traces it
+    """Refuse nothing."""
+
+
+def _options_of_a_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def options(
         query: Any, key: Any, value: Any, return_lse: bool, given: Any, return_aux: Any = None
     ) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def pretend_flex_attention() -> Iterator[None]:
     from torch.nn.attention import flex_attention as module
 
     with (
-        mock.patch.object(module, "_validate_device", lambda *_: None),
+        mock.patch.object(module, "_validate_device", _any_device),
         mock.patch.object(module, "_apply_kernel_options", _options_of_a_gpu(module._apply_kernel_options)),
     ):
         yield

@@ -26,8 +26,9 @@ from torch import Tensor, fx
 
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
 from fp8compile.testing.gpu.graphs import GpuGraph
+from fp8compile.testing.gpu.templates import chosen_templates
 
-__all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule", "taken_from"]
+__all__ = ["Schedule", "ScheduledLaunch", "is_fused_addition", "operator_of", "schedule", "taken_from"]
 
 log: logging.Logger = logging.getLogger(__name__)
 SECONDS_BETWEEN = 5  # between lines that say which kernel is being generated
@@ -87,6 +88,7 @@ class Schedule:
         lowered: The graph on the GPU that Inductor lowered.
         output_strides: Strides of each output; None if they aren't known. Inductor may pad outputs that are saved for
             backward.
+        templates: The largest number of templates that Inductor would time for one product.
     """
 
     source: str
@@ -99,6 +101,7 @@ class Schedule:
     constants: dict[str, Any] = field(repr=False)
     lowered: fx.Graph = field(repr=False)
     output_strides: tuple[tuple[int, ...] | None, ...] = ()
+    templates: int = 0
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
@@ -165,7 +168,8 @@ class Schedule:
             if lowered is None or node not in inside or name not in self.maker:
                 continue
             whole, place = taken_from(lowered)
-            is_whole = isinstance(whole.target, torch._ops.OpOverload) and whole.target == node.target
+            is_operator = isinstance(whole.target, torch._ops.OpOverload)
+            is_whole = is_operator and (whole.target == node.target or is_fused_addition(whole, node))
             if place or (is_whole and self.maker[name].is_template):
                 found[name] = node, place
         return found
@@ -191,6 +195,12 @@ def taken_from(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
     found, place = taken_from(whole)
     index: Any = node.args[1]
     return found, (*place, index)
+
+
+def is_fused_addition(lowered: fx.Node, node: fx.Node) -> bool:
+    """Whether a node of the lowered graph is an addition of the given graph together with a product."""
+    fused = (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
+    return node.target is torch.ops.aten.add.Tensor and lowered.target in fused
 
 
 def operator_of(node: fx.Node) -> str:
@@ -384,12 +394,13 @@ def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     return enter_and_tell
 
 
-def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
+def schedule(made_for: GpuGraph, gpu: Gpu, template: int | None = None) -> Schedule:
     """Let Inductor compile a graph for a GPU, and take the generated code at the step that would load it.
 
     Args:
         made_for: A graph as `gpu_graphs` returns it.
         gpu: The GPU.
+        template: Number of the template of each product, see `chosen_templates`.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
@@ -403,6 +414,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
 
     found: list[Schedule] = []
     sources = {node.name: node for node in made_for.graph.graph.nodes}
+    moved = _moved(made_for.graph)
 
     def take(lowering: GraphLowering) -> SimpleNamespace:
         code, _ = lowering.codegen()
@@ -422,14 +434,15 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
         torch._guards.tracing(context),
         mode,
+        chosen_templates(template) as choices,
     ):
         fakes = [_on_gpu(value) for value in made_for.inputs]
         with fx.traceback.preserve_node_meta():  # keeps SOURCE: which node each one was before the second tracing
-            graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
+            graph = make_fx(fx.Interpreter(moved).run)(*fakes)
         graph.graph.eliminate_dead_code()  # results of an operator that nobody takes, which not all lowerings have
         output = graph.graph.output_node()
         outputs: Any = output.args[0]
         output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]
         compile_fx.compile_fx_inner(graph, fakes)
     strides: Any = context.output_strides  # filled while it compiled
-    return replace(found[0], output_strides=tuple(strides))
+    return replace(found[0], output_strides=tuple(strides), templates=choices.most)

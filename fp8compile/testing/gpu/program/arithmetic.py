@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Arithmetic", "convert", "elementwise", "fma", "on_arrays", "square_root"]
+__all__ = ["STORED_AS", "Arithmetic", "convert", "elementwise", "fma", "on_arrays", "square_root"]
 
 # by Triton's name of a type: PyTorch's dtype, and the unsigned integers that hold its bits
 STORED_AS: dict[str, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {

@@ -3,11 +3,14 @@
 A template adds in an order of its own, so its bits have no reference. Its results are compared with exact ones, in
 float64, within a bound:
 
-    a product of K terms    K roundings in float32 of the sum of the terms' magnitudes: the worst case of any order
-    FlexAttention           the error of its formula in eager mode, in the operands' dtype, as FlashAttention's tests do
+    a product of K terms    K roundings in float32 of the sum of the terms' magnitudes, which is the worst case of any
+                            order, and one rounding of the result
+    FlexAttention           the largest error of its formula in eager mode, in the operands' dtype, as in the tests of
+                            FlashAttention
 
-Twice that is allowed. Operators that are fused with the template are computed three times, with the exact value, the
-lowest and the highest: so their results show what the bound becomes. The rounding of the stored dtype is added.
+Twice that is allowed. Operators that are fused behind the template are computed with the exact value, the lowest and
+the highest in float64, and with the exact one in float32. So their results show what the bound becomes, and how large
+their own roundings are. The rounding of the stored dtype is added.
 """
 
 from __future__ import annotations
@@ -24,14 +27,15 @@ from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.products import PRODUCTS
 from fp8compile.testing.gpu.program.result import Difference
 
-__all__ = ["Bounded", "bounded_attention", "bounded_product", "in_float64", "is_attention", "outside"]
+__all__ = ["SIDES", "Bounded", "bounded_attention", "bounded_product", "in_float64", "is_attention", "outside"]
 
 aten: Any = torch.ops.aten
 prims: Any = torch.ops.prims
 FLOAT32_ROUNDING = 2.0**-24
-FUSED_ROUNDINGS = 16  # of float32, in what is fused with a template
+SIDES = ("exact", "low", "high", "single")
 ATTENTION = ("flex_attention", "flex_attention_backward")
 BIASED = ("addmm", "baddbmm", "bias_addmm")
+PLAIN = ("mm", "bmm", *BIASED)
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,19 @@ class Bounded:
         exact: The exact value in float64.
         low: The same, as far below as the template may be.
         high: The same, as far above.
+        single: The exact value, with what is fused behind the template computed in float32.
     """
 
     exact: Any
     low: Any
     high: Any
+    single: Any
 
     def at(self, place: Sequence[int]) -> Bounded:
         """One of several results."""
         found = self
         for index in place:
-            found = Bounded(*(each[index] for each in (found.exact, found.low, found.high)))
+            found = Bounded(*(getattr(found, side)[index] for side in SIDES))
         return found
 
 
@@ -76,14 +82,14 @@ def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, 
         args: Its arguments.
         kwargs: Its other arguments.
     """
-    scaled = name.startswith("_scaled")  # rounded once to the dtype that the kind of scaling has
-    if not scaled:
+    kind = kwargs.get("out_dtype") or next(arg.dtype for arg in args if isinstance(arg, Tensor))
+    if name in PLAIN:  # others demand dtypes, and round to them
         args = [arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
         kwargs = {name: value for name, value in kwargs.items() if name != "out_dtype"}
     exact, magnitude = (PRODUCTS[name](gpu, *each, **kwargs) for each in (args, list(map(_magnitude, args))))
     terms = args[1 if name in BIASED else 0].shape[-1]
-    rounding = torch.finfo(exact.dtype).eps if scaled else 0
-    bound = (terms * FLOAT32_ROUNDING + rounding) * magnitude.double()
+    rounding = torch.finfo(kind).eps / 2 * exact.double().abs()  # before what is fused behind it
+    bound = terms * FLOAT32_ROUNDING * magnitude.double() + rounding
     return _around(exact.double(), bound)
 
 
@@ -91,8 +97,8 @@ def _around(exact: Any, bound: Any) -> Bounded:
     """The values that are twice the bound away; some of several results may be None."""
     if isinstance(exact, tuple):
         sides = [_around(*each) for each in zip(exact, bound, strict=True)]
-        return Bounded(*(tuple(getattr(each, name) for each in sides) for name in ("exact", "low", "high")))
-    return Bounded(exact, exact - 2 * bound, exact + 2 * bound) if exact is not None else Bounded(None, None, None)
+        return Bounded(*(tuple(getattr(each, side) for each in sides) for side in SIDES))
+    return Bounded(exact, exact - 2 * bound, exact + 2 * bound, exact) if exact is not None else Bounded(*[None] * 4)
 
 
 def in_float64(arg: Any) -> Any:
@@ -159,24 +165,26 @@ def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
         got: The program's result.
         wanted: The exact result, and the furthest ones.
     """
-    exact, low, high = (each.reshape(got.shape) for each in (wanted.exact, wanted.low, wanted.high))
+    sides = (getattr(wanted, side).reshape(got.shape) for side in SIDES)
+    exact, low, high, single = (each.double() if each.is_floating_point() else each for each in sides)
     if got.is_floating_point():
-        beyond, allowed = _beyond(got, exact, torch.maximum((low - exact).abs(), (high - exact).abs()))
+        spread = torch.maximum((low - exact).abs(), (high - exact).abs()).nan_to_num(0, 0, 0)
+        fused = (single - exact).abs().nan_to_num(0, 0, 0)
+        beyond, allowed = _beyond(got, exact, spread + 2 * fused.max() if got.numel() else spread)
     else:
-        beyond, allowed = (got != exact) & (got != low) & (got != high), 0.0
+        beyond, allowed = (got != exact) & (got != low) & (got != high), torch.zeros(got.shape)
     if beyond.any():
         element = tuple(beyond.nonzero()[0].tolist())
         yield Difference(
-            where=f"{where}, off by more than {allowed:.3g}", element=element, expected=exact[element].item(),
-            got=got[element].item(), count=int(beyond.sum()), total=got.numel(),
+            where=f"{where}, off by more than {float(allowed[element]):.3g}", element=element,
+            expected=exact[element].item(), got=got[element].item(), count=int(beyond.sum()), total=got.numel(),
         )  # fmt: skip
 
 
-def _beyond(got: Tensor, exact: Tensor, spread: Tensor) -> tuple[Tensor, float]:
-    """Which numbers are too far from the exact ones, and the bound without the rounding of each number."""
+def _beyond(got: Tensor, exact: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Which numbers are too far from the exact ones, and how far each may be."""
     kind, values = torch.finfo(got.dtype), got.double()
-    bound = float(spread.nan_to_num(0, 0, 0).max()) + kind.smallest_normal if got.numel() else 0.0
-    allowed = bound + (kind.eps + FUSED_ROUNDINGS * FLOAT32_ROUNDING) * exact.abs()
+    allowed = spread + (kind.eps + FLOAT32_ROUNDING) * exact.abs() + kind.smallest_normal
     same = (values == exact) | (values.isnan() & exact.isnan())
     is_special = ~exact.isfinite() | ~values.isfinite()
-    return torch.where(is_special, ~same, (values - exact).abs() > allowed), bound
+    return torch.where(is_special, ~same, (values - exact).abs() > allowed), allowed

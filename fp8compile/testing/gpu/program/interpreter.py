@@ -25,7 +25,7 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
 from __future__ import annotations
 
 import random
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -134,6 +134,9 @@ class Interpreter:
             self.multiply_adds = multiply_adds
             for value in dict.fromkeys(diverged.values.tolist()):
                 self._run(function, values, batch.programs[diverged.values == value].tolist(), grid)
+        except AssertionError as error:
+            refused = f"{self._access.name}: Triton refuses it, at {self._place(error)}: {error}"
+            raise RuntimeError(refused) from error
         return batch.largest
 
     def _rewrite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,13 +189,14 @@ class Interpreter:
         yield jitted, "run", run
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
-    def _place(self) -> str:
-        """File and line of the kernel, or of the function it called, that runs now."""
+    def _place(self, error: BaseException | None = None) -> str:
+        """File and line of the kernel, or of the function it called, that runs now or that an error left."""
         codes = {function.__code__ for function in self._rewritten.values()}
-        frame: Any = sys._getframe()
-        while frame.f_code not in codes:
-            frame = frame.f_back
-        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frames = (
+            traceback.walk_stack(None) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
+        )
+        frame, line = next((frame, line) for frame, line in frames if frame.f_code in codes)
+        return f"{Path(frame.f_code.co_filename).name}:{line}"
 
     def _memory(self) -> Iterator[tuple[Any, ...]]:
         def watched(

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.bounds import (
+    SIDES,
     Bounded,
     bounded_attention,
     bounded_product,
@@ -32,7 +33,7 @@ from fp8compile.testing.gpu.program.own_kernels import implementation_on_gpu, la
 from fp8compile.testing.gpu.program.products import PRODUCTS, Products
 from fp8compile.testing.gpu.program.random_numbers import RandomNumbers, seeds
 from fp8compile.testing.gpu.program.result import Difference
-from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch, taken_from
+from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch, is_fused_addition, taken_from
 
 __all__ = ["Reference"]
 
@@ -64,6 +65,7 @@ class Reference(fx.Interpreter):
         written: Mapping[str, Tensor], *, rounds_each: bool,
     ) -> None:  # fmt: skip
         super().__init__(graph, garbage_collect_values=False)
+        self._gpu = gpu
         self.products: Products = Products(gpu)
         self.outside: list[Difference] = []
         self._numbers = numbers
@@ -113,40 +115,49 @@ class Reference(fx.Interpreter):
             return self._unrounded(self._sum_in_product(node))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand, kernel))
         if node.target in DRAWS:
-            name = node.target._schema.name.partition("::")[2]
+            drawing: Any = node.target
+            name = drawing._schema.name.partition("::")[2]
             return self._numbers.drawn(name, args, by_fours=kernel in self._by_fours)
         if node.target in COMPARISONS:  # a number is rounded to the dtype of the tensor that it is compared with
+            compared: Any = node.args[0]
             value: Any = args[1]
-            args = args[0], torch.tensor(value, dtype=node.args[0].meta["val"].dtype).item()
+            args = args[0], torch.tensor(value, dtype=compared.meta["val"].dtype).item()
         return self._unrounded(self.call_function(node.target, args, kwargs))
 
     def _in_template(self, node: fx.Node, kernel: str) -> Bounded | None:
         """The value of a template's product or attention, or of an operator that is fused behind it; else None."""
         if kernel not in self._templates:
             return None
+        if node in self._sums:
+            other, a, b = (self._operand(node, each, kernel) for each in self._terms(node))
+            return bounded_product("addmm", self._gpu, (other, a, b), {})
         given = (node.args, node.kwargs)
         if self._is_called(node):
             args, kwargs = fx.node.map_arg(given, lambda operand: self._operand(node, operand, kernel))
             if is_attention(node.target):
                 return bounded_attention(node.target, args, kwargs)
             op: Any = node.target
-            return bounded_product(op._schema.name.partition("::")[2], self.products.gpu, args, kwargs)
+            return bounded_product(op._schema.name.partition("::")[2], self._gpu, args, kwargs)
         bounded = {each: found for each in node.all_input_nodes if (found := self._bounded_value(each, kernel))}
         if not bounded:
             return None
-        results = []
-        for side in ("exact", "low", "high"):
-            args, kwargs = fx.node.map_arg(
-                given,
-                lambda operand, side=side: (
-                    getattr(bounded[operand], side)
-                    if operand in bounded
-                    else in_float64(self._operand(node, operand, kernel))
-                ),
-            )
-            converts = node.target is prims.convert_element_type.default and args[1].is_floating_point
-            results.append(args[0] if converts else self.call_function(node.target, args, kwargs))
-        return Bounded(*results)
+        return Bounded(*(self._fused(node, kernel, bounded, side) for side in SIDES))
+
+    def _fused(self, node: fx.Node, kernel: str, bounded: Mapping[fx.Node, Bounded], side: str) -> Any:
+        """The value of an operator that is fused behind a template's product, from one side of its operands."""
+        is_single = side == "single"
+
+        def operand_of(operand: fx.Node) -> Any:
+            value = getattr(bounded[operand], side) if operand in bounded else self._operand(node, operand, kernel)
+            if is_single and operand in bounded and operand.meta["val"].dtype != torch.float64:
+                return value.float() if value.is_floating_point() else value
+            return value if is_single else in_float64(value)
+
+        args: Any
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand_of)
+        if not is_single and node.target is prims.convert_element_type.default and args[1].is_floating_point:
+            return args[0]
+        return self._unrounded(self.call_function(node.target, args, kwargs))
 
     def _bounded_value(self, operand: fx.Node, kernel: str) -> Bounded | None:
         whole, place = taken_from(operand)
@@ -182,11 +193,14 @@ class Reference(fx.Interpreter):
 
     def _sum_in_product(self, node: fx.Node) -> Tensor:
         """A product together with the tensor that is added to it, rounded once."""
+        return self.products.multiply("addmm", *map(self._memory, self._terms(node)))
+
+    def _terms(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What is added, and the product's factors."""
         product = self._sums[node]
-        added: list[Any] = [arg for arg in node.args if arg is not product]
-        (other,) = added
+        (other,) = (arg for arg in node.args if arg is not product)
         factors: tuple[Any, ...] = product.args
-        return self.products.multiply("addmm", *map(self._memory, (other, *factors)))
+        return other, *factors
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
         """Whether an operator reads its operands' bits, so that they have to be rounded to their dtypes first."""
@@ -268,14 +282,10 @@ def _id(launch: ScheduledLaunch) -> str:
 def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
     """Each addition that Inductor fused with a matrix product, and the product's node."""
     sums: dict[fx.Node, fx.Node] = {}
-    for launch in found.launches:
-        lowered = next(iter(launch.made.values()))
-        if launch.kind != "gemm" or lowered is None:
-            continue
+    for lowered in found.lowered.nodes:
         node = found.source_of(lowered)
-        if node is not None and node.target is aten.add.Tensor:
-            first: Any = lowered.args[0]
-            added = found.source_of(first)
+        if node is not None and is_fused_addition(lowered, node):
+            added = found.source_of(lowered.args[0])
             given: list[Any] = [arg for arg in node.args if arg is not added]
             (sums[node],) = (arg for arg in given if arg.target in (aten.mm.default, aten.bmm.default))
     return sums

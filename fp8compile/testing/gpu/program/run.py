@@ -29,6 +29,7 @@ def run_gpu_program(
     precision_casts: bool = False,
     orders: Sequence[str] = ("forwards",),
     configurations: Sequence[int] | str = "largest",
+    templates: Sequence[int] | str = (),
     contract: bool = False,
     approximate: bool = False,
     poison: int = 255,
@@ -60,6 +61,10 @@ def run_gpu_program(
             compared.
         configurations: Numbers of the configurations to run, among those that Inductor would time; "largest" for the
             configuration with the fewest programs, "all" for all. All are run and compared.
+        templates: Numbers of Inductor's Triton templates, by which products are multiplied instead of by the GPU's
+            libraries, as with ``max_autotune_gemm``; "all" for each template that Inductor would time. A program is
+            generated for each number. The results are compared within a bound, because a template has an order of
+            its own to add in.
         contract: Whether each float32 product that is added to something is one fused multiply-add, as ptxas may
             choose.
         approximate: Whether float32 divisions, exponentials and roots have results that the approximate instructions
@@ -76,7 +81,7 @@ def run_gpu_program(
         NotImplementedError: The generated code does something that isn't known here.
         ModuleNotFoundError: Triton is not installed.
     """
-    settings = _settings(arch, precision_casts, orders, configurations, contract, approximate, poison)
+    settings = _settings(arch, precision_casts, orders, configurations, templates, contract, approximate, poison)
     from fp8compile.testing.gpu.program.generate import GpuBackend
     from fp8compile.testing.gpu.program.result import Differences, GpuRun
 
@@ -97,17 +102,19 @@ def run_gpu_program(
 
 
 def _settings(
-    arch: str, precision_casts: bool, orders: Sequence[str], configurations: Sequence[int] | str, contract: bool,
-    approximate: bool, poison: int,
+    arch: str, precision_casts: bool, orders: Sequence[str], configurations: Sequence[int] | str,
+    templates: Sequence[int] | str, contract: bool, approximate: bool, poison: int,
 ) -> Any:  # fmt: skip
     from fp8compile.testing.gpu.program.arithmetic import Arithmetic
-    from fp8compile.testing.gpu.program.generate import Settings
     from fp8compile.testing.gpu.program.interpreter import ORDERS
+    from fp8compile.testing.gpu.program.settings import Settings
 
     if not orders or not set(orders) <= set(ORDERS):
         raise ValueError(f"run_gpu_program: orders are {orders!r}; they are of {', '.join(ORDERS)}.")
     if isinstance(configurations, str) and configurations not in ("largest", "all"):
         raise ValueError(f"run_gpu_program: configurations is {configurations!r}; it is 'largest', 'all' or numbers.")
+    if isinstance(templates, str) and templates != "all":
+        raise ValueError(f"run_gpu_program: templates is {templates!r}; it is 'all' or numbers.")
     named = {"largest": None, "all": ()}
     gpu = gpu_called(arch)
     check_is_nvidia(gpu, "run_gpu_program")
@@ -116,4 +123,5 @@ def _settings(
         gpu=gpu, precision_casts=precision_casts, arithmetic=arithmetic,
         poison=poison, orders=tuple(orders),
         configurations=named[configurations] if isinstance(configurations, str) else tuple(configurations),
+        templates=None if isinstance(templates, str) else tuple(templates),
     )  # fmt: skip

@@ -26,14 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fp8compile.ops.registry import OPS
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+from fp8compile.testing.gpu.program.arithmetic import STORED_AS
 from fp8compile.testing.gpu.program.interpreter import Interpreter
 from fp8compile.testing.gpu.program.memory import poisoned
 from fp8compile.testing.gpu.program.messages import message
 from fp8compile.testing.gpu.program.own_kernels import KNOWN, implementation_on_gpu
 from fp8compile.testing.gpu.program.products import Products, is_product
+from fp8compile.testing.gpu.program.settings import Settings, Way
 from fp8compile.testing.gpu.schedule import Schedule
 
-__all__ = ["KernelLaunch", "Program", "Way"]
+__all__ = ["KernelLaunch", "Program"]
 
 SILENT = {  # aten operators that compute nothing
     "zero_", "fill_",
@@ -41,29 +43,6 @@ SILENT = {  # aten operators that compute nothing
     "reshape", "t", "transpose", "permute", "select", "slice", "unsqueeze", "squeeze", "expand", "split",
     "_unsafe_view",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run a wrapper.
-
-    Attributes:
-        order: Order in which the programs of a launch run.
-        configuration: Number of the configuration that each kernel uses; None for the one with the fewest programs.
-    """
-
-    order: str
-    configuration: int | None
-
-    def __str__(self) -> str:
-        blocks = "the largest blocks" if self.configuration is None else f"configuration {self.configuration}"
-        return f"programs {self.order}, {blocks}"
-
-    def choose(self, grids: list[tuple[int, ...]]) -> int:
-        """The number of the configuration to use, given the grid of each of a kernel's configurations."""
-        if self.configuration is not None:
-            return min(self.configuration, len(grids) - 1)
-        return min(range(len(grids)), key=lambda number: torch.Size(grids[number]).numel())
 
 
 @dataclass(frozen=True)
@@ -130,6 +109,8 @@ class Kernel:
         config, grid = tuner.configs[number], grids[number]
         blocks = {name: value for name, value in config.kwargs.items() if name in tuner.fn.arg_names}
         given = {name: value for name, value in given.items() if name in tuner.fn.arg_names} | constants
+        kinds = tuner.triton_meta["signature"]
+        given = {name: _as_kind(value, kinds.get(name, "")) for name, value in given.items()}
         program.interpreter.launch(self._name, tuner.fn.fn, grid, given | blocks)
         program.keep(args)
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
@@ -140,6 +121,12 @@ class Kernel:
 
         meta = self._tuner.inductor_meta
         return [GridExpr.from_meta(meta, each).eval_slow({**given, **each.kwargs}) for each in self._tuner.configs]
+
+
+def _as_kind(value: Any, kind: str) -> Any:
+    """A tensor in the dtype that the kernel was generated for; Inductor passes codes as the bytes that hold them."""
+    dtype, _ = STORED_AS.get(kind.removeprefix("*"), (None, None))
+    return value.view(dtype) if isinstance(value, Tensor) and dtype not in (None, value.dtype) else value
 
 
 class _Dispatch(TorchDispatchMode):
@@ -186,6 +173,7 @@ class Program:
     """A generated wrapper, loaded to run on the CPU.
 
     Attributes:
+        found: The graph as Inductor would run it, with the wrapper's source.
         products: Computes the matrix products, with a record of those of the last run.
         launches: Launches of the last run.
         of_templates: What the last run wrote to the buffers that hold results of templates.
@@ -195,20 +183,21 @@ class Program:
         poison: The byte that fills memory when the wrapper allocates it.
     """
 
-    def __init__(self, found: Schedule, gpu: Gpu, interpreter: Interpreter, *, poison: int, folder: str) -> None:
-        self.gpu: Gpu = gpu
-        self._found, self._generated = found, [each for each in found.launches if each.kind == "triton"]
-        self.of_templates: dict[str, Tensor] = {}
-        self.interpreter: Interpreter = interpreter
-        self.poison: int = poison
+    def __init__(self, found: Schedule, settings: Settings, folder: str) -> None:
+        self.found: Schedule = found
+        self.gpu: Gpu = settings.gpu
+        self.interpreter: Interpreter = Interpreter(settings.arithmetic)
+        self.poison: int = settings.poison
         self.folder: str = folder
-        self.products: Products = Products(gpu)
+        self.products: Products = Products(settings.gpu)
+        self.of_templates: dict[str, Tensor] = {}
+        self._generated = [each for each in found.launches if each.kind == "triton"]
         self.launches: list[KernelLaunch] = []
         self.library_calls: list[str] = []
         self.configurations = 1
         self.way: Way = Way("forwards", None)
         self._scope: dict[str, Any] = {"__name__": "generated", **found.constants}
-        with pretend_gpu(gpu), self._pretend_runtime():
+        with pretend_gpu(self.gpu), self._pretend_runtime():
             exec(compile(found.source, "generated", "exec"), self._scope)
         self._scope["extern_kernels"] = self.products
 
@@ -223,7 +212,7 @@ class Program:
     def keep(self, args: Sequence[Any]) -> None:
         """Keep results of templates among the arguments of the launch that comes next."""
         for name, arg in zip(self._generated[len(self.launches)].arguments, args, strict=False):
-            if name in self._found.of_templates:
+            if name in self.found.of_templates:
                 with _disable_current_modes():
                     self.of_templates[name] = arg.clone()
 
