@@ -218,14 +218,18 @@ def _forget_devices() -> None:
 def pretend_triton(gpu: Gpu) -> Iterator[None]:
     """While this runs, Dynamo believes that Triton has this GPU, so that it traces kernels that a function launches.
 
+    That includes descriptors for TMA that the host makes, from compute capability 9.0 on.
+
     Raises:
         ModuleNotFoundError: Triton is not installed.
     """
     import triton
 
+    has_tma = not gpu.is_amd and gpu.major >= 9
     with (
         mock.patch.object(triton.runtime.driver, "_active", _triton_driver(gpu)),
         mock.patch("torch.utils._triton.has_triton", return_value=True),
+        mock.patch("torch.utils._triton.has_triton_tensor_descriptor_host_tma", return_value=has_tma),
     ):
         yield
 

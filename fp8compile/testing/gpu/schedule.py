@@ -288,7 +288,7 @@ def _is_called(node: Any) -> bool:
     from torch._inductor import ir
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
-    is_part = isinstance(getattr(node, "node", None), ir.MultiOutput)
+    is_part = isinstance(getattr(node, "node", None), ir.MultiOutput | ir.TMADescriptor)
     return not (is_part or isinstance(node, NopKernelSchedulerNode))
 
 

@@ -99,12 +99,12 @@ class _Compared:
         ways = list(self._ways())
         for at, (program, way, where) in enumerate(ways):
             used = arguments if at == len(ways) - 1 else [_copy(arg) for arg in given]
+            if compared is None and not program.has_templates:  # first, for its errors name lines of the author's file
+                compared = self._reference(program, given, drawing)
             torch.set_rng_state(drawing)
             results = program(list(used), way)
-            if compared is None or program.of_templates:  # it goes on from the results of templates
-                with torch.random.fork_rng(devices=[]):
-                    torch.set_rng_state(drawing)
-                    compared = self._reference(program, [_copy(arg) for arg in given])
+            if compared is None or program.has_templates:  # it goes on from the results of templates
+                compared = self._reference(program, given, drawing)
                 self.differences += (replace(each, where=f"{where}, {each.where}") for each in compared[0].outside)
             reference, expected, changed = compared
             self.differences += product_differences(where, program.products.called, reference.products.called)
@@ -113,20 +113,23 @@ class _Compared:
         self._running += time.perf_counter() - started
         return results
 
-    def _reference(self, program: Program, given: list[Any]) -> tuple[Reference, list[Any], list[Any]]:
-        """Run the reference of a program.
+    def _reference(
+        self, program: Program, given: Sequence[Any], drawing: Tensor
+    ) -> tuple[Reference, list[Any], list[Any]]:
+        """Run the reference of a program, on copies of the arguments and from a state of the random generator.
 
         Returns:
             The reference, its results, and its inputs, which it may have changed in place.
         """
-        settings = self._settings
+        settings, inputs = self._settings, [_copy(arg) for arg in given]
         reference = Reference(
             self._graph, settings.gpu, program.found, self._numbers, program.of_templates,
             rounds_each=settings.precision_casts,
         )  # fmt: skip
         alone = Interpreter(settings.arithmetic, elements=1)  # of kernels that the function's author wrote
-        with torch.no_grad(), pretend_target(Target("cpu")), alone.active():  # our ops run their PyTorch code
-            return reference, reference.run(*given), given
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), pretend_target(Target("cpu")), alone.active():
+            torch.set_rng_state(drawing)
+            return reference, reference.run(*inputs), inputs  # our ops run their PyTorch code
 
     def run(self) -> GraphRun:
         """The report of the graph's last run."""

@@ -206,8 +206,14 @@ class Program:
         self.way, self.launches, self.library_calls, self.of_templates = way, [], [], {}
         self.products.called = []
         target = pretend_target(self.gpu.target)
-        with torch.no_grad(), self._pretend_runtime(), self.interpreter.active(way.order), target, _Dispatch(self):
+        running = self.interpreter.active(way.order, way.configuration or 0)
+        with torch.no_grad(), self._pretend_runtime(), running, target, _Dispatch(self):
             return list(self._scope["call"](args))
+
+    @property
+    def has_templates(self) -> bool:
+        """Whether a kernel is one of Inductor's templates."""
+        return any(launch.is_template for launch in self._generated)
 
     def keep(self, args: Sequence[Any]) -> None:
         """Keep results of templates among the arguments of the launch that comes next."""
