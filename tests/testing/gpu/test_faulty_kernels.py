@@ -1,4 +1,4 @@
-"""Faults that authors plant in kernels of their own: each is found, with the kernel and its line where one shows it."""
+"""Faults planted in kernels of users: each is found, with the kernel and its line where a line shows it."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ class Access:
             own = inside[programs == program]
             raise IndexError(
                 f"{self.name}: program {program} would {kind} {int((~own).sum())} of {len(own)} elements "
-                f"outside of the kernel's tensors ({', '.join(self.spans)}). On a GPU this is another tensor's memory. "
-                f"The access is at {place}."
+                f"outside of the kernel's tensors ({', '.join(self.spans)}). On a GPU this is another tensor's "
+                f"memory. The access is at {place}."
             )
         if len(owners) < len(self.programs):  # all programs load the same
             addresses, programs = np.tile(addresses, len(self.programs)), np.repeat(self.programs, len(addresses))

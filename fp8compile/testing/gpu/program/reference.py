@@ -8,7 +8,7 @@ the program and in the reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Reference(fx.Interpreter):
         self._bounded: dict[tuple[fx.Node, str], Bounded] = {}  # values in a template
         self._inside: dict[tuple[fx.Node, str], Any] = {}  # a node's value in a kernel, before a store rounds it
         self._sums = _sums_in_products(found)
-        self._adds_bias_later = not any("addmm" in launch.name for launch in found.launches)
+        self._with_bias = {found.makes(launch) for launch in found.launches if "addmm" in launch.name}
         # a library's operator reads memory; Inductor computes all others
         self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
 
@@ -113,6 +113,7 @@ class Reference(fx.Interpreter):
     def _compute(self, node: fx.Node, kernel: str | None) -> Any:
         if node in self._sums:
             return self._unrounded(self._sum_in_product(node))
+        args: Any
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand, kernel))
         if node.target in DRAWS:
             drawing: Any = node.target
@@ -122,7 +123,19 @@ class Reference(fx.Interpreter):
             compared: Any = node.args[0]
             value: Any = args[1]
             args = args[0], torch.tensor(value, dtype=compared.meta["val"].dtype).item()
+        if node.target is aten.addmm.default and node not in self._with_bias:
+            bias, *factors = args
+            return self._unrounded(self._bias_added_later("mm", bias, factors))
+        if node.target is aten.convolution.default and args[2] is not None:
+            x, weight, bias, *sizes = args
+            bias = bias.view(-1, *[1] * (x.ndim - 2))
+            return self._unrounded(self._bias_added_later("convolution", bias, (x, weight, None, *sizes)))
         return self._unrounded(self.call_function(node.target, args, kwargs))
+
+    def _bias_added_later(self, name: str, bias: Tensor, args: Sequence[Any]) -> Tensor:
+        """A product whose bias Inductor adds in a kernel of its own: it is rounded first."""
+        product = self.products.multiply(name, *args)
+        return (bias.float() + product.float()).to(product.dtype)
 
     def _in_template(self, node: fx.Node, kernel: str) -> Bounded | None:
         """The value of a template's product or attention, or of an operator that is fused behind it; else None."""
@@ -228,7 +241,7 @@ class Reference(fx.Interpreter):
         if namespace == "_c10d_functional":
             return message(target, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
         if name in PRODUCTS:
-            return self._product(name, args, kwargs)
+            return self.products.multiply(name, *args, **kwargs)
         if target is inductor_prims.seeds:
             return seeds(args[0])
         if name.startswith("rand_eager"):
@@ -239,13 +252,6 @@ class Reference(fx.Interpreter):
         if target is prims.convert_element_type.default and not self._rounds_each and args[1] in LOW_PRECISION:
             return args[0].float()
         return computed(target, args, kwargs)
-
-    def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A matrix product. If Inductor adds the bias in a kernel of its own, the product is rounded first."""
-        if name == "addmm" and self._adds_bias_later:
-            bias, a, b = args
-            return (bias.float() + self.products.multiply("mm", a, b).float()).to(a.dtype)
-        return self.products.multiply(name, *args, **kwargs)
 
 
 def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
