@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8compile.ops.gemms.gates import gates_of
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.demands import (
     ALIGNMENT,
@@ -35,6 +34,7 @@ from fp8compile.testing.gpu.program.grouped_products import (
     grouped_nvfp4_mm,
     scaled_grouped_mm,
 )
+from fp8compile.testing.gpu.program.libraries import gates_of
 
 __all__ = ["PRODUCTS", "Product", "Products", "is_product"]
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8compile.formats import CASTS_BY_FLOAT16
-from fp8compile.target import pretend_target
+from fp8compile.target import CASTS_BY_FLOAT16, pretend_target
 from fp8compile.testing.gpu.flex_attention import pretend_flex_attention
 from fp8compile.testing.gpu.gpus import check_is_nvidia, gpu_called, pretend_triton
 from fp8compile.testing.gpu.program.step import step

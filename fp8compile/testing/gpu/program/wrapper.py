@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fp8compile.ops.registry import OPS
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
 from fp8compile.testing.gpu.program.arithmetic import STORED_AS
 from fp8compile.testing.gpu.program.interpreter import Interpreter
+from fp8compile.testing.gpu.program.libraries import operator_called
 from fp8compile.testing.gpu.program.memory import poisoned
 from fp8compile.testing.gpu.program.messages import message
 from fp8compile.testing.gpu.program.own_kernels import KNOWN, implementation_on_gpu
@@ -151,11 +151,8 @@ class _Dispatch(TorchDispatchMode):
             return message(op, *args, **(kwargs or {}))
         if is_product(op):
             return self._program.products.multiply(name, *args, **(kwargs or {}))
-        if op._schema.name in OPS:
+        if own := operator_called(op._schema.name) or implementation_on_gpu(op):
             with self:  # memory that the kernel asks for is poisoned too
-                return OPS[op._schema.name].impl(*args, **(kwargs or {}))
-        if own := implementation_on_gpu(op):
-            with self:
                 return own(*args, **(kwargs or {}))
         if namespace not in KNOWN:
             raise NotImplementedError(
