@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile as f8
 from benchmarks.experts import experts_arguments, feed_forward
 from benchmarks.mlp import Mlp
+from fp8compile.testing.explain.launched import launched_kernels
 from fp8compile.testing.gpu.compiled import compiled_kernels, halved, unpipelined
 from fp8compile.testing.gpu.cubin import KernelResources, assembled
 from fp8compile.testing.gpu.gpus import GPUS, Gpu
 from fp8compile.testing.gpu.graphs import gpu_graphs
-from fp8compile.testing.gpu.launched import launched_kernels
 from fp8compile.testing.gpu.schedule import Schedule, schedule
 
 __all__ = ["BLOCKS", "RECIPES", "Resources", "main", "resources_of"]

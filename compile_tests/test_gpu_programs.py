@@ -115,26 +115,6 @@ def test_gradients_are_those_of_the_outputs_that_are_given():
     assert x.grad is None
 
 
-def test_random_numbers_have_no_reference():
-    with pytest.raises(NotImplementedError, match=r"draws random numbers, and no reference .* call model\.eval\(\)"):
-        run_gpu_program(torch.nn.functional.dropout, torch.ones(64).requires_grad_())
-
-
-def test_dropout_in_a_module_says_what_to_do_before_code_is_generated():
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.1))
-    with pytest.raises(NotImplementedError, match=r"dropout is on \(1\), .* Call model\.eval\(\) first") as caught:
-        run_gpu_program(model, torch.randn(16, 16))
-    assert caught.value.__cause__ is None
-    assert run_gpu_program(model.eval(), torch.randn(16, 16)).gradients
-
-
-def test_flex_attention_has_no_reference():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    with pytest.raises(NotImplementedError, match="made from one of Inductor's templates"):
-        run_gpu_program(flex_attention, *(torch.randn(1, 2, 128, 16) for _ in range(3)))
-
-
 def twice(x):
     """A value that is stored in bfloat16 by one kernel, and used before its rounding there, after it by another."""
     y = x.bfloat16() + 0.1

@@ -11,10 +11,10 @@ import fp8compile as f8
 pytest.importorskip("triton", reason="needs Triton: it compiles to PTX, and brings ptxas")
 
 from benchmarks.gpu_resources import RECIPES, resources_of
+from fp8compile.testing.explain.launched import launched_kernels
 from fp8compile.testing.gpu.cubin import assembled
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
-from fp8compile.testing.gpu.launched import launched_kernels
 from fp8compile.testing.gpu.schedule import schedule
 
 pytestmark = pytest.mark.filterwarnings(

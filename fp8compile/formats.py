@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8compile.target import target_of
+from fp8compile.target import CASTS_BY_FLOAT16, target_of
 
 __all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "Float8Format", "element_format", "pack", "unpack"]
 
-CASTS_BY_FLOAT16 = (8, 9)  # Triton casts float32 toward zero to float16, then to float8, on this GPU (triton#11753)
 FLOAT32_EXPONENT_MASK = 0x7F800000
 FLOAT32_MANTISSA_BITS = 23
 FLOAT32_BIAS = 127

@@ -17,7 +17,9 @@ import torch
 
 from fp8compile._compat import TORCH_VERSION
 
-__all__ = ["CAPABILITIES", "Build", "Target", "pretend_target", "target_called", "target_of"]
+__all__ = ["CAPABILITIES", "CASTS_BY_FLOAT16", "Build", "Target", "pretend_target", "target_called", "target_of"]
+
+CASTS_BY_FLOAT16 = (8, 9)  # Triton casts float32 toward zero to float16, then to float8, on this GPU (triton#11753)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ explain/      reports on each FP8 layer of a model
 numerics/     advice on recipes; where FP8, or ranks, change the values of a model
 """
 
+import fp8compile.testing.own_library  # noqa: F401  # it makes our operators known to the programs of gpu/
 from fp8compile.testing.contracts import check_op, check_quantizer, check_statistic
 from fp8compile.testing.explain.emulation import emulation_note
 from fp8compile.testing.explain.gemm_share import GemmShare, gemm_share

@@ -26,8 +26,10 @@ def case():
     generator = torch.Generator().manual_seed(0)
     return fused, (torch.randn(64, generator=generator), torch.randn(64, generator=generator))
 
-def dropping():
-    return torch.nn.Dropout(), (torch.ones(4),)
+def of_a_cpu():
+    import own_kernels
+
+    return own_kernels.by_a_cpu, (torch.ones(4), torch.ones(4))
 
 def number():
     return 3
@@ -73,8 +75,9 @@ def test_a_program_that_differs_is_a_failure_of_junit(cases, capsys, tmp_path):
 
 def test_a_program_that_is_not_known_is_not_run_and_an_error_of_junit(cases, capsys, tmp_path):
     report = tmp_path / "report.xml"
-    assert main(["run-gpu", f"{cases}:dropping", "--junit", str(report)]) == 2
-    assert "NotImplementedError: run_gpu_program: dropout is on" in " ".join(capsys.readouterr().out.split())
+    assert main(["run-gpu", f"{cases}:of_a_cpu", "--junit", str(report)]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "NotImplementedError: run_gpu_program: generated code calls fp8compile_tests.of_a_cpu.default" in out
     (case,) = ElementTree.parse(report).getroot()
     assert case.find("error") is not None
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -52,6 +53,13 @@ def product_kernel(a_ptr, b_ptr, out_ptr, M, N, K, TILE: tl.constexpr):
         b = tl.load(b_ptr + k[:, None] * N + n[None, :], (k[:, None] < K) & (n[None, :] < N), other=0.0)
         total += tl.dot(a, b)
     tl.store(out_ptr + m[:, None] * N + n[None, :], total, (m[:, None] < M) & (n[None, :] < N))
+
+
+@triton.jit
+def tiles_kernel(x, out, TILE: tl.constexpr):
+    """Double a matrix, which the host described by tiles."""
+    m, n = tl.program_id(0) * TILE, tl.program_id(1) * TILE
+    out.store([m, n], x.load([m, n]) * 2)
 
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:
@@ -122,6 +130,14 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     out = torch.empty(10, 10)
     product_kernel[(1, 1)](a, b, out, 10, 10, a.shape[1], TILE=16)
     return out.relu()
+
+
+def described(x: Tensor, y: Tensor) -> Tensor:
+    """A matrix of 10 x 20, in tiles of 8 x 8 that reach over its edges."""
+    tiles, out = (x * y).view(10, 20), torch.empty(10, 20)
+    given, result = (TensorDescriptor.from_tensor(each, [8, 8]) for each in (tiles, out))
+    tiles_kernel[(2, 3)](given, result, TILE=8)
+    return out + 1
 
 
 def unmasked(x: Tensor, y: Tensor) -> Tensor:

@@ -179,12 +179,14 @@ def _always(value: object) -> Callable[..., object]:
 def _triton_driver(gpu: Gpu) -> Any:
     driver = mock.Mock(spec_set=[
         "get_current_target", "get_current_device", "get_active_torch_device", "get_device_interface", "is_active",
+        "utils",
     ])  # fmt: skip
     driver.get_current_target.return_value = triton_target(gpu)
     driver.get_current_device.return_value = 0
     driver.get_active_torch_device.return_value = torch.device("cuda", 0)
     driver.get_device_interface.return_value = torch.cuda
     driver.is_active.return_value = True
+    driver.utils.get_device_properties.return_value = {"max_shared_mem": gpu.shared_memory_per_block_optin}
     return driver
 
 
@@ -216,14 +218,18 @@ def _forget_devices() -> None:
 def pretend_triton(gpu: Gpu) -> Iterator[None]:
     """While this runs, Dynamo believes that Triton has this GPU, so that it traces kernels that a function launches.
 
+    That includes descriptors for TMA that the host makes, from compute capability 9.0 on.
+
     Raises:
         ModuleNotFoundError: Triton is not installed.
     """
     import triton
 
+    has_tma = not gpu.is_amd and gpu.major >= 9
     with (
         mock.patch.object(triton.runtime.driver, "_active", _triton_driver(gpu)),
         mock.patch("torch.utils._triton.has_triton", return_value=True),
+        mock.patch("torch.utils._triton.has_triton_tensor_descriptor_host_tma", return_value=has_tma),
     ):
         yield
 

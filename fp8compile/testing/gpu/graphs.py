@@ -16,12 +16,14 @@ from torch import Tensor, fx
 
 from fp8compile._compat import is_unbacked
 from fp8compile.target import pretend_target
+from fp8compile.testing.gpu.flex_attention import pretend_flex_attention
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.graphs.kept_state import kept_state
 
 __all__ = [
     "GpuGraph",
     "all_outputs",
+    "change_joint",
     "check_has_no_region",
     "gpu_graphs",
     "kept_bytes",
@@ -78,15 +80,21 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
     ]
 
 
-def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph into forward and backward as Inductor does."""
-    from functorch.compile import min_cut_rematerialization_partition
-    from torch._inductor import config
+def change_joint(graph: fx.GraphModule, inputs: Any) -> None:
+    """Change a graph before it is cut as Inductor does; a graph without a backward likewise."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
     with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):  # the pass that replaces random numbers needs it
-        joint_graph_passes(joint)
+        joint_graph_passes(graph)
+
+
+def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into forward and backward as Inductor does."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor import config
+
+    change_joint(joint, inputs)
     return (config.custom_partitioner_fn or min_cut_rematerialization_partition)(joint, inputs, **kwargs)
 
 
@@ -112,6 +120,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
     backwards: list[GpuGraph] = []
 
     def inference_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        change_joint(graph, inputs)
         return keep_forward(graph, inputs, all_outputs(graph))
 
     def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -144,7 +153,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
 
     torch._dynamo.reset()
     # kept_state restores buffers, because values that are written to them are not computed here either
-    with kept_state(fn, args), pretend_target(gpu.target):
+    with kept_state(fn, args), pretend_target(gpu.target), pretend_flex_attention():
         torch.compile(fn, fullgraph=True, backend=watched)(*args)
     torch._dynamo.reset()
     for each in forwards + backwards:

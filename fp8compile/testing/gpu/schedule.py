@@ -7,9 +7,11 @@ The machine needs no GPU. Nothing is launched, computed or allocated, so a layer
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
 import logging
+import operator
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +26,9 @@ from torch import Tensor, fx
 
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
 from fp8compile.testing.gpu.graphs import GpuGraph
+from fp8compile.testing.gpu.templates import chosen_templates
 
-__all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule"]
+__all__ = ["Schedule", "ScheduledLaunch", "is_fused_addition", "operator_of", "schedule", "taken_from"]
 
 log: logging.Logger = logging.getLogger(__name__)
 SECONDS_BETWEEN = 5  # between lines that say which kernel is being generated
@@ -50,6 +53,7 @@ class ScheduledLaunch:
         made: The buffers that it makes, each with the node of the lowered graph whose value the buffer holds. The node
             is None for a copy that Inductor makes to give a product's operand the layout that it needs.
         read: The buffers that it reads. For a product they are the operands in order.
+        arguments: Names of the buffers that a Triton kernel is given, in order; other arguments are empty.
     """
 
     name: str
@@ -58,6 +62,12 @@ class ScheduledLaunch:
     bytes_written: int
     made: dict[str, fx.Node | None]
     read: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def is_template(self) -> bool:
+        """Whether it is one of Inductor's templates, which multiply matrices in tiles."""
+        return self.name.startswith("triton_tem")
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class Schedule:
         lowered: The graph on the GPU that Inductor lowered.
         output_strides: Strides of each output; None if they aren't known. Inductor may pad outputs that are saved for
             backward.
+        templates: The largest number of templates that Inductor would time for one product.
     """
 
     source: str
@@ -90,6 +101,7 @@ class Schedule:
     constants: dict[str, Any] = field(repr=False)
     lowered: fx.Graph = field(repr=False)
     output_strides: tuple[tuple[int, ...] | None, ...] = ()
+    templates: int = 0
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
@@ -110,6 +122,11 @@ class Schedule:
                     if name in holders and holders[name] is None and isinstance(operand, fx.Node):
                         holders[name] = operand
         return holders
+
+    def kernel(self, name: str) -> str:
+        """The source of a Triton kernel; empty for a call of a library."""
+        start = self.source.find(f"def {name}(")
+        return self.source[start : self.source.index("'''", start)] if start >= 0 else ""
 
     def holder(self, name: str) -> fx.Node | None:
         """The node of the lowered graph whose value a buffer holds; None if that isn't known."""
@@ -142,6 +159,22 @@ class Schedule:
         return next(filter(None, map(self.source_of, lowered)), None)
 
     @cached_property
+    def of_templates(self) -> dict[str, tuple[fx.Node, tuple[int, ...]]]:
+        """Buffers that hold results of templates: the node of the given graph, and the place among its results."""
+        inside = {node for launch in self.launches if launch.is_template for node in self.computed(launch)}
+        found: dict[str, tuple[fx.Node, tuple[int, ...]]] = {}
+        for name, lowered in self._holders.items():
+            node = None if lowered is None else self.source_of(lowered)
+            if lowered is None or node not in inside or name not in self.maker:
+                continue
+            whole, place = taken_from(lowered)
+            is_operator = isinstance(whole.target, torch._ops.OpOverload)
+            is_whole = is_operator and (whole.target == node.target or is_fused_addition(whole, node))
+            if place or (is_whole and self.maker[name].is_template):
+                found[name] = node, place
+        return found
+
+    @cached_property
     def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
         """Nodes of the given graph whose values are in a buffer, and the launch that writes it."""
         found: dict[fx.Node, ScheduledLaunch] = {}
@@ -152,6 +185,22 @@ class Schedule:
                 if node is not None and node.target == lowered.target:
                     found.setdefault(node, launch)
         return found
+
+
+def taken_from(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
+    """The node that a node takes an item of, and the item's place; the node itself if it takes none."""
+    if node.target is not operator.getitem:
+        return node, ()
+    whole: Any = node.args[0]
+    found, place = taken_from(whole)
+    index: Any = node.args[1]
+    return found, (*place, index)
+
+
+def is_fused_addition(lowered: fx.Node, node: fx.Node) -> bool:
+    """Whether a node of the lowered graph is an addition of the given graph together with a product."""
+    fused = (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
+    return node.target is torch.ops.aten.add.Tensor and lowered.target in fused
 
 
 def operator_of(node: fx.Node) -> str:
@@ -208,7 +257,14 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
         bytes_written=written + unread,
         made=made,
         read=tuple(_reads(parts, made)),
+        arguments=_names(call["text"]) if call["triton"] else (),
     )
+
+
+def _names(call: str) -> tuple[str, ...]:
+    """Names of the variables that a printed call is given; other arguments are empty."""
+    given = next(node for node in ast.walk(ast.parse(call.strip())) if isinstance(node, ast.Call)).args
+    return tuple(each.id if isinstance(each, ast.Name) else "" for each in given)
 
 
 def _unread_bytes(node: Any) -> int:
@@ -232,7 +288,7 @@ def _is_called(node: Any) -> bool:
     from torch._inductor import ir
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
-    is_part = isinstance(getattr(node, "node", None), ir.MultiOutput)
+    is_part = isinstance(getattr(node, "node", None), ir.MultiOutput | ir.TMADescriptor)
     return not (is_part or isinstance(node, NopKernelSchedulerNode) or _is_replaced(node))
 
 
@@ -262,7 +318,11 @@ def _kernels_of(node: Any) -> list[Any]:
 
 def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
     """Pair nodes of the schedule with the calls that were printed for them, in order."""
-    calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
+    body = source[source.index("def call(") :]
+    calls = [
+        {**match.groupdict(), "text": body[match.start() : body.index("\n", match.end())].lstrip("\n")}
+        for match in LAUNCH.finditer(body)
+    ]
     if len(nodes) != len(calls):
         raise RuntimeError(
             f"gpu_kernels: {len(nodes)} kernels were scheduled, {len(calls)} calls found in the generated code: their "
@@ -344,12 +404,13 @@ def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     return enter_and_tell
 
 
-def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
+def schedule(made_for: GpuGraph, gpu: Gpu, template: int | None = None) -> Schedule:
     """Let Inductor compile a graph for a GPU, and take the generated code at the step that would load it.
 
     Args:
         made_for: A graph as `gpu_graphs` returns it.
         gpu: The GPU.
+        template: Number of the template of each product, see `chosen_templates`.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
@@ -363,6 +424,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
 
     found: list[Schedule] = []
     sources = {node.name: node for node in made_for.graph.graph.nodes}
+    moved = _moved(made_for.graph)
 
     def take(lowering: GraphLowering) -> SimpleNamespace:
         code, _ = lowering.codegen()
@@ -382,13 +444,15 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
         torch._guards.tracing(context),
         mode,
+        chosen_templates(template) as choices,
     ):
         fakes = [_on_gpu(value) for value in made_for.inputs]
         with fx.traceback.preserve_node_meta():  # keeps SOURCE: which node each one was before the second tracing
-            graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
+            graph = make_fx(fx.Interpreter(moved).run)(*fakes)
+        graph.graph.eliminate_dead_code()  # results of an operator that nobody takes, which not all lowerings have
         output = graph.graph.output_node()
         outputs: Any = output.args[0]
         output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]
         compile_fx.compile_fx_inner(graph, fakes)
     strides: Any = context.output_strides  # filled while it compiled
-    return replace(found[0], output_strides=tuple(strides))
+    return replace(found[0], output_strides=tuple(strides), templates=choices.most)

@@ -55,6 +55,13 @@ def test_autotuned_kernels_with_heuristics_run_in_every_configuration_and_in_the
     assert_bits_equal(run.outputs[0], (power * y.detach().float()).bfloat16(), "output")
 
 
+def test_a_kernel_takes_descriptors_that_the_host_makes(own, args, assert_bits_equal):
+    run = run_gpu_program(own.described, *args, orders=("forwards", "shuffled"))
+    assert not run.differences, str(run.differences)
+    x, y = args
+    assert_bits_equal(run.outputs[0], (x * y * 2 + 1).view(10, 20), "output")
+
+
 def test_a_missing_mask_is_found_with_kernel_program_and_line(own, args):
     lines = Path(own.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "planted: no mask" in text)

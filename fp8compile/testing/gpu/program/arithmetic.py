@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Arithmetic", "convert", "fma", "on_arrays"]
+__all__ = ["STORED_AS", "Arithmetic", "convert", "elementwise", "fma", "on_arrays", "square_root"]
 
 # by Triton's name of a type: PyTorch's dtype, and the unsigned integers that hold its bits
 STORED_AS: dict[str, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
@@ -28,6 +29,7 @@ STORED_AS: dict[str, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
 # PyTorch computes with few unsigned integers, so bits are viewed as signed ones
 SIGNED: dict[Any, Any] = {np.uint8: np.uint8, np.uint16: np.int16, np.uint32: np.int32, np.uint64: np.int64}
 Function = Callable[..., torch.Tensor]
+VECTOR = 16  # elements of the widest vectors that PyTorch's CPU kernels use, or a multiple of their number
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def convert(bits: np.ndarray, source: str, target: str) -> np.ndarray:
     if not {source, target} <= STORED_AS.keys():
         raise NotImplementedError(f"run_gpu_program: a conversion from {source} to {target} is not known.")
     (source_dtype, source_bits), (target_dtype, target_bits) = STORED_AS[source], STORED_AS[target]
-    values = torch.from_numpy(np.array(bits).view(SIGNED[source_bits])).view(source_dtype)
+    values = torch.from_numpy(np.array(bits, order="C").view(SIGNED[source_bits])).view(source_dtype)
     if source == "fp64" and target in ("fp8e4nv", "fp8e5"):
         raise NotImplementedError(f"run_gpu_program: a conversion from {source} to {target} is not known.")
     result = values.to(torch.float32).to(target_dtype) if source != "fp64" else values.to(target_dtype)
@@ -85,6 +87,21 @@ def on_arrays(function: Function) -> Callable[..., np.ndarray]:
         return function(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)).numpy()
 
     return call
+
+
+def elementwise(function: Function, x: torch.Tensor) -> torch.Tensor:
+    """Apply a function of PyTorch so that an element's result does not depend on its place.
+
+    Strided tensors, and elements after the last whole vector, run other implementations, whose last bits may differ
+    (exp2 of float32).
+    """
+    whole = torch.nn.functional.pad(x.contiguous().flatten(), (0, -x.numel() % VECTOR))
+    return function(whole)[: x.numel()].view(x.shape)
+
+
+def square_root(x: torch.Tensor) -> torch.Tensor:
+    """The root, rounded once; PyTorch's on a CPU is not if MKL computes it."""
+    return torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -133,7 +150,8 @@ def approximate_rsqrt(x: np.ndarray) -> np.ndarray:
 def unary_functions(arithmetic: Arithmetic) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """Implementations of Triton's unary functions, by name."""
     names = ("exp", "exp2", "log", "log2", "rsqrt", "sin", "cos", "erf")
-    functions = {name: on_arrays(getattr(torch, name)) for name in names}
+    functions = {name: on_arrays(partial(elementwise, getattr(torch, name))) for name in names}
+    functions["sqrt"] = on_arrays(square_root)
     if arithmetic.approximate:
         functions |= {"exp": approximate_exp, "exp2": approximate_exp2, "rsqrt": approximate_rsqrt}
     return functions

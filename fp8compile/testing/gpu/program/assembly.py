@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import triton.runtime.interpreter as interpreter
 
-from fp8compile.formats import E2M1
-
 __all__ = ["inline_assembly"]
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # the numbers of the format, by code
+LARGEST = 6
 # {a, b, e, f}: the last one is in the lowest bits
 CVT_RS = re.compile(r"cvt\.rs\.satfinite\.e2m1x4\.f32 \w+, \{\$4, \$3, \$2, \$1\}, \$5;")
 BYTES = (
@@ -29,13 +29,12 @@ def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
 
     The first 8 bits that are dropped are added to 8 bits of noise, and a carry raises the magnitude by one code.
     """
-    magnitude = np.minimum(np.abs(values), np.float32(E2M1.max))  # a NaN becomes the largest number
+    magnitude = np.minimum(np.abs(values), np.float32(LARGEST))  # a NaN becomes the largest number
     unit = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
     in_units = magnitude / unit
     lower = np.floor(in_units)
     rounded = (lower + (np.floor((in_units - lower) * 256) + noise >= 256)) * unit
-    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    code = np.minimum(np.searchsorted(numbers, np.where(np.isnan(rounded), E2M1.max, rounded)), 7)
+    code = np.minimum(np.searchsorted(E2M1, np.where(np.isnan(rounded), LARGEST, rounded)), 7)
     return code.astype(np.int32) | (np.signbit(values).astype(np.int32) << 3)
 
 

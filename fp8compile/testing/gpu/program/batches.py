@@ -106,24 +106,20 @@ def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
 def counting(running: Callable[[], Batch]) -> Callable[..., Any]:
     """Make the function that kernels call as ``range``: its bounds may differ between programs of the batch.
 
-    Programs whose loops have equal numbers of turns stay together, and the loop's variable is a tensor.
+    Programs whose loops have equal numbers of turns stay together. The loop's variable is a tensor, as in a compiled
+    kernel.
     """
 
     def call(start: Any, stop: Any = None, step: Any = None, **_: Any) -> Any:
         step = 1 if step is None else step
         given = (0, start, step) if stop is None else (start, stop, step)
-        tensors = [each for each in given if isinstance(each, tl.tensor)]
-        if not tensors:
-            return range(*(int(each) for each in given))
         first, end, pace = (
             each.handle.data.astype(np.int64) if isinstance(each, tl.tensor) else np.array([int(each)])
             for each in given
         )
         turns = int(running().same(np.maximum(0, -((first - end) // pace))))
-        if (first == first[0]).all() and (pace == pace[0]).all():
-            return range(int(first[0]), int(first[0] + turns * pace[0]), int(pace[0]))
-        kind = tl.int64 if any(each.dtype == tl.int64 for each in tensors) else tl.int32
-        return (_tensor(None, first + turn * pace, kind) for turn in range(turns))
+        is_long = any(isinstance(each, tl.tensor) and each.dtype == tl.int64 for each in given)
+        return (_tensor(None, first + turn * pace, tl.int64 if is_long else tl.int32) for turn in range(turns))
 
     return call
 

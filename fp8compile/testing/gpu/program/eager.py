@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8compile.ops.registry import OPS
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import Gpu, gpu_called
+from fp8compile.testing.gpu.program.libraries import operator_called
 from fp8compile.testing.gpu.program.messages import message
 from fp8compile.testing.gpu.program.operators import computed
 from fp8compile.testing.gpu.program.products import Products, is_product
@@ -68,9 +68,9 @@ class _Eager(TorchDispatchMode):
             return _exact(*args, **kwargs)
         if is_product(op):
             return self._products.multiply(name, *args, **kwargs)
-        if op._schema.name in OPS:
+        if own := operator_called(op._schema.name):
             with self:
-                return OPS[op._schema.name].impl(*args, **kwargs)
+                return own(*args, **kwargs)
         if name in ("matmul", "linear"):  # below the autograd key these operators arrive undecomposed
             with self:
                 return op.decompose(*args, **kwargs)

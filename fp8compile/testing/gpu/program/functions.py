@@ -1,4 +1,4 @@
-"""Functions of Triton's language with a GPU's results: CUDA's libdevice, and reductions."""
+"""Functions of Triton's language with a GPU's results: CUDA's libdevice, reductions, and products of tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.language.extra import libdevice
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.batches import along
 
-__all__ = ["libdevice_functions", "reductions", "unknown"]
+__all__ = ["dot", "libdevice_functions", "reductions", "unknown"]
 
 LIBDEVICE = (  # the names that PyTorch has too
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "rsqrt", "sqrt", "erf", "erfc", "erfinv", "tanh", "sinh",
@@ -58,6 +58,26 @@ def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, C
     known |= {name: gpu.on_arrays(function) for name, function in OTHER_NAMES.items()} | dict(chosen)
     names = [name for name, value in vars(libdevice).items() if isinstance(value, FunctionType)]
     return {name: _on_tensors(known[name]) if name in known else unknown(f"libdevice.{name}") for name in names}
+
+
+def _wide(values: Any) -> np.ndarray:
+    """A tile's numbers in float64."""
+    kind = values.dtype.scalar
+    if kind.is_floating() and (kind == tl.bfloat16 or kind.primitive_bitwidth == 8):  # kept as their bits
+        return gpu.convert(values.data, kind.name, "fp32").view(np.float32).astype(np.float64)
+    return values.data.astype(np.float64)
+
+
+def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int) -> Any:
+    """tl.dot: the product of two tiles and the sum so far, in float64, rounded once to the sum's dtype.
+
+    Float32 is not cut to TF32. Triton's interpreter multiplies the bits of bfloat16, and adds in numpy's order.
+    """
+    kind = total.dtype.scalar
+    result = _wide(a) @ _wide(b) + _wide(total)
+    if kind == tl.bfloat16:
+        return interpreter.TensorHandle(gpu.convert(result, "fp64", "bf16"), kind)
+    return interpreter.TensorHandle(result.astype(interpreter._get_np_dtype(kind)), kind)
 
 
 def reductions() -> Iterator[tuple[Any, ...]]:

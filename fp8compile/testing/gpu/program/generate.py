@@ -9,9 +9,10 @@ PyTorch's own runtime handles saved tensors, mutated buffers and views, as on a 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,28 +20,23 @@ import torch
 from torch import Tensor, fx
 
 from fp8compile.target import Target, pretend_target
-from fp8compile.testing.gpu.gpus import Gpu
-from fp8compile.testing.gpu.graphs import GpuGraph, all_outputs, check_has_no_region, partition, returned_outputs
-from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+from fp8compile.testing.gpu.graphs import (
+    GpuGraph,
+    all_outputs,
+    change_joint,
+    check_has_no_region,
+    partition,
+    returned_outputs,
+)
 from fp8compile.testing.gpu.program.interpreter import Interpreter
+from fp8compile.testing.gpu.program.random_numbers import RandomNumbers
 from fp8compile.testing.gpu.program.reference import Reference
 from fp8compile.testing.gpu.program.result import Difference, GraphRun, output_differences, product_differences
-from fp8compile.testing.gpu.program.wrapper import Program, Way
-from fp8compile.testing.gpu.schedule import schedule
+from fp8compile.testing.gpu.program.settings import Settings, Way
+from fp8compile.testing.gpu.program.wrapper import Program
+from fp8compile.testing.gpu.schedule import Schedule, schedule
 
-__all__ = ["GpuBackend", "Settings"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How programs are generated and run; see `run_gpu_program`."""
-
-    gpu: Gpu
-    precision_casts: bool
-    arithmetic: Arithmetic
-    poison: int
-    orders: tuple[str, ...]
-    configurations: tuple[int, ...] | None  # None: the largest blocks; empty: all
+__all__ = ["GpuBackend"]
 
 
 def _copy(value: Any) -> Any:
@@ -50,68 +46,96 @@ def _copy(value: Any) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value.detach())
 
 
-def _ways(settings: Settings, most: int) -> list[Way]:
-    numbers = settings.configurations
-    chosen: Sequence[int | None] = [None] if numbers is None else numbers or range(most)
-    return [Way(order, number) for order in settings.orders for number in chosen]
-
-
 class _Compared:
-    """A compiled graph, which runs its program and its reference at each call and compares them.
+    """A compiled graph, which runs its programs and its reference at each call and compares them.
+
+    There are several programs if products are multiplied by several templates in turn.
 
     Attributes:
-        schedule: The graph as Inductor would run it.
-        differences: Differences of the program from the reference, in all runs.
+        differences: Differences of the programs from the reference, in all runs.
     """
 
-    def __init__(self, name: str, traced: GpuGraph, settings: Settings, folder: str) -> None:
-        from torch._inductor import config
-
+    def __init__(self, name: str, traced: GpuGraph, settings: Settings, folder: str, numbers: RandomNumbers) -> None:
         started = time.perf_counter()
-        self._name, self._graph, self._settings = name, traced.graph, settings
-        with config.patch({"emulate_precision_casts": settings.precision_casts}):
-            self.schedule = found = schedule(traced, settings.gpu)
-        self._program = Program(
-            found.source, found.constants, settings.gpu, Interpreter(settings.arithmetic),
-            poison=settings.poison, folder=folder,
-        )  # fmt: skip
+        self._name, self._graph, self._settings, self._numbers = name, traced.graph, settings, numbers
+        self._programs = [Program(each, settings, folder) for each in self._schedules(traced)]
         self._generating, self._running = time.perf_counter() - started, 0.0
         self.differences: list[Difference] = []
+
+    def _schedules(self, traced: GpuGraph) -> Iterator[Schedule]:
+        """The graph as Inductor would run it, with each of the templates."""
+        from torch._inductor import config
+
+        settings = self._settings
+        with config.patch({"emulate_precision_casts": settings.precision_casts}):
+            if settings.templates is not None:
+                yield from (schedule(traced, settings.gpu, number) for number in settings.templates or (None,))
+                return
+            yield (first := schedule(traced, settings.gpu, 0))
+            yield from (schedule(traced, settings.gpu, number) for number in range(1, first.templates))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The graph as Inductor would run it, with the last of the templates."""
+        return self._programs[-1].found
+
+    def _ways(self) -> Iterator[tuple[Program, Way, str]]:
+        """Each program and way to run it, with words for the place of a difference."""
+        numbers, orders = self._settings.configurations, self._settings.orders
+        for at, program in enumerate(self._programs):
+            chosen: Sequence[int | None] = [None] if numbers is None else numbers or range(program.configurations)
+            template = f", template {at}" if len(self._programs) > 1 else ""
+            for order, number in itertools.product(orders, chosen):
+                way = Way(order, number)
+                yield program, way, f"{self._name}{template}" + (f" ({way})" if len(orders) * len(chosen) > 1 else "")
 
     def __call__(self, args: list[Any]) -> list[Any]:
         started = time.perf_counter()
         arguments, given = list(args), [_copy(arg) for arg in args]
         args.clear()
-        reference, expected, changed = self._reference([_copy(arg) for arg in given])
+        drawing = torch.get_rng_state()  # the reference and each way draw the same seeds
         results: list[Any] = []
-        ways = _ways(self._settings, self._program.configurations)
-        for way in ways:
-            used = arguments if way is ways[-1] else [_copy(arg) for arg in given]
-            results = self._program(list(used), way)
-            where = f"{self._name} ({way})" if len(ways) > 1 else self._name
-            self.differences += product_differences(where, self._program.products.called, reference.products.called)
+        compared: tuple[Reference, list[Any], list[Any]] | None = None
+        ways = list(self._ways())
+        for at, (program, way, where) in enumerate(ways):
+            used = arguments if at == len(ways) - 1 else [_copy(arg) for arg in given]
+            if compared is None and not program.has_templates:  # first, for its errors name lines of the author's file
+                compared = self._reference(program, given, drawing)
+            torch.set_rng_state(drawing)
+            results = program(list(used), way)
+            if compared is None or program.has_templates:  # it goes on from the results of templates
+                compared = self._reference(program, given, drawing)
+                self.differences += (replace(each, where=f"{where}, {each.where}") for each in compared[0].outside)
+            reference, expected, changed = compared
+            self.differences += product_differences(where, program.products.called, reference.products.called)
             self.differences += output_differences(f"{where}, output", results, expected)
             self.differences += output_differences(f"{where}, input", used, changed)
         self._running += time.perf_counter() - started
         return results
 
-    def _reference(self, given: list[Any]) -> tuple[Reference, list[Any], list[Any]]:
-        """Run the reference.
+    def _reference(
+        self, program: Program, given: Sequence[Any], drawing: Tensor
+    ) -> tuple[Reference, list[Any], list[Any]]:
+        """Run the reference of a program, on copies of the arguments and from a state of the random generator.
 
         Returns:
             The reference, its results, and its inputs, which it may have changed in place.
         """
-        settings = self._settings
-        reference = Reference(self._graph, settings.gpu, self.schedule, rounds_each=settings.precision_casts)
+        settings, inputs = self._settings, [_copy(arg) for arg in given]
+        reference = Reference(
+            self._graph, settings.gpu, program.found, self._numbers, program.of_templates,
+            rounds_each=settings.precision_casts,
+        )  # fmt: skip
         alone = Interpreter(settings.arithmetic, elements=1)  # of kernels that the function's author wrote
-        with torch.no_grad(), pretend_target(Target("cpu")), alone.active():  # our ops run their PyTorch code
-            return reference, reference.run(*given), given
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), pretend_target(Target("cpu")), alone.active():
+            torch.set_rng_state(drawing)
+            return reference, reference.run(*inputs), inputs  # our ops run their PyTorch code
 
     def run(self) -> GraphRun:
         """The report of the graph's last run."""
-        program = self._program
+        program = self._programs[-1]
         return GraphRun(
-            name=self._name, source=self.schedule.source, products=tuple(program.products.called),
+            name=self._name, source=program.found.source, products=tuple(program.products.called),
             launches=tuple(program.launches), library_calls=tuple(dict.fromkeys(program.library_calls)),
             seconds=(self._generating, self._running),
         )  # fmt: skip
@@ -125,7 +149,7 @@ class GpuBackend:
     """
 
     def __init__(self, settings: Settings, folder: str) -> None:
-        self._settings, self._folder = settings, folder
+        self._settings, self._folder, self._numbers = settings, folder, RandomNumbers()
         self.graphs: list[_Compared] = []
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,13 +158,18 @@ class GpuBackend:
         from torch._inductor import compile_fx
 
         backend = aot_autograd(
-            inference_compiler=partial(self._whole, "forward"),
+            inference_compiler=self._inference,
             fw_compiler=self._forward,
             bw_compiler=partial(self._whole, "backward"),
             decompositions=compile_fx.select_decomp_table(),
             partition_fn=partition,
         )
         return torch.compile(fn, fullgraph=True, backend=backend)
+
+    def _inference(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a forward that no backward follows."""
+        change_joint(graph, inputs)
+        return self._whole("forward", graph, inputs)
 
     def _whole(self, name: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph that saves nothing for a backward."""
@@ -157,7 +186,7 @@ class GpuBackend:
         check_has_no_region(traced.graph)
         gpu = self._settings.gpu
         with pretend_target(gpu.target):
-            compared = _Compared(name, traced, self._settings, self._folder)
+            compared = _Compared(name, traced, self._settings, self._folder, self._numbers)
         self.graphs.append(compared)
 
         def call(args: list[Any]) -> list[Any]:

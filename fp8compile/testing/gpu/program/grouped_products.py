@@ -11,12 +11,11 @@ that MSLK's kernel computes from the operands (include/mslk/gemm/cutlass/grouped
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8compile.ops.gemms.gates import gates_of
-from fp8compile.ops.registry import OPS
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.demands import (
@@ -29,6 +28,7 @@ from fp8compile.testing.gpu.program.demands import (
     four_bit_values,
     tiled_values,
 )
+from fp8compile.testing.gpu.program.libraries import gates_of, operator_called
 
 __all__ = ["grouped_blockwise_mm", "grouped_mm", "grouped_nvfp4_mm", "scaled_grouped_mm"]
 
@@ -177,7 +177,8 @@ def grouped_blockwise_mm(
     for _ in _spans(offsets, a.shape[0 if b.ndim == 3 else 1], name):
         pass
     with pretend_target(Target("cpu")):
-        return OPS["fp8compile::grouped_blockwise_mm"].impl(a, b, a_scale, b_scale, offsets, *rest)
+        multiply: Any = operator_called("fp8compile::grouped_blockwise_mm")
+        return multiply(a, b, a_scale, b_scale, offsets, *rest)
 
 
 def _round_up(size: int, multiple: int) -> int:

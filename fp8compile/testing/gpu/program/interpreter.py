@@ -19,16 +19,17 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
     int(number)         raises in Triton 3.6 with numpy 2.4 or later
     libdevice           returns None; here PyTorch's functions are used, and unknown ones raise
     bfloat16 arithmetic computes with the bits as integers; here it raises
+    tl.dot              multiplies the bits of bfloat16; here numbers, summed in float64 and rounded once a tile
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -41,13 +42,14 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.language.extra import libdevice
+from triton.language.extra.cuda import libdevice as cuda_libdevice
 from triton.runtime.interpreter import InterpreterBuilder as Builder
 from triton.runtime.interpreter import TensorHandle as Handle
 
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.assembly import inline_assembly
 from fp8compile.testing.gpu.program.batches import ELEMENTS, Batch, Diverged, arrays, counting, stored, together
-from fp8compile.testing.gpu.program.functions import libdevice_functions, reductions, unknown
+from fp8compile.testing.gpu.program.functions import dot, libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu.program.memory import Access
 
 __all__ = ["ORDERS", "Interpreter"]
@@ -82,10 +84,18 @@ class Interpreter:
         self.arithmetic = arithmetic
         self.elements = elements
         self.multiply_adds: int = 0
-        self._order = ORDERS[0]
+        self._order, self._configuration = ORDERS[0], 0
         self._access: Any = None  # an `Access` while a kernel runs
         self._batch: Any = None  # a `Batch` while a kernel runs
+        functions = libdevice_functions(gpu.unary_functions(arithmetic))
+        self._libdevice = {
+            getattr(module, name): function
+            for module in (libdevice, cuda_libdevice)
+            for name, function in functions.items()
+            if hasattr(module, name)
+        }
         self._rewritten: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._codes: set[CodeType] = set()  # of the rewritten functions
 
     def launch(self, name: str, fn: Callable[..., Any], grid: Sequence[int], arguments: Mapping[str, Any]) -> None:
         """Run a kernel over its grid.
@@ -133,6 +143,11 @@ class Interpreter:
             self.multiply_adds = multiply_adds
             for value in dict.fromkeys(diverged.values.tolist()):
                 self._run(function, values, batch.programs[diverged.values == value].tolist(), grid)
+        except (AssertionError, ValueError) as error:
+            where = f"{self._access.name}: at {self._place(error)}: "
+            if isinstance(error, ValueError):
+                raise ValueError(f"{where}{error}") from error
+            raise RuntimeError(f"{where}Triton refuses it: {error}") from error
         return batch.largest
 
     def _rewrite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,25 +159,35 @@ class Interpreter:
                 )
             found = interpreter.FunctionRewriter(fn).rewrite_ast()
             scope = {**found.__globals__, "range": counting(lambda: self._batch)}
+            # functions of libdevice that the kernel's module imported by name
+            scope |= {
+                name: self._libdevice[value]
+                for name, value in scope.items()
+                if isinstance(value, FunctionType) and value in self._libdevice
+            }
             self._rewritten[fn] = FunctionType(found.__code__, scope, found.__name__, found.__defaults__)
+            self._codes.add(found.__code__)
         return self._rewritten[fn]
 
     @contextmanager
-    def active(self, order: str = ORDERS[0]) -> Iterator[None]:
+    def active(self, order: str = ORDERS[0], configuration: int = 0) -> Iterator[None]:
         """Let functions under ``triton.jit`` be launched and called on the CPU while this context lasts.
 
         Args:
             order: Order of a launch's programs, one of ``ORDERS``.
+            configuration: Number of the configuration that an autotuned kernel runs in, where its author launches it;
+                the last one if there are fewer.
         """
-        self._order = order
+        self._order, self._configuration = order, configuration
         with ExitStack() as stack:
             patches = [*together(lambda: self._batch)]
             of_tensors = [each for each in patches if each[0] in (tl, tl.core.tensor)]
             of_builder = [each for each in patches if each[0] not in (tl, tl.core.tensor)]
             for owner, name, value in (*of_builder, *self._jit(), *self._memory(), *self._floats(), *reductions()):
                 stack.enter_context(mock.patch.object(owner, name, value))
-            for name, function in libdevice_functions(gpu.unary_functions(self.arithmetic)).items():
-                stack.enter_context(mock.patch.object(libdevice, name, function))
+            for original, function in self._libdevice.items():
+                owner = sys.modules[original.__module__]
+                stack.enter_context(mock.patch.object(owner, original.__name__, function))
             stack.enter_context(np.errstate(all="ignore"))
             # patches the whole language once; the interpreter would do so in each nested call
             scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -182,16 +207,27 @@ class Interpreter:
             }
             self.launch(kernel.__name__, kernel.fn, grid(arguments) if callable(grid) else grid, arguments)
 
+        def run_tuned(tuned: Any, *args: Any, **kwargs: Any) -> Any:
+            config = tuned.configs[min(self._configuration, len(tuned.configs) - 1)]
+            if config.pre_hook is not None:
+                config.pre_hook({**dict(zip(tuned.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
+            return tuned.fn.run(*args, **kwargs, **config.kwargs)
+
+        yield triton.runtime.Autotuner, "run", run_tuned
         yield jitted, "run", run
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
-    def _place(self) -> str:
-        """File and line of the kernel, or of the function it called, that runs now."""
-        codes = {function.__code__ for function in self._rewritten.values()}
-        frame: Any = sys._getframe()
-        while frame.f_code not in codes:
-            frame = frame.f_back
-        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    def _place(self, error: BaseException | None = None) -> str:
+        """File and line of the kernel, or of the function it called, that runs now or that an error left."""
+        if error is not None:
+            steps = reversed(list(traceback.walk_tb(error.__traceback__)))
+            code, line = next((frame.f_code, line) for frame, line in steps if frame.f_code in self._codes)
+        else:
+            frame: Any = sys._getframe()  # not by traceback, which is slow: each access comes here
+            while frame.f_code not in self._codes:
+                frame = frame.f_back
+            code, line = frame.f_code, frame.f_lineno
+        return f"{code.co_filename.rpartition('/')[2]}:{line}"
 
     def _memory(self) -> Iterator[tuple[Any, ...]]:
         def watched(
@@ -204,10 +240,7 @@ class Interpreter:
                     data = data if kind == "load" else self._batch.of_each(data)
                     given[at] = Handle(stored(data), args[at].dtype)
                 width = max(1, args[pointers].get_element_ty().primitive_bitwidth // 8)
-                try:
-                    self._access.record(kind, given[pointers].data, given[mask].data, width)
-                except IndexError as error:
-                    raise IndexError(f"{error} The access is at {self._place()}.") from None
+                self._access.record(kind, given[pointers].data, given[mask].data, width, self._place())
                 if kind != "load":
                     self._batch.keep(given[pointers].data, given[mask].data, width)
                 return original(builder, *given, **options)
@@ -235,6 +268,7 @@ class Interpreter:
         )
         yield Builder, "cast_impl", _cast
         yield Builder, "create_ashr", _arithmetic_shift
+        yield Builder, "create_dot", dot
         yield Builder, "binary_op", _without_bfloat16(Builder.binary_op)
         yield Builder, "unary_op", _without_bfloat16(Builder.unary_op)
         for name, function in gpu.unary_functions(self.arithmetic).items():
@@ -274,6 +308,8 @@ class Interpreter:
 def _argument(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype == torch.float8_e8m0fnu:
         value = value.view(torch.uint8)  # Inductor passes E8M0 scales as uint8
+    if isinstance(value, float):  # the interpreter leaves a number of Python, which has no dtype
+        return tl.tensor(Handle(np.array([value], np.float32), tl.float32), tl.float32)
     return interpreter._implicit_cvt(value)
 
 

@@ -35,6 +35,21 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + end
 
 
+@dataclass(frozen=True, eq=False)
+class Accessed:
+    """Elements that programs accessed together.
+
+    Attributes:
+        programs: Number of the program that accessed each element.
+        addresses: Its address.
+        place: File and line of the access.
+    """
+
+    programs: np.ndarray
+    addresses: np.ndarray
+    place: str
+
+
 @dataclass
 class Access:
     """The record of one launch: its tensors, and the memory that each of its programs accessed.
@@ -48,9 +63,7 @@ class Access:
     name: str
     spans: dict[str, tuple[int, int]]
     programs: np.ndarray = field(default_factory=lambda: np.array([-1]))
-    _accessed: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(
-        default_factory=lambda: {"load": [], "store": [], "atomic": []}
-    )
+    _accessed: dict[str, list[Accessed]] = field(default_factory=lambda: {"load": [], "store": [], "atomic": []})
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> Access:
@@ -58,7 +71,7 @@ class Access:
         tensors = {each: getattr(value, "base", value) for each, value in arguments.items()}  # of a TMA descriptor
         return cls(name, {each: _span(value) for each, value in tensors.items() if isinstance(value, Tensor)})
 
-    def record(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
+    def record(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int, place: str) -> None:
         """Record an access before it is made.
 
         Args:
@@ -66,6 +79,7 @@ class Access:
             pointers: Addresses of the elements, of each program in dim 0; one entry if all programs load the same.
             mask: True for each element that is accessed, of the same shape.
             width: Bytes of each element.
+            place: File and line of the access.
 
         Raises:
             IndexError: An address is outside of the launch's tensors.
@@ -80,11 +94,12 @@ class Access:
             own = inside[programs == program]
             raise IndexError(
                 f"{self.name}: program {program} would {kind} {int((~own).sum())} of {len(own)} elements "
-                f"outside of the kernel's tensors ({', '.join(self.spans)}). On a GPU this is another tensor's memory."
+                f"outside of the kernel's tensors ({', '.join(self.spans)}). On a GPU this is another tensor's "
+                f"memory. The access is at {place}."
             )
         if len(owners) < len(self.programs):  # all programs load the same
             addresses, programs = np.tile(addresses, len(self.programs)), np.repeat(self.programs, len(addresses))
-        self._accessed[kind].append((programs, addresses))
+        self._accessed[kind].append(Accessed(programs, addresses, place))
 
     def mark(self) -> dict[str, int]:
         """The number of records so far, for `forget`."""
@@ -108,29 +123,33 @@ class Access:
         """
         plain, atomic = _sorted(self._accessed["store"]), _sorted(self._accessed["atomic"])
         loaded = _flat(self._accessed["load"])
-        for what, first, second in (
-            ("written by two programs", plain, plain),
-            ("written by one program and read by another", plain, loaded),
-            ("written by one program and changed by an atomic of another", plain, atomic),
-            ("changed by an atomic of one program and read by another", atomic, loaded),
+        for what, kinds, first, second in (
+            ("written by two programs", ("store",), plain, plain),
+            ("written by one program and read by another", ("store", "load"), plain, loaded),
+            ("written by one program and changed by an atomic of another", ("store", "atomic"), plain, atomic),
+            ("changed by an atomic of one program and read by another", ("atomic", "load"), atomic, loaded),
         ):
             raced = _shared(*first, *second)
             if len(raced):
+                places = " and ".join(dict.fromkeys(place for kind in kinds for place in self._places(kind, raced[0])))
                 raise RuntimeError(
-                    f"{self.name}: {len(raced)} addresses are {what}, the first at {self._argument(int(raced[0]))}. "
-                    "Programs of a launch run in any order: the result depends on chance."
+                    f"{self.name}: {len(raced)} addresses are {what}, the first at {self._argument(int(raced[0]))}, "
+                    f"at {places}. Programs of a launch run in any order: the result depends on chance."
                 )
 
+    def _places(self, kind: str, address: np.uint64) -> list[str]:
+        """Files and lines of the accesses to an address."""
+        return [each.place for each in self._accessed[kind] if (each.addresses == address).any()]
 
-def _flat(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+
+def _flat(parts: list[Accessed]) -> tuple[np.ndarray, np.ndarray]:
     """Addresses, and the program that accessed each of them."""
     if not parts:
         return np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    programs, addresses = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return addresses, programs
+    return np.concatenate([each.addresses for each in parts]), np.concatenate([each.programs for each in parts])
 
 
-def _sorted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+def _sorted(parts: list[Accessed]) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of an address and a program, sorted and without repeats."""
     addresses, programs = _flat(parts)
     order = np.lexsort((programs, addresses))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.testing.gpu.program.arithmetic import fma
+from fp8compile.testing.gpu.program.arithmetic import elementwise, fma, square_root
 
 __all__ = ["computed"]
 
@@ -20,7 +20,7 @@ aten: Any = torch.ops.aten
 prims: Any = torch.ops.prims
 SUMS = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, aten.sum.default)
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar, prims.div.default)
-FUNCTIONS = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp2", "log2", "sqrt")
+FUNCTIONS = ("exp", "rsqrt", "tanh", "erf", "log", "sin", "cos", "exp2", "log2")
 
 
 def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,10 +35,14 @@ def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
         return _var_mean(*args, **kwargs)
     if op in DIVISIONS and isinstance(args[1], float | int) and args[1] and args[0].is_floating_point():
         return args[0] * (1.0 / args[1])
-    if op._schema.name.partition("::")[2] in FUNCTIONS:  # other strides run other implementations
-        args = tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
+    if op is aten.neg.default and args[0].is_floating_point():  # Triton's formula: a zero has no sign
+        return 0 - args[0]
+    if op._schema.name.partition("::")[2] in FUNCTIONS:
+        return elementwise(op, args[0])
+    if op is aten.sqrt.default and args[0].dtype == torch.float32:
+        return square_root(args[0].contiguous())
     if op is aten.sigmoid.default and args[0].dtype == torch.float32:  # Triton's formula
-        return 1 / (1 + torch.exp(-args[0]))
+        return 1 / (1 + elementwise(torch.exp, -args[0]))
     return op(*args, **kwargs)
 
 

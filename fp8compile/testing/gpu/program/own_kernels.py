@@ -40,13 +40,8 @@ def launched(
         The tensors that the kernel writes, by the kernel's argument, as new tensors.
 
     Raises:
-        NotImplementedError: The kernel takes a descriptor that the host made.
+        NotImplementedError: The kernel takes a descriptor that the host made by Triton's first interface.
     """
-    if tma_descriptor_metadata:
-        raise NotImplementedError(
-            "run_gpu_program: a kernel takes descriptors that the host made, which are not known here. Make them in "
-            "the kernel, by tl.make_tensor_descriptor."
-        )
     kernel: Any = kernel_side_table.get_kernel(kernel_idx)
     given = {**kernel_side_table.get_constant_args(constant_args_idx), **kwargs}
     given |= {name: given[name].clone() for name in tensors_to_clone}
@@ -56,5 +51,19 @@ def launched(
         else:
             given |= {name: value(given) for name, value in kernel.values.items()}
         kernel = kernel.fn
-    kernel.run(grid=grid[0], warmup=False, **{name: given[name] for name in kernel.arg_names})  # by the interpreter
+    passed = given | {name: _descriptor(given[name], made) for name, made in tma_descriptor_metadata.items()}
+    kernel.run(grid=grid[0], warmup=False, **{name: passed[name] for name in kernel.arg_names})  # by the interpreter
     return {name: given[name] for name in tensors_to_clone}
+
+
+def _descriptor(tensor: Tensor, made: tuple[str, tuple[Any, ...]]) -> Any:
+    """The descriptor that the host makes of a tensor, by PyTorch's record of how it was made."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    kind, given = made
+    if kind != "stable":
+        raise NotImplementedError(
+            "run_gpu_program: a kernel takes a descriptor of triton.tools.experimental_descriptor, which is not known "
+            "here. Make it by triton.tools.tensor_descriptor.TensorDescriptor.from_tensor."
+        )
+    return TensorDescriptor.from_tensor(tensor, list(given[0]))

@@ -9,7 +9,7 @@ Sources of the requirements: PyTorch's checks in `_scaled_mm` (aten/src/ATen/nat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8compile.ops.gemms.gates import gates_of
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.demands import (
     ALIGNMENT,
@@ -35,6 +34,7 @@ from fp8compile.testing.gpu.program.grouped_products import (
     grouped_nvfp4_mm,
     scaled_grouped_mm,
 )
+from fp8compile.testing.gpu.program.libraries import gates_of
 
 __all__ = ["PRODUCTS", "Product", "Products", "is_product"]
 
@@ -192,6 +192,17 @@ def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alph
     return (beta * _wide(bias) + alpha * (_wide(a) @ _wide(b))).to(a.dtype)
 
 
+def convolution(
+    gpu: Gpu, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Sequence[int] = (1,),
+    padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), transposed: bool = False,
+    output_padding: Sequence[int] = (0,), groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """Compute a convolution."""
+    wide = None if bias is None else _wide(bias)
+    sizes = (stride, padding, dilation, transposed, output_padding, groups)
+    return torch.convolution(_wide(x), _wide(weight), wide, *sizes).to(x.dtype)
+
+
 def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
     """Check a GPU's requirements, and compute `torch._int_mm`: int8 codes, exact sums in int32."""
     name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
@@ -206,7 +217,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm,
     "baddbmm": addmm, "_grouped_mm": grouped_mm, "_scaled_grouped_mm": scaled_grouped_mm,
     "grouped_blockwise_mm": grouped_blockwise_mm, "nvfp4_mm": nvfp4_mm,
-    "grouped_nvfp4_mm": grouped_nvfp4_mm,
+    "grouped_nvfp4_mm": grouped_nvfp4_mm, "convolution": convolution,
 }  # fmt: skip
 
 

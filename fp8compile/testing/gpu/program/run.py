@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8compile.formats import CASTS_BY_FLOAT16
-from fp8compile.target import pretend_target
+from fp8compile.target import CASTS_BY_FLOAT16, pretend_target
+from fp8compile.testing.gpu.flex_attention import pretend_flex_attention
 from fp8compile.testing.gpu.gpus import check_is_nvidia, gpu_called, pretend_triton
 from fp8compile.testing.gpu.program.step import step
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from fp8compile.testing.gpu.program.result import GpuRun
 
 __all__ = ["run_gpu_program"]
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def run_gpu_program(
@@ -30,6 +28,7 @@ def run_gpu_program(
     precision_casts: bool = False,
     orders: Sequence[str] = ("forwards",),
     configurations: Sequence[int] | str = "largest",
+    templates: Sequence[int] | str = (),
     contract: bool = False,
     approximate: bool = False,
     poison: int = 255,
@@ -45,8 +44,10 @@ def run_gpu_program(
     not take an operand.
 
     ``fn`` is traced with ``fullgraph=True``; all earlier compiled graphs are dropped. Tensors that ``fn`` changes in
-    place are changed once, as by one call. Gradients are returned and not accumulated. Random numbers have no
-    reference.
+    place are changed once, as by one call. Gradients are returned and not accumulated.
+
+    Random numbers are those that the GPU's kernels draw, from seeds that this CPU's generator draws
+    (``torch.manual_seed``); the reference evaluates the graphs with the same numbers. Eager mode draws others.
 
     Args:
         fn: A module or function, with FP8 layers or without.
@@ -59,6 +60,10 @@ def run_gpu_program(
             compared.
         configurations: Numbers of the configurations to run, among those that Inductor would time; "largest" for the
             configuration with the fewest programs, "all" for all. All are run and compared.
+        templates: Numbers of Inductor's Triton templates, by which products are multiplied instead of by the GPU's
+            libraries, as with ``max_autotune_gemm``; "all" for each template that Inductor would time. A program is
+            generated for each number. The results are compared within a bound, because a template has an order of
+            its own to add in.
         contract: Whether each float32 product that is added to something is one fused multiply-add, as ptxas may
             choose.
         approximate: Whether float32 divisions, exponentials and roots have results that the approximate instructions
@@ -72,11 +77,10 @@ def run_gpu_program(
         ValueError: An argument isn't one of those above, or the GPU's product would not take its operands.
         IndexError: A kernel accesses memory outside of its tensors.
         RuntimeError: A kernel's result depends on the order of its programs.
-        NotImplementedError: The generated code does something that isn't known here, or dropout is on.
+        NotImplementedError: The generated code does something that isn't known here.
         ModuleNotFoundError: Triton is not installed.
     """
-    _check_draws_nothing(fn)
-    settings = _settings(arch, precision_casts, orders, configurations, contract, approximate, poison)
+    settings = _settings(arch, precision_casts, orders, configurations, templates, contract, approximate, poison)
     from fp8compile.testing.gpu.program.generate import GpuBackend
     from fp8compile.testing.gpu.program.result import Differences, GpuRun
 
@@ -84,7 +88,7 @@ def run_gpu_program(
     try:
         with tempfile.TemporaryDirectory() as folder:
             backend = GpuBackend(settings, folder)
-            with pretend_target(settings.gpu.target), pretend_triton(settings.gpu):
+            with pretend_target(settings.gpu.target), pretend_triton(settings.gpu), pretend_flex_attention():
                 outputs, gradients = step(backend.compile(fn), fn, args, grad_outputs)
     finally:
         torch._dynamo.reset()
@@ -96,30 +100,20 @@ def run_gpu_program(
     )
 
 
-def _check_draws_nothing(fn: Callable[..., Any]) -> None:
-    """Raise a NotImplementedError if a module has dropout that drops, before minutes go into code for a GPU."""
-    modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
-    drops = [name or "the model" for name, each in modules if isinstance(each, DROPOUTS) and each.training and each.p]
-    if drops:
-        shown = ", ".join(drops[:3]) + (", ..." if len(drops) > 3 else "")
-        raise NotImplementedError(
-            f"run_gpu_program: dropout is on ({shown}), and no reference draws the numbers that a GPU's code draws. "
-            "Call model.eval() first: gradients are taken all the same."
-        )
-
-
 def _settings(
-    arch: str, precision_casts: bool, orders: Sequence[str], configurations: Sequence[int] | str, contract: bool,
-    approximate: bool, poison: int,
+    arch: str, precision_casts: bool, orders: Sequence[str], configurations: Sequence[int] | str,
+    templates: Sequence[int] | str, contract: bool, approximate: bool, poison: int,
 ) -> Any:  # fmt: skip
     from fp8compile.testing.gpu.program.arithmetic import Arithmetic
-    from fp8compile.testing.gpu.program.generate import Settings
     from fp8compile.testing.gpu.program.interpreter import ORDERS
+    from fp8compile.testing.gpu.program.settings import Settings
 
     if not orders or not set(orders) <= set(ORDERS):
         raise ValueError(f"run_gpu_program: orders are {orders!r}; they are of {', '.join(ORDERS)}.")
     if isinstance(configurations, str) and configurations not in ("largest", "all"):
         raise ValueError(f"run_gpu_program: configurations is {configurations!r}; it is 'largest', 'all' or numbers.")
+    if isinstance(templates, str) and templates != "all":
+        raise ValueError(f"run_gpu_program: templates is {templates!r}; it is 'all' or numbers.")
     named = {"largest": None, "all": ()}
     gpu = gpu_called(arch)
     check_is_nvidia(gpu, "run_gpu_program")
@@ -128,4 +122,5 @@ def _settings(
         gpu=gpu, precision_casts=precision_casts, arithmetic=arithmetic,
         poison=poison, orders=tuple(orders),
         configurations=named[configurations] if isinstance(configurations, str) else tuple(configurations),
+        templates=None if isinstance(templates, str) else tuple(templates),
     )  # fmt: skip

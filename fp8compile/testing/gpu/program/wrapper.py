@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +23,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fp8compile.ops.registry import OPS
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+from fp8compile.testing.gpu.program.arithmetic import STORED_AS
 from fp8compile.testing.gpu.program.interpreter import Interpreter
+from fp8compile.testing.gpu.program.libraries import operator_called
 from fp8compile.testing.gpu.program.memory import poisoned
 from fp8compile.testing.gpu.program.messages import message
 from fp8compile.testing.gpu.program.own_kernels import KNOWN, implementation_on_gpu
 from fp8compile.testing.gpu.program.products import Products, is_product
+from fp8compile.testing.gpu.program.settings import Settings, Way
+from fp8compile.testing.gpu.schedule import Schedule
 
-__all__ = ["KernelLaunch", "Program", "Way"]
+__all__ = ["KernelLaunch", "Program"]
 
 SILENT = {  # aten operators that compute nothing
     "zero_", "fill_",
@@ -40,29 +43,6 @@ SILENT = {  # aten operators that compute nothing
     "reshape", "t", "transpose", "permute", "select", "slice", "unsqueeze", "squeeze", "expand", "split",
     "_unsafe_view",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run a wrapper.
-
-    Attributes:
-        order: Order in which the programs of a launch run.
-        configuration: Number of the configuration that each kernel uses; None for the one with the fewest programs.
-    """
-
-    order: str
-    configuration: int | None
-
-    def __str__(self) -> str:
-        blocks = "the largest blocks" if self.configuration is None else f"configuration {self.configuration}"
-        return f"programs {self.order}, {blocks}"
-
-    def choose(self, grids: list[tuple[int, ...]]) -> int:
-        """The number of the configuration to use, given the grid of each of a kernel's configurations."""
-        if self.configuration is not None:
-            return min(self.configuration, len(grids) - 1)
-        return min(range(len(grids)), key=lambda number: torch.Size(grids[number]).numel())
 
 
 @dataclass(frozen=True)
@@ -112,8 +92,6 @@ class Kernel:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         self._program, self._name, self._tuner = program, name, getattr(module, name)
-        # a kernel that the function itself launches is its own reference
-        self._multiplies = "tl.dot(" in source and not getattr(self._tuner, "custom_kernel", False)
         program.configurations = max(program.configurations, len(self._tuner.configs))
 
     def run(self, *args: Any, stream: Any, **kwargs: Any) -> None:
@@ -121,11 +99,6 @@ class Kernel:
         if kwargs:
             raise NotImplementedError(f"run_gpu_program: {self._name} is launched with {', '.join(kwargs)}.")
         tuner, program = self._tuner, self._program
-        if self._multiplies:
-            raise NotImplementedError(
-                f"run_gpu_program: {self._name} is made from one of Inductor's templates (flex attention, autotuned "
-                "products), which multiplies parts of matrices: its sums have an order that no reference has."
-            )
         declared = {name for name, kind in tuner.fn.fn.__annotations__.items() if "constexpr" in str(kind)}
         constants = {name: value for name, value in tuner.triton_meta["constants"].items() if name in declared}
         names = [name for name in tuner.fn.arg_names if name not in {**tuner.configs[0].kwargs, **constants}]
@@ -136,7 +109,10 @@ class Kernel:
         config, grid = tuner.configs[number], grids[number]
         blocks = {name: value for name, value in config.kwargs.items() if name in tuner.fn.arg_names}
         given = {name: value for name, value in given.items() if name in tuner.fn.arg_names} | constants
+        kinds = tuner.triton_meta["signature"]
+        given = {name: _as_kind(value, kinds.get(name, "")) for name, value in given.items()}
         program.interpreter.launch(self._name, tuner.fn.fn, grid, given | blocks)
+        program.keep(args)
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
     def _grids(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -147,8 +123,16 @@ class Kernel:
         return [GridExpr.from_meta(meta, each).eval_slow({**given, **each.kwargs}) for each in self._tuner.configs]
 
 
+def _as_kind(value: Any, kind: str) -> Any:
+    """A tensor in the dtype that the kernel was generated for; Inductor passes codes as the bytes that hold them."""
+    dtype, _ = STORED_AS.get(kind.removeprefix("*"), (None, None))
+    return value.view(dtype) if isinstance(value, Tensor) and dtype not in (None, value.dtype) else value
+
+
 class _Dispatch(TorchDispatchMode):
     """A mode that replaces the operators that the wrapper calls; the module's docstring says by what."""
+
+    supports_higher_order_operators = True  # else PyTorch raises, in words of its own
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -157,16 +141,18 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(op, torch._ops.HigherOrderOperator):
+            raise NotImplementedError(
+                f"run_gpu_program: generated code calls {op}, which is not known here. PyTorch 2.15 calls "
+                "run_and_save_rng_state where a checkpointed part draws random numbers."
+            )
         namespace, _, name = op._schema.name.partition("::")
         if namespace == "_c10d_functional":
             return message(op, *args, **(kwargs or {}))
         if is_product(op):
             return self._program.products.multiply(name, *args, **(kwargs or {}))
-        if op._schema.name in OPS:
+        if own := operator_called(op._schema.name) or implementation_on_gpu(op):
             with self:  # memory that the kernel asks for is poisoned too
-                return OPS[op._schema.name].impl(*args, **(kwargs or {}))
-        if own := implementation_on_gpu(op):
-            with self:
                 return own(*args, **(kwargs or {}))
         if namespace not in KNOWN:
             raise NotImplementedError(
@@ -184,45 +170,54 @@ class Program:
     """A generated wrapper, loaded to run on the CPU.
 
     Attributes:
+        found: The graph as Inductor would run it, with the wrapper's source.
         products: Computes the matrix products, with a record of those of the last run.
         launches: Launches of the last run.
+        of_templates: What the last run wrote to the buffers that hold results of templates.
         library_calls: Operators of the last run that PyTorch's CPU kernels computed.
         configurations: The largest number of configurations that Inductor would time for one of its kernels.
         way: The way of the last run.
         poison: The byte that fills memory when the wrapper allocates it.
     """
 
-    def __init__(
-        self,
-        source: str,
-        constants: Mapping[str, Any],
-        gpu: Gpu,
-        interpreter: Interpreter,
-        *,
-        poison: int,
-        folder: str,
-    ) -> None:
-        self.gpu: Gpu = gpu
-        self.interpreter: Interpreter = interpreter
-        self.poison: int = poison
+    def __init__(self, found: Schedule, settings: Settings, folder: str) -> None:
+        self.found: Schedule = found
+        self.gpu: Gpu = settings.gpu
+        self.interpreter: Interpreter = Interpreter(settings.arithmetic)
+        self.poison: int = settings.poison
         self.folder: str = folder
-        self.products: Products = Products(gpu)
+        self.products: Products = Products(settings.gpu)
+        self.of_templates: dict[str, Tensor] = {}
+        self._generated = [each for each in found.launches if each.kind == "triton"]
         self.launches: list[KernelLaunch] = []
         self.library_calls: list[str] = []
         self.configurations = 1
         self.way: Way = Way("forwards", None)
-        self._scope: dict[str, Any] = {"__name__": "generated", **constants}
-        with pretend_gpu(gpu), self._pretend_runtime():
-            exec(compile(source, "generated", "exec"), self._scope)
+        self._scope: dict[str, Any] = {"__name__": "generated", **found.constants}
+        with pretend_gpu(self.gpu), self._pretend_runtime():
+            exec(compile(found.source, "generated", "exec"), self._scope)
         self._scope["extern_kernels"] = self.products
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
         """Run the wrapper and return its results. It empties the list of arguments, as on a GPU."""
-        self.way, self.launches, self.library_calls = way, [], []
+        self.way, self.launches, self.library_calls, self.of_templates = way, [], [], {}
         self.products.called = []
         target = pretend_target(self.gpu.target)
-        with torch.no_grad(), self._pretend_runtime(), self.interpreter.active(way.order), target, _Dispatch(self):
+        running = self.interpreter.active(way.order, way.configuration or 0)
+        with torch.no_grad(), self._pretend_runtime(), running, target, _Dispatch(self):
             return list(self._scope["call"](args))
+
+    @property
+    def has_templates(self) -> bool:
+        """Whether a kernel is one of Inductor's templates."""
+        return any(launch.is_template for launch in self._generated)
+
+    def keep(self, args: Sequence[Any]) -> None:
+        """Keep results of templates among the arguments of the launch that comes next."""
+        for name, arg in zip(self._generated[len(self.launches)].arguments, args, strict=False):
+            if name in self.found.of_templates:
+                with _disable_current_modes():
+                    self.of_templates[name] = arg.clone()
 
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():

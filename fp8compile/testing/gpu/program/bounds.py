@@ -1,0 +1,190 @@
+"""How far a template's results may be from the exact ones: products in tiles, attention block by block.
+
+A template adds in an order of its own, so its bits have no reference. Its results are compared with exact ones, in
+float64, within a bound:
+
+    a product of K terms    K roundings in float32 of the sum of the terms' magnitudes, which is the worst case of any
+                            order, and one rounding of the result
+    FlexAttention           the largest error of its formula in eager mode, in the operands' dtype, as in the tests of
+                            FlashAttention
+
+Twice that is allowed. Operators that are fused behind the template are computed with the exact value, the lowest and
+the highest in float64, and with the exact one in float32. So their results show what the bound becomes, and how large
+their own roundings are. The rounding of the stored dtype is added.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.gpu.program.products import PRODUCTS
+from fp8compile.testing.gpu.program.result import Difference
+
+__all__ = ["SIDES", "Bounded", "bounded_attention", "bounded_product", "in_float64", "is_attention", "outside"]
+
+aten: Any = torch.ops.aten
+prims: Any = torch.ops.prims
+FLOAT32_ROUNDING = 2.0**-24
+SIDES = ("exact", "low", "high", "single")
+ATTENTION = ("flex_attention", "flex_attention_backward")
+BIASED = ("addmm", "baddbmm", "bias_addmm")
+PLAIN = ("mm", "bmm", *BIASED)
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """The values of an operator in a template; each is a tensor, or a tuple if the operator has several results.
+
+    Attributes:
+        exact: The exact value in float64.
+        low: The same, as far below as the template may be.
+        high: The same, as far above.
+        single: The exact value, with what is fused behind the template computed in float32.
+    """
+
+    exact: Any
+    low: Any
+    high: Any
+    single: Any
+
+    def at(self, place: Sequence[int]) -> Bounded:
+        """One of several results."""
+        found = self
+        for index in place:
+            found = Bounded(*(getattr(found, side)[index] for side in SIDES))
+        return found
+
+
+def is_attention(target: Any) -> bool:
+    """Whether a node's target is FlexAttention or its backward."""
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in ATTENTION
+
+
+def _magnitude(arg: Any) -> Any:
+    if not isinstance(arg, Tensor) or not arg.is_floating_point() or arg.dtype == torch.float8_e8m0fnu:
+        return arg
+    return arg.abs() if arg.dtype.itemsize > 1 else (arg.view(torch.uint8) & 0x7F).view(arg.dtype)
+
+
+def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, Any]) -> Bounded:
+    """Multiply two matrices exactly, with the bound of a sum in float32.
+
+    Args:
+        name: The product, a key of ``PRODUCTS``.
+        gpu: The GPU, whose requirements are checked.
+        args: Its arguments.
+        kwargs: Its other arguments.
+    """
+    kind = kwargs.get("out_dtype") or next(arg.dtype for arg in args if isinstance(arg, Tensor))
+    if name in PLAIN:  # others demand dtypes, and round to them
+        args = [arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
+        kwargs = {name: value for name, value in kwargs.items() if name != "out_dtype"}
+    exact, magnitude = (PRODUCTS[name](gpu, *each, **kwargs) for each in (args, list(map(_magnitude, args))))
+    terms = args[1 if name in BIASED else 0].shape[-1]
+    rounding = torch.finfo(kind).eps / 2 * exact.double().abs()  # before what is fused behind it
+    bound = terms * FLOAT32_ROUNDING * magnitude.double() + rounding
+    return _around(exact.double(), bound)
+
+
+def _around(exact: Any, bound: Any) -> Bounded:
+    """The values that are twice the bound away; some of several results may be None."""
+    if isinstance(exact, tuple):
+        sides = [_around(*each) for each in zip(exact, bound, strict=True)]
+        return Bounded(*(tuple(getattr(each, side) for each in sides) for side in SIDES))
+    return Bounded(exact, exact - 2 * bound, exact + 2 * bound, exact) if exact is not None else Bounded(*[None] * 4)
+
+
+def in_float64(arg: Any) -> Any:
+    """The argument, with its floating-point tensors in float64."""
+    if isinstance(arg, tuple):
+        return tuple(map(in_float64, arg))
+    return arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg
+
+
+def bounded_attention(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Bounded:
+    """Compute FlexAttention, or its backward, in float64 and in the dtype of its operands."""
+    exact = _attention(target, in_float64(_recast(args, keep=False)), kwargs)
+    usual = _attention(target, _recast(args, keep=True), kwargs)
+    return _around(exact, _error(usual, exact))
+
+
+def _recast(args: Any, *, keep: bool) -> Any:
+    """Arguments whose graphs cast floats by an operator that can be batched, or not at all."""
+    if isinstance(args, tuple | list):
+        return tuple(_recast(each, keep=keep) for each in args)
+    if not isinstance(args, fx.GraphModule):
+        return args
+    changed = copy.deepcopy(args)
+    for node in changed.graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
+        value, dtype = node.args
+        if keep or not dtype.is_floating_point:
+            node.target, node.args, node.kwargs = aten._to_copy.default, (value,), {"dtype": dtype}
+        else:
+            node.replace_all_uses_with(value)
+    changed.recompile()
+    return changed
+
+
+def _attention(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    *others, captured, masked = args
+    with torch.enable_grad():  # the eager backward differentiates
+        captured = tuple(
+            each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
+            for each in captured
+        )
+        return _detached(target(*others, captured, masked, **kwargs))
+
+
+def _detached(values: Any) -> Any:
+    if isinstance(values, tuple | list):
+        return tuple(map(_detached, values))
+    return values.detach().double() if isinstance(values, Tensor) else values
+
+
+def _error(usual: Any, exact: Any) -> Any:
+    """The largest error of each result."""
+    if isinstance(exact, tuple):
+        return tuple(_error(*each) for each in zip(usual, exact, strict=True))
+    if exact is None or not exact.numel():
+        return 0
+    return (usual - exact).abs().nan_to_num(0, 0, 0).max()
+
+
+def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
+    """The difference of a template's result that is further from the exact one than its bound, if it is.
+
+    Args:
+        where: Words for the place.
+        got: The program's result.
+        wanted: The exact result, and the furthest ones.
+    """
+    sides = (getattr(wanted, side).reshape(got.shape) for side in SIDES)
+    exact, low, high, single = (each.double() if each.is_floating_point() else each for each in sides)
+    if got.is_floating_point():
+        spread = torch.maximum((low - exact).abs(), (high - exact).abs()).nan_to_num(0, 0, 0)
+        fused = (single - exact).abs().nan_to_num(0, 0, 0)
+        beyond, allowed = _beyond(got, exact, spread + 2 * fused.max() if got.numel() else spread)
+    else:
+        beyond, allowed = (got != exact) & (got != low) & (got != high), torch.zeros(got.shape)
+    if beyond.any():
+        element = tuple(beyond.nonzero()[0].tolist())
+        yield Difference(
+            where=f"{where}, off by more than {float(allowed[element]):.3g}", element=element,
+            expected=exact[element].item(), got=got[element].item(), count=int(beyond.sum()), total=got.numel(),
+        )  # fmt: skip
+
+
+def _beyond(got: Tensor, exact: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Which numbers are too far from the exact ones, and how far each may be."""
+    kind, values = torch.finfo(got.dtype), got.double()
+    allowed = spread + (kind.eps + FLOAT32_ROUNDING) * exact.abs() + kind.smallest_normal
+    same = (values == exact) | (values.isnan() & exact.isnan())
+    is_special = ~exact.isfinite() | ~values.isfinite()
+    return torch.where(is_special, ~same, (values - exact).abs() > allowed), allowed

@@ -1,0 +1,48 @@
+"""How programs are generated and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+
+__all__ = ["Settings", "Way"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How programs are generated and run; see `run_gpu_program`."""
+
+    gpu: Gpu
+    precision_casts: bool
+    arithmetic: Arithmetic
+    poison: int
+    orders: tuple[str, ...]
+    configurations: tuple[int, ...] | None  # None: the largest blocks; empty: all
+    templates: tuple[int, ...] | None  # None: all; empty: products by the GPU's libraries
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a wrapper.
+
+    Attributes:
+        order: Order in which the programs of a launch run.
+        configuration: Number of the configuration that each kernel uses; None for the one with the fewest programs.
+    """
+
+    order: str
+    configuration: int | None
+
+    def __str__(self) -> str:
+        blocks = "the largest blocks" if self.configuration is None else f"configuration {self.configuration}"
+        return f"programs {self.order}, {blocks}"
+
+    def choose(self, grids: list[tuple[int, ...]]) -> int:
+        """The number of the configuration to use, given the grid of each of a kernel's configurations."""
+        if self.configuration is not None:
+            return min(self.configuration, len(grids) - 1)
+        return min(range(len(grids)), key=lambda number: torch.Size(grids[number]).numel())

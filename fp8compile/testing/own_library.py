@@ -1,0 +1,20 @@
+"""Makes this package's operators, and its table of products, known to the programs that ``testing/gpu`` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fp8compile.ops.gemms.gates import gates_of
+from fp8compile.ops.registry import OPS
+from fp8compile.testing.gpu.program.libraries import Library, make_known
+
+__all__ = ["OWN"]
+
+
+def _operator(name: str) -> Callable[..., Any] | None:
+    return OPS[name].impl if name in OPS else None
+
+
+OWN = Library(_operator, gates_of)
+make_known(OWN)
