@@ -133,5 +133,5 @@ def test_products_are_kept_with_their_operands():
 
 
 def test_an_unknown_product_raises():
-    with pytest.raises(NotImplementedError, match=r"extern_kernels\.convolution; known are _scaled_mm"):
-        Products(GPUS["h200"]).convolution(1, 2)
+    with pytest.raises(NotImplementedError, match=r"extern_kernels\.unknown_product; known are _scaled_mm"):
+        Products(GPUS["h200"]).unknown_product(1, 2)
