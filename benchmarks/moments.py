@@ -1,19 +1,24 @@
 """What moments as codes do to training: losses beside float32 moments and torchao's, bytes, and rare gradients.
 
-    python -m benchmarks.moments [--steps 300] [--seeds 3] [--page]
+    python -m benchmarks.moments [--steps 300] [--seeds 3] [--out DIR] [--only WORD] [--page]
 
 Trains the byte Llama of `examples/train` (2 layers, width 128) in float32, so that moments are all that differs, on
 one thread; each optimizer sees the same weights and batches of a seed. Steps run op by op: a compiled step has the
 same bits (tests/optim/test_adamw.py). ``--page`` writes docs/results/optimizer-states.md.
+With ``--out`` what was trained is kept there, so that a script that was killed goes on; ``--only`` trains those
+contenders whose name has a word, and prints no table.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ MUON_LR = 0.02
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "optimizer-states.md"
 RARE, EVERY = 7, 500  # the planted row, and the number of steps between its gradients
 Params = Iterable[nn.Parameter]
+Pair = tuple[float, float]
 
 
 def ours(params: Params, **options: Any) -> list[torch.optim.Optimizer]:
@@ -71,11 +77,6 @@ CONTENDERS: dict[str, Callable[[Params], list[torch.optim.Optimizer]]] = {
 RARE_TOO = {"torchao `AdamWFp8`": torchaos("AdamWFp8")}  # one rule for both moments: what its v does with rare rows
 
 
-def op_by_op() -> Any:
-    """Torchao compiles a graph for each shape of parameter; here all run op by op."""
-    return torch.compiler.set_stance("force_eager")
-
-
 def state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes of all tensors in states but counts of steps; of a tensor subclass those of its parts."""
 
@@ -111,6 +112,21 @@ def trained(contender: str, seed: int, steps: int) -> tuple[float, float]:
     return statistics.fmean(losses[-NUM_LAST:]), state_bytes(optimizers) / count
 
 
+def kept(out: Path | None, contender: str, what: str, compute: Callable[[], Pair]) -> Pair:
+    """What a file below ``out`` has, or else what is computed now and written there."""
+    name = re.sub(r"\W+", "-", f"{contender}-{what}").strip("-")
+    path = None if out is None else out / f"{name}.json"
+    if path is not None and path.exists():
+        first, second = json.loads(path.read_text())
+        return first, second
+    with torch.compiler.set_stance("force_eager") if "torchao" in contender else nullcontext():
+        found = compute()  # torchao compiles a graph for each shape of parameter; here all run op by op
+    print(contender, what, found, file=sys.stderr, flush=True)
+    if path is not None:
+        path.write_text(json.dumps(found))
+    return found
+
+
 def rare_gradients(contender: str) -> tuple[float, float]:
     """The largest change by a step, in learning rates: of a row with a gradient in one step of 500, and elsewhere.
 
@@ -139,13 +155,15 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows]]
 
 
-def losses(seeds: range, steps: int) -> list[str]:
-    found = {}
-    for name in CONTENDERS:
-        with op_by_op() if "torchao" in name else nullcontext():
-            found[name] = [trained(name, seed, steps) for seed in seeds]
-        print(name, found[name], file=sys.stderr, flush=True)
-    rows = []
+def all_trained(names: Iterable[str], seeds: range, steps: int, out: Path | None) -> dict[str, list[Pair]]:
+    return {
+        name: [kept(out, name, f"{steps} steps, seed {seed}", partial(trained, name, seed, steps)) for seed in seeds]
+        for name in names
+    }
+
+
+def losses(seeds: range, steps: int, out: Path | None) -> list[str]:
+    found, rows = all_trained(CONTENDERS, seeds, steps, out), []
     for name, each in found.items():
         plain = found[FLOAT32_MUON if "Muon" in name else FLOAT32]
         gaps = [own[0] - other[0] for own, other in zip(each, plain, strict=True)]
@@ -155,17 +173,16 @@ def losses(seeds: range, steps: int) -> list[str]:
     return table(["moments", "loss", "minus float32, seed by seed", "bytes a parameter"], rows)
 
 
-def rare() -> list[str]:
+def rare(out: Path | None) -> list[str]:
     rows = []
     for name in CONTENDERS | RARE_TOO:
         if "Muon" not in name:
-            with op_by_op() if "torchao" in name else nullcontext():
-                own, others = rare_gradients(name)
+            own, others = kept(out, name, "rare gradients", partial(rare_gradients, name))
             rows.append([name, f"{own:.2f}", f"{others:.2f}"])
     return table(["moments", "the rare row", "other rows"], rows)
 
 
-def page(seeds: range, steps: int) -> str:
+def page(seeds: range, steps: int, out: Path | None) -> str:
     lines = [
         "# Moments as codes",
         "",
@@ -177,14 +194,14 @@ def page(seeds: range, steps: int) -> str:
         f"{SHAPE.dim} with {SHAPE.layers} layers, in float32, betas (0.9, 0.999), the same batches for all.",
         "Norms keep float32 moments. Muon has the matrices of blocks, AdamW the rest.",
         "",
-        *losses(seeds, steps),
+        *losses(seeds, steps, out),
         "",
         "## Rare gradients",
         "",
-        "The largest change of an element by a step, in learning rates. A row of an embedding (64, 128) gets a",
-        f"gradient in one step of {EVERY}, the others in each.",
+        "The largest change of an element by a step, in learning rates. A row of an embedding (64, 128)",
+        f"gets a gradient in one step of {EVERY}, the others in each.",
         "",
-        *rare(),
+        *rare(out),
         "",
     ]
     return "\n".join(lines)
@@ -195,9 +212,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = page(range(options.seeds), options.steps)
+    if options.only:
+        names = [name for name in CONTENDERS if options.only in name]
+        all_trained(names, range(options.seeds), options.steps, options.out)
+        return
+    found = page(range(options.seeds), options.steps, options.out)
     if options.page:
         PAGE.write_text(found)
     print(found)

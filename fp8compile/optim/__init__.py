@@ -2,7 +2,8 @@
 
     state --dequantize--> float32 moments --rule of the optimizer--> parameter, float32 moments --quantize--> state
 
-All of that is one compiled graph for all parameters, in which float32 moments never reach memory.
+All of that is one compiled graph for all parameters, in which float32 moments do not reach memory if rows are whole
+blocks.
 """
 
 from fp8compile.optim.adamw import AdamW

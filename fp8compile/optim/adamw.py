@@ -33,9 +33,9 @@ class AdamW(MomentOptimizer):
     """AdamW in the shape of ``torch.optim.AdamW``, with moments that are e4m3 codes between steps.
 
     A step reads the codes, computes in float32, and rounds once. All parameters are one compiled graph, in which
-    float32 moments never reach memory; learning rates and other numbers are inputs of the graph, so that schedules do
-    not recompile. ``exp_avg_sq`` is stored as its root, and a value above 0 never has the code 0
-    (``fp8compile.quantizers.RootScaling``).
+    float32 moments do not reach memory if rows are whole blocks. Learning rates and other numbers are inputs of the
+    graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its root, and a value above 0 never has the
+    code 0 (``fp8compile.quantizers.RootScaling``).
 
     A block is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096 elements, one dim, or rows
     of fewer than 16 elements.

@@ -32,11 +32,11 @@ class Job:
     """One parameter in a step: this rank's part of each tensor.
 
     Attributes:
-        shape: The shape in which the rule sees the parameter, ``MomentRows.local``.
+        shape: The shape in which the rule sees the parameter, that of ``MomentRows.in_blocks``.
         parameter: The parameter, any floating point dtype.
         grad: Its gradient, any floating point dtype.
         target: What the rule's first result is written to: the parameter, or another tensor of as many elements.
-        moments: For each moment its values, or codes and scale.
+        moments: For each moment its values, or codes and scale, in ``shape``.
         quantizers: For each moment its quantizer; None if values are kept.
         place: What `MomentRows.place` returned.
         bf16_seed: Seed of stochastic rounding of a bfloat16 target; None rounds to the nearest.
@@ -70,9 +70,7 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
     for row, (shape, (parameter, grad, target), moments, quantizers, place, seed) in zip(scalars, jobs, strict=True):
         active, step, *numbers = row.unbind()
         before = [
-            parts[0].float().reshape(shape)
-            if quantizer is None
-            else ops.dequantize(parts[0].view(shape), parts[1], quantizer, torch.float32)
+            parts[0].float() if quantizer is None else ops.dequantize(*parts, quantizer, torch.float32)
             for parts, quantizer in zip(moments, quantizers, strict=True)
         ]
         values = parameter.float().reshape(shape), grad.float().reshape(shape)

@@ -152,13 +152,13 @@ class MomentOptimizer(Optimizer):
         quantizers = tuple(each.quantizer_for(rows) for each in stored)
         is_local = all(each is None or each.is_local() for each in quantizers) and not group["bf16_stochastic_round"]
         if not is_local and p not in self._places:
-            self._places[p] = rows.place(local.device, group["seed"])
+            self._places[p] = rows.place(local.device)
         return Job(
-            shape=rows.local,
+            shape=rows.in_blocks()[0],
             parameter=local,
             grad=torch.zeros_like(local) if p.grad is None else local_itself(p.grad),
             target=local,
-            moments=tuple(tuple(local_itself(state[key]) for key in each.keys(rows)) for each in stored),
+            moments=tuple(each.parts(state, rows) for each in stored),
             quantizers=quantizers,
             place=() if is_local else self._places[p],
             bf16_seed=group["seed"] if group["bf16_stochastic_round"] else None,

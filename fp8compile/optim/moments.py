@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,16 +88,32 @@ class MomentRows:
                     "parameter a group whose moments are values, such as exp_avg_dtype=torch.float32."
                 )
 
-    def place(self, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-        """Positions of this rank's rows and columns in the whole, int64, for stochastic rounding; () if it has all.
+    def in_blocks(self) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """The shape in which a step computes this rank's rows, and the block there.
+
+        If rows are whole blocks, each block is a row. Inductor then makes one kernel of a step; blocks within longer
+        rows take two, between which float32 moments are in memory.
+        """
+        length = BLOCK[1]
+        if self.local[-1:] and self.local[-1] % length == 0:
+            return (math.prod(self.local) // length, length), (1, -1)
+        return self.local, BLOCK
+
+    def place(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Positions of the rows and columns of `in_blocks` in the whole, int64, for stochastic rounding; () if uncut.
 
         They are the arguments ``rows`` and ``columns`` of `fp8compile.ops.cast`.
         """
         if not self.cuts:
             return ()
         without_memory = torch.empty((), device=device).expand(self.local)
-        one_by_one = CurrentScaling(block=(1, 1), rounding="stochastic", seed=seed)
-        return positions(Plain(without_memory, TensorLayout(self.cuts)), one_by_one)
+        one_by_one = CurrentScaling(block=(1, 1), rounding="stochastic")
+        rows, columns = positions(Plain(without_memory, TensorLayout(self.cuts)), one_by_one)
+        shape, block = self.in_blocks()
+        if block == BLOCK:
+            return rows, columns
+        length = shape[-1]
+        return (rows.unsqueeze(1) + columns[::length]).flatten(), torch.arange(length, device=device)
 
 
 def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
@@ -116,7 +132,7 @@ class StoredMoment:
         name: Its key, as in ``torch.optim``: ``exp_avg``. Codes have the keys ``exp_avg_codes`` and ``exp_avg_scale``,
             so that nobody takes codes for values.
         dtype: ``torch.float8_e4m3fn`` for codes, else the dtype of the values.
-        quantizer: How its values become codes.
+        quantizer: How its rows become codes.
     """
 
     name: str
@@ -131,8 +147,16 @@ class StoredMoment:
         return StoredMoment(name, group[f"{name}_dtype"], quantizer)
 
     def quantizer_for(self, rows: MomentRows) -> CurrentScaling | None:
-        """The quantizer of the moment of a parameter with these rows; None if its values are kept."""
-        return self.quantizer if self.dtype == CODES and not rows.are_small() else None
+        """The quantizer of ``rows.in_blocks()`` of the moment; None if its values are kept."""
+        if self.dtype != CODES or rows.are_small():
+            return None
+        return replace(self.quantizer, block=rows.in_blocks()[1])
+
+    def parts(self, state: dict[str, Any], rows: MomentRows) -> tuple[Tensor, ...]:
+        """This rank's values, or codes and scales, as views in the shape of ``rows.in_blocks()``."""
+        shape, block = rows.in_blocks()
+        shapes = shape, grid_shape(shape, block)
+        return tuple(local_itself(state[key]).view(each) for key, each in zip(self.keys(rows), shapes, strict=False))
 
     def keys(self, rows: MomentRows) -> tuple[str, ...]:
         """The keys of the tensors in the state."""
@@ -172,8 +196,8 @@ class StoredMoment:
             codes, scale = (local_itself(state[key]).detach().to(device, copy=True) for key in self.keys_of_codes())
             if quantizer is not None:
                 return self._of_codes(codes, scale, parameter, rows)
-            values = ops.dequantize(codes.view(rows.local), scale, self.quantizer, torch.float32).view(codes.shape)
-            return self._of_values(values, parameter, rows)
+            values = ops.dequantize(codes.view(rows.local), scale, self.quantizer, torch.float32)
+            return self._of_values(values.view(codes.shape), parameter, rows)
         if self.name not in state:
             raise KeyError(
                 f"moments: the saved state of a parameter has {sorted(state)}, and neither {self.name} nor "
@@ -182,7 +206,8 @@ class StoredMoment:
         values = local_itself(state[self.name]).detach().to(device)
         if quantizer is None:
             return self._of_values(values, parameter, rows)
-        codes, scale = quantized(values.float().reshape(rows.local), quantizer, rows.place(device, quantizer.seed))
+        codes, scale = quantized(values.float().reshape(rows.in_blocks()[0]), quantizer, rows.place(device))
+        scale = scale.view(grid_shape(rows.local, BLOCK))
         return self._of_codes(codes.view(values.shape), scale, parameter, rows)
 
 

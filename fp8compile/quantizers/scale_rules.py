@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8compile._compat import is_traced
+from fp8compile._compat import constant_when_traced
 from fp8compile.formats import (
     E8M0,
     FLOAT32_EXPONENT_MASK,
@@ -32,6 +32,7 @@ from fp8compile.formats import (
     Float8Format,
 )
 from fp8compile.inductor import constant, once_a_graph
+from fp8compile.target import target_of
 
 __all__ = ["SCALE_RULES", "exact_quotient", "exact_root", "nan_where_not_finite"]
 
@@ -46,15 +47,18 @@ def exact_quotient(number: float, x: Tensor) -> Tensor:
     return (constant(number, torch.float64, x, (1,) * x.ndim) / x).float()
 
 
+@constant_when_traced
+def _is_for_cpu(device: torch.device) -> bool:
+    return target_of(device).type == "cpu"
+
+
 def exact_root(x: Tensor) -> Tensor:
     """The square root of a float32 tensor, correctly rounded; NaN for a value below 0.
 
-    Compiled code takes the instruction, which rounds correctly. Eager PyTorch on a CPU takes MKL's root, which is one
-    unit in the last place off for 0.6 % of values.
+    Eager PyTorch on a CPU takes MKL's root, which is one unit in the last place off for 0.6 % of values. From float64
+    it is rounded once, correctly, whichever backend runs the graph. A GPU's instruction rounds correctly.
     """
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or is_traced(x):
-        return x.sqrt()
-    return x.double().sqrt().float()
+    return x.double().sqrt().float() if _is_for_cpu(x.device) else x.sqrt()
 
 
 def _floored(amax: Tensor, eps: float) -> Tensor:

@@ -48,13 +48,13 @@ def test_parameters_and_codes_are_those_by_hand(shape, rounding, assert_bits_equ
             assert_bits_equal(state[f"{name}_scale"].reshape(len(scale), -1), torch.from_numpy(scale), name)
 
 
-def test_a_compiled_step_has_the_bits_of_one_op_by_op_in_one_graph_over_steps_and_rates():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_has_the_bits_of_one_op_by_op_in_one_graph_over_steps_and_rates(backend):
     def made(backend, lr):
-        params = [parameter(40, 160), parameter(64, seed=1), parameter(33, 15, 3, 3, seed=2), parameter(seed=3)]
-        params.append(parameter(64, 128, seed=4, dtype=torch.bfloat16))
+        params = [parameter(40, 160), parameter(seed=1), parameter(64, 128, seed=2, dtype=torch.bfloat16)]
         return params, f8.optim.AdamW(params, lr=lr, backend=backend, bf16_stochastic_round=True)
 
-    (params, optimizer), (others, other) = made("inductor", torch.tensor(0.01)), made(None, 0.01)
+    (params, optimizer), (others, other) = made(backend, torch.tensor(0.01)), made(None, 0.01)
     for step, rate in enumerate((0.01, 0.005, 0.02)):
         optimizer.param_groups[0]["lr"].fill_(rate)
         other.param_groups[0]["lr"] = rate
@@ -427,10 +427,11 @@ def test_parameters_that_are_refused():
 def test_steps_of_more_than_one_optimizer_do_not_share_a_limit_of_graphs():
     if TORCH_VERSION < (2, 13):
         pytest.skip("before 2.13 Dynamo counts all graphs of a function together")
-    for size in range(10):
-        params = [parameter(4, 4 + size)]
-        train(params, adamw(params, backend="eager"), 0, 1)
-    assert counters["stats"]["unique_graphs"] == 10
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for size in (4, 5, 6):
+            params = [parameter(4, size)]
+            train(params, adamw(params, backend="eager"), 0, 1)
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 def test_numpy_has_the_roots_that_are_correctly_rounded():

@@ -44,6 +44,8 @@ OPTIMIZERS = {
     "SGD, masters": lambda p: f8.MasterWeights(torch.optim.SGD, p, lr=0.1, momentum=0.9),
     "AdamW, masters in a step": lambda p: f8.MasterWeights(torch.optim.AdamW, p, lr=0.02, keep=False),
     "AdamW, stochastic": lambda p: f8.MasterWeights(torch.optim.AdamW, p, lr=0.02, keep=False, rounding="stochastic"),
+    "moments as codes": lambda p: f8.MasterWeights(f8.optim.AdamW, p, lr=0.02, backend=None),
+    "moments as codes, no masters": lambda p: f8.MasterWeights(f8.optim.AdamW, p, lr=0.02, backend=None, keep=False),
     "AdamW, loop compiled": lambda p: compiled_step(torch.optim.AdamW(p, lr=0.02, weight_decay=0.5, foreach=False)),
     "AdamW, foreach compiled": lambda p: compiled_step(torch.optim.AdamW(p, lr=0.02, foreach=True)),
 }
@@ -396,6 +398,8 @@ def bytes_of_shards():
         ("SGD, masters", "pair", 145, 5),
         ("AdamW, masters in a step", "pair", 145, 5),
         ("AdamW, stochastic", "pair", 145, 3),
+        ("moments as codes", "pair", 145, 3),
+        ("moments as codes, no masters", "pair", 145, 3),
         ("AdamW, masters", "all", 5, 5),  # the last rank has no rows
     ],
 )
