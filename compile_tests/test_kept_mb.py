@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import fp8compile as f8
 from benchmarks.kept import SAVED, kept_mb
 from benchmarks.memory import saved_bytes
+from benchmarks.saved_codes import moved_row
 
 KEPT = {  # MB: exact, default codes, all codes; the tables of docs/results/saved-codes.md
     ("mlp", "bf16"): (771.785, 540.574, 391.938),
@@ -74,6 +76,15 @@ def test_the_results_page_has_these_numbers():
     page = (Path(__file__).parents[1] / "docs" / "results" / "saved-codes.md").read_text()
     for (_, recipe), row in KEPT.items():
         assert f"| {recipe} | {' | '.join(f'{each:.1f}' for each in row)} |" in page
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it")
+@pytest.mark.parametrize(
+    ("recipe", "most"),
+    [("bf16", 1.01), ("tensorwise", 1.02), ("rowwise", 1.035), ("blockwise", 1.07), ("mxfp8", 1.07)],
+)
+def test_packing_and_unpacking_ride_in_kernels_that_are_there(recipe, most):
+    assert moved_row("mlp", recipe)["ratio"] <= most
 
 
 class SharedHeads(nn.Module):

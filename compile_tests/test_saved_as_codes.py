@@ -6,12 +6,18 @@ Graphs are those that Inductor gets, and run as they are.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from processes import fake_rank
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
@@ -182,6 +188,123 @@ def test_a_filter_is_told_what_each_tensor_is():
     assert "norm" in {kind for kind, _ in found}
     assert {each.kind for each in told if each.shape[-1] == D // 4} == {"attention"}
     assert not [each for each in told if each.shape[-1] == 1 or each.dtype is torch.float32]  # no statistics
+
+
+def test_what_a_softmax_reads_stays():
+    """Logits with a cap, as Gemma's: tanh reads them, and a softmax its result."""
+    told = []
+
+    def capped(x, weight, targets):
+        logits = 30 * torch.tanh((x * 2) @ weight / 30)
+        return F.cross_entropy(logits.float(), targets)
+
+    torch._dynamo.reset()
+    x, weight = tokens(), torch.randn(D, H).bfloat16().requires_grad_()
+    with opened("partitioner", f8.SavedAsCodes(filter=lambda tensor: told.append(tensor) or False)):
+        torch.compile(capped, fullgraph=True, backend=graphs_only)(x, weight, torch.arange(TOKENS))
+    kinds = {each.kind for each in told if each.shape == (TOKENS, H)}
+    assert kinds == {"other"}
+
+
+def test_hooks_of_others_get_codes():
+    torch._dynamo.reset()
+    model, x, sent = model_of("rowwise", "one"), tokens(), []
+    call = torch.compile(model, fullgraph=True, backend=graphs_only)
+
+    def away(tensor):
+        sent.append((tensor.dtype, tensor.numel()))
+        return tensor.clone()
+
+    with opened("partitioner", SAVED), torch.autograd.graph.saved_tensors_hooks(away, lambda tensor: tensor):
+        y = call(x)
+    y.float().square().sum().backward()
+    assert sent.count((torch.uint8, TOKENS * H)) == 2  # gate and up
+    assert (torch.bfloat16, TOKENS * H) not in sent
+    assert_same(
+        [x.grad, *(each.grad for each in model.parameters())], step(opened("partitioner", SAVED), "rowwise", "one")[2]
+    )
+
+
+def test_delayed_scaling_by_both_doors():
+    exact, rounded = (step(context, "delayed", "one") for context in (opened(None, SAVED), rounding((1, -1))))
+    for door in ("context", "partitioner"):
+        kept, result, gradients = step(opened(door, SAVED), "delayed", "one")
+        assert exact[0] - kept == 2 * TOKENS * H * (BF16 - 1) - 2 * TOKENS * BF16
+        assert torch.equal(result, exact[1])
+        assert_same(gradients, rounded[2])
+
+
+def test_a_gradient_inside_of_the_graph_saves_nothing():
+    model, x = model_of("rowwise", "one").requires_grad_(requires_grad=False), tokens().detach()
+
+    def gradient(x):
+        return torch.func.grad(lambda x: model(x).float().square().sum())(x)
+
+    found = []
+    for door in (None, "partitioner"):
+        torch._dynamo.reset()
+        with opened(door, SAVED):
+            found.append(torch.compile(gradient, fullgraph=True, backend=graphs_only)(x))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("door", ["context", "partitioner"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_wrapped_models(wrapper, door):
+    _, _, expected = step(opened(door, SAVED), "rowwise", "one")
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = model_of("rowwise", "one"), tokens()
+        wrapped = nn.parallel.DistributedDataParallel(model) if wrapper == "ddp" else fully_shard(model)
+        with opened(door, SAVED):
+            y = torch.compile(wrapped, backend=graphs_only)(x)
+        y.float().square().sum().backward()
+        found = [getattr(each.grad, "full_tensor", lambda each=each: each.grad)() for each in model.parameters()]
+    finally:
+        dist.destroy_process_group()
+    assert_same([x.grad, *found], expected)
+
+
+CACHED = """
+import contextlib, json, torch, fp8compile as f8
+from torch._dynamo.utils import counters
+
+def chosen(tensor):
+    return tensor.kind == "activation"
+
+torch.manual_seed(0)
+x = torch.randn(32, 64).bfloat16().requires_grad_()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.SiLU()).bfloat16()
+f8.convert(model, f8.recipes.rowwise(), filter="*")
+saved = f8.SavedAsCodes(filter=chosen)
+
+def step(call, context):
+    torch._dynamo.reset()
+    counters.clear()
+    with context:
+        y = call(x)
+    assert torch.uint8 in [each.dtype for each in y.grad_fn.saved_tensors]
+    (gradient,) = torch.autograd.grad(y.float().square().sum(), x)
+    return gradient.view(torch.int16).tolist(), {k: v for k, v in counters["aot_autograd"].items() if "cache" in k}
+
+by_context = step(torch.compile(model, fullgraph=True), f8.saved_as_codes(saved))
+print(json.dumps([by_context, step(f8.compile(model, saved=saved), contextlib.nullcontext())]))
+"""
+
+
+def test_a_warm_start_hits_the_cache(tmp_path):
+    (tmp_path / "program.py").write_text(CACHED)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
+    runs = [subprocess.run(command, env=environment, capture_output=True, text=True) for _ in range(2)]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
+    cold, warm = (json.loads(run.stdout) for run in runs)
+    for (gradient, missed), (again, hit) in zip(cold, warm, strict=True):
+        assert gradient == again
+        assert (missed["autograd_cache_miss"], missed["autograd_cache_saved"]) == (1, 1)
+        assert hit == {"autograd_cache_hit": 1}
+    assert cold[0][0] == cold[1][0]
 
 
 def test_one_graph_and_one_for_calls_outside():

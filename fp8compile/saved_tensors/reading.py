@@ -92,15 +92,19 @@ def _kind(nodes: Sequence[fx.Node], place: fx.Node) -> str:
         return "checkpoint"
     if (called := _call_that_reads(place, through_copies=False)) is not None:
         return called
-    functions = [each for node in nodes for each in functions_of(node)]
-    if any(map(_is_softmaxs_input, functions)):
+    if any(map(_is_softmaxs_input, _functions(nodes, past_nonlinear=True))):
         return "other"
+    functions = _functions(nodes, past_nonlinear=False)
     if any(map(_is_norms_input, functions)):
         return "norm"
     made = any(name_of(each) in NONLINEAR for each in functions if each.op == "call_function" and each not in nodes)
     if made or any(map(_is_factor, functions)):
         return "activation"
     return _call_that_reads(place, through_copies=True) or "other"
+
+
+def _functions(nodes: Sequence[fx.Node], *, past_nonlinear: bool) -> list[fx.Node]:
+    return [each for node in nodes for each in functions_of(node, past_nonlinear=past_nonlinear)]
 
 
 def _is_checkpoints_input(node: fx.Node) -> bool:

@@ -141,15 +141,16 @@ def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
     return found
 
 
-def functions_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes computed element by element from one node, itself included, up to `NONLINEAR` ones.
+def functions_of(node: fx.Node, *, past_nonlinear: bool) -> list[fx.Node]:
+    """The nodes computed element by element from one node, itself included, up to or also past `NONLINEAR` ones.
 
     Other tensors may be added on the way, as the residual stream is, and nothing else.
     """
     found, pending = {node: None}, [node]
     while pending and len(found) < NEAR:
         current = pending.pop()
-        if current.op == "call_function" and current is not node and name_of(current) in NONLINEAR:
+        is_nonlinear = current.op == "call_function" and current is not node and name_of(current) in NONLINEAR
+        if is_nonlinear and not past_nonlinear:
             continue
         for user in users_of(current):
             alone = user.op == "placeholder" or (

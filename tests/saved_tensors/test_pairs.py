@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
+from fp8compile.saved_tensors import partitioner
 from fp8compile.testing.bits import difference
 
 TOKENS, D, H, RANKS = 32, 64, 128, 2
@@ -103,6 +108,55 @@ def on_ranks(way):
 @pytest.mark.parametrize("way", ["fsdp2", "ddp", "tensor parallel"])
 def test_ranks_save_codes_of_their_own_tensors(way):
     assert shared_ranks().run(on_ranks, way, within="pair") == [[], []]
+
+
+def graphs_of_partitioner(graph, inputs):
+    """A backend that packs by the partitioner and runs graphs as they are."""
+    return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), partition_fn=partitioner(SAVED))(
+        graph, inputs
+    )
+
+
+def experts_layer(rows, expert, up, down, group):
+    """Two products of experts, each row by its own, on the rank that has it."""
+    order = expert.sort(stable=True).indices
+    counts = torch.zeros(2 * RANKS, dtype=torch.int64).index_add(0, expert, torch.ones_like(expert))
+    routes = f8.parallel.expert_routes(counts, group=group)
+    recipe = f8.recipes.rowwise()
+    inner = nn.functional.silu(f8.grouped_linear(routes.dispatch(rows[order]), up, routes.offsets, recipe=recipe))
+    found = f8.grouped_linear(inner, down, routes.offsets, recipe=recipe)
+    return routes.combine(found, len(rows))[order.argsort()]
+
+
+def on_expert_ranks():
+    """What differs from tensors that are rounded by hooks, in words, eager and compiled."""
+    group = GROUPS["pair"]
+    generator = torch.Generator().manual_seed(group.rank())
+    sizes = (TOKENS, D), (2, H, D), (2, D, H)
+    rows, up, down = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
+    expert = torch.randint(2 * RANKS, (TOKENS,), generator=generator)
+
+    def results(layer, context):
+        given = [each.clone().requires_grad_() for each in (rows, up, down)]
+        with context:
+            y = layer(given[0], expert, *given[1:], group)
+        return [y.detach(), *torch.autograd.grad(loss_of(y), given)]
+
+    def rounded(x):
+        is_silus = x.shape[-1] == H and x.ndim == 2 and x.grad_fn is not None and "Silu" not in x.grad_fn.name()
+        return f8.quantize(x, f8.CurrentScaling(block=(1, H), scale="pow2")).dequantize(x.dtype) if is_silus else x
+
+    expected = results(experts_layer, torch.autograd.graph.saved_tensors_hooks(rounded, lambda x: x))
+    exact = results(experts_layer, contextlib.nullcontext())
+    eager = results(experts_layer, f8.saved_as_codes(SAVED))
+    compiled = torch.compile(experts_layer, fullgraph=True, backend=graphs_of_partitioner)
+    found = [*eager, *results(compiled, contextlib.nullcontext())]
+    texts = [text for pair in zip(found, expected * 2, strict=True) if (text := difference(*pair))]
+    return texts + ["exact"] * all(map(torch.equal, eager, exact))
+
+
+def test_experts_on_ranks_save_codes_of_the_rows_that_they_got():
+    assert shared_ranks().run(on_expert_ranks, within="pair") == [[], []]
 
 
 def test_each_microbatch_of_a_pipeline_saves_codes():
