@@ -7,7 +7,8 @@ While graphs are traced, our ops make the choices that they make on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_has_no_region",
     "gpu_graphs",
     "kept_bytes",
+    "kept_nodes",
     "partition",
     "returned_outputs",
 ]
@@ -89,13 +91,13 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
-def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
+def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> list[GpuGraph]:
     """Trace ``fn(*args)`` with ``fullgraph=True``, without computing. All earlier compiled graphs are dropped.
 
     Args:
         fn: A module or function.
         args: The arguments of ``fn``, on the CPU.
-        gpu: The GPU that ``fn`` is traced for.
+        gpu: The GPU that ``fn`` is traced for; None for this machine's CPU.
 
     Returns:
         The graphs of the forward and, if an output requires grad, of the backward.
@@ -143,7 +145,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
 
     torch._dynamo.reset()
     # kept_state restores buffers, because values that are written to them are not computed here either
-    with kept_state(fn, args), pretend_target(gpu.target):
+    with kept_state(fn, args), nullcontext() if gpu is None else pretend_target(gpu.target):
         torch.compile(fn, fullgraph=True, backend=watched)(*args)
     torch._dynamo.reset()
     for each in forwards + backwards:
@@ -151,18 +153,22 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
     return forwards + backwards
 
 
-def kept_bytes(forward: GpuGraph) -> int:
-    """Bytes that the forward saves for the backward, without its own arguments; each storage counts once."""
+def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
+    """The outputs of a forward that are saved for the backward, without its own arguments; one for each storage."""
     nodes = forward.graph.graph.find_nodes(op="placeholder")
     seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
-    kept = 0
     for place, node in enumerate(outputs):
         value = getattr(node, "meta", {}).get("val")
         if isinstance(value, Tensor) and value.untyped_storage()._cdata not in seen:
             seen.add(value.untyped_storage()._cdata)
-            kept += 0 if place in forward.returned else value.untyped_storage().nbytes()
-    return kept
+            if place not in forward.returned:
+                yield node
+
+
+def kept_bytes(forward: GpuGraph) -> int:
+    """Bytes that the forward saves for the backward, without its own arguments; each storage counts once."""
+    return sum(node.meta["val"].untyped_storage().nbytes() for node in kept_nodes(forward))
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fp8compile.ops.registry import OPS
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+from fp8compile.testing.gpu.loaded import LoadedWrapper, StandIns
 from fp8compile.testing.gpu.program.interpreter import Interpreter
 from fp8compile.testing.gpu.program.memory import poisoned
 from fp8compile.testing.gpu.program.messages import message
@@ -211,36 +210,17 @@ class Program:
         self.library_calls: list[str] = []
         self.configurations = 1
         self.way: Way = Way("forwards", None)
-        self._scope: dict[str, Any] = {"__name__": "generated", **constants}
-        with pretend_gpu(gpu), self._pretend_runtime():
-            exec(compile(source, "generated", "exec"), self._scope)
-        self._scope["extern_kernels"] = self.products
+        with pretend_gpu(gpu):
+            self._call = LoadedWrapper(source, constants, StandIns(_Kernels(self), self.products, self._empty))
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
         """Run the wrapper and return its results. It empties the list of arguments, as on a GPU."""
         self.way, self.launches, self.library_calls = way, [], []
         self.products.called = []
         target = pretend_target(self.gpu.target)
-        with torch.no_grad(), self._pretend_runtime(), self.interpreter.active(way.order), target, _Dispatch(self):
-            return list(self._scope["call"](args))
+        with self.interpreter.active(way.order), target, _Dispatch(self):
+            return self._call(args)
 
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
             return poisoned(size, stride, dtype, self.poison)
-
-    @contextmanager
-    def _pretend_runtime(self) -> Iterator[None]:
-        """Replace the functions of a GPU's runtime that the wrapper uses, while this context lasts."""
-        nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
-        answers = (
-            (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
-            (torch._C._dynamo.guards, "_empty_strided_cuda", self._empty),
-            (torch.cuda, "_DeviceGuard", lambda device: nullcontext()),
-            (torch.cuda, "set_device", nothing),
-            (torch.cuda, "synchronize", nothing),
-        )
-        with ExitStack() as stack:
-            for owner, name, value in answers:
-                stack.enter_context(mock.patch.object(owner, name, value, create=True))
-            stack.enter_context(mock.patch("torch._inductor.async_compile.AsyncCompile", return_value=_Kernels(self)))
-            yield
