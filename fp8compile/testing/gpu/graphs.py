@@ -43,12 +43,15 @@ class GpuGraph:
             the other outputs, which are saved for backward.
         called_with: The tensors that a forward was called with, subclasses included, by which parameters can be found
             again. Empty for a backward.
+        donated: For a backward, positions of the arguments that nobody else reads, so that Inductor may write other
+            tensors to their memory; None for a forward.
     """
 
     graph: fx.GraphModule
     inputs: list[Any]
     returned: tuple[int, ...]
     called_with: tuple[Any, ...] = ()
+    donated: tuple[int, ...] | None = None
 
 
 def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
@@ -63,6 +66,12 @@ def returned_outputs() -> tuple[int, ...]:
     assert meta is not None, "AOTAutograd compiles a graph"
     first = meta.num_mutated_inp_runtime_indices
     return tuple(range(first, first + meta.num_outputs))
+
+
+def _donated() -> tuple[int, ...]:
+    """Positions of the backward's arguments that it may overwrite; call it while AOTAutograd compiles the forward."""
+    meta = torch._guards.TracingContext.get().fw_metadata
+    return tuple(getattr(meta, "bw_donated_idxs", None) or ())
 
 
 def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
@@ -116,6 +125,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> 
         return keep_forward(graph, inputs, all_outputs(graph))
 
     def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        backwards[-1] = replace(backwards[-1], donated=_donated())  # AOTAutograd has cut the joint graph before
         return keep_forward(graph, inputs, returned_outputs())
 
     def keep_forward(graph: fx.GraphModule, inputs: list[Any], returned: tuple[int, ...]) -> Callable[..., Any]:

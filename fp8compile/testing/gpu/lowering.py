@@ -61,6 +61,16 @@ def _moved(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     return graph
 
 
+def _name_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Name a graph's inputs as AOTAutograd does: by "primals" and "tangents" Inductor knows what a caller holds.
+
+    It orders a graph's operators for the smallest peak of memory, and counts what the graph itself can free.
+    """
+    for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
+        node._rename(name)  # to another name if a node has it
+        node.target = node.name
+
+
 def lowered(
     made_for: GpuGraph, device: torch.device, take: Callable[[Any, str], None]
 ) -> tuple[tuple[int, ...] | None, ...]:
@@ -87,6 +97,9 @@ def lowered(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(made_for.inputs))
     context = torch._guards.TracingContext(mode)
     context.output_strides = []
+    if made_for.donated is not None:
+        metadata: Any = SimpleNamespace(bw_donated_idxs=list(made_for.donated), static_input_indices=[])
+        context.fw_metadata = metadata
     with (
         mock.patch.object(GraphLowering, "compile_to_module", taken),
         config.patch({"fx_graph_cache": False, "compile_threads": 1}),
@@ -96,9 +109,10 @@ def lowered(
         fakes = [_on(device, value) for value in made_for.inputs]
         with fx.traceback.preserve_node_meta():  # keeps SOURCE: which node each one was before the second tracing
             graph = make_fx(fx.Interpreter(_moved(made_for.graph, device)).run)(*fakes)
+        _name_inputs(graph.graph, [node.name for node in made_for.graph.graph.find_nodes(op="placeholder")])
         output = graph.graph.output_node()
         outputs: Any = output.args[0]
         output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]
-        compile_fx.compile_fx_inner(graph, fakes)
+        compile_fx.compile_fx_inner(graph, fakes, is_backward=made_for.donated is not None)
     strides: Any = context.output_strides  # filled while it compiled
     return tuple(strides)
