@@ -126,6 +126,7 @@ ROOMS = {
     "contracts": {"graphs", "bits"},
     "gpu": {"graphs", "bits"},
     "explain": {"graphs", "gpu"},
+    "memory": {"graphs", "gpu", "explain"},
     "numerics": {"graphs", "gpu", "explain", "bits"},
 }
 

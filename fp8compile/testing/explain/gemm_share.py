@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from torch import Tensor, fx
@@ -99,8 +98,8 @@ def flop_formulas() -> dict[str, Callable[..., int]]:
         # scores again, gradients of scores, v, q and k
         return 2 * q.shape[:-1].numel() * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
-    found = {op_name(op): formula for op, formula in flop_registry.items()}
-    missing = {
+    found: dict[str, Callable[..., int]] = {op_name(op): formula for op, formula in flop_registry.items()}
+    missing: dict[str, Callable[..., int]] = {
         "aten::_scaled_dot_product_flash_attention_for_cpu": attention,  # PyTorch has these two from 2.15
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
     }

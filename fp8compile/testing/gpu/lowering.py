@@ -1,6 +1,6 @@
 """Lets Inductor compile a graph for a device, and takes the generated code before anything loads it.
 
-    graph on the CPU --traced again on fake tensors of the device--> lowered, fused, printed --> source
+graph on the CPU --traced again on fake tensors of the device--> lowered, fused, printed --> source
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fp8compile.testing.gpu.graphs import GpuGraph
 
-__all__ = ["SOURCE", "constants_of", "lowered"]
+__all__ = ["SOURCE", "constants_of", "take_code"]
 
 SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which the second tracing keeps
 
@@ -71,7 +71,7 @@ def _name_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
         node.target = node.name
 
 
-def lowered(
+def take_code(
     made_for: GpuGraph, device: torch.device, take: Callable[[Any, str], None]
 ) -> tuple[tuple[int, ...] | None, ...]:
     """Let Inductor compile a graph for a device, up to the step that would load the generated code.
@@ -91,7 +91,8 @@ def lowered(
 
     def taken(lowering: GraphLowering) -> SimpleNamespace:
         code, _ = lowering.codegen()
-        take(lowering, getattr(code, "value", code))
+        source: Any = getattr(code, "value", code)
+        take(lowering, source)
         return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(made_for.inputs))

@@ -22,7 +22,7 @@ from torch import fx
 
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
 from fp8compile.testing.gpu.graphs import GpuGraph
-from fp8compile.testing.gpu.lowering import SOURCE, constants_of, lowered
+from fp8compile.testing.gpu.lowering import SOURCE, constants_of, take_code
 
 __all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule"]
 
@@ -328,5 +328,5 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         # kernel names without operators, so that kernels with equal code are one kernel
         config.patch({"triton.descriptive_names": False}),
     ):
-        strides = lowered(made_for, GPU, take)
+        strides = take_code(made_for, GPU, take)
     return replace(found[0], output_strides=strides)

@@ -35,7 +35,7 @@ class KeptTensor:
         shape: Its shape.
         dtype: Its dtype.
         bytes: Bytes of its storage, which other tensors may share.
-        block: The block of its codes as ``(rows, columns)`` that share a scale, -1 for the whole row: that of the recipe
+        block: The rows and columns that share a scale of its codes, -1 for the whole row. They are those of the recipe
             of the layers beside it, 1 x 128 where there are none. None if it can't become codes: it is no matrix of
             floating-point values, or it is a statistic, or codes already.
         code_bytes: Bytes of its e4m3 codes and their bfloat16 scales; None if it can't become codes.

@@ -17,10 +17,11 @@ from fp8compile.nn.model_type import check_model
 from fp8compile.nn.parameter_uses.first_forward import untold
 from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.equal_blocks import EqualBlocks, equal_blocks, longest_list, shortened
+from fp8compile.testing.explain.gpu import unconverted
 from fp8compile.testing.explain.module_stack import Names
 from fp8compile.testing.gpu.gpus import GPUS, Gpu, gpu_called
 from fp8compile.testing.gpu.graphs import GpuGraph, gpu_graphs
-from fp8compile.testing.gpu.lowering import constants_of, lowered
+from fp8compile.testing.gpu.lowering import constants_of, take_code
 from fp8compile.testing.gpu.schedule import Schedule, schedule
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import is_compiled
@@ -29,7 +30,7 @@ from fp8compile.testing.memory.allocations import Run, Wrapper, run_wrappers
 from fp8compile.testing.memory.kept import KeptTensor, Recipes, kept_tensors
 from fp8compile.testing.memory.report import MemoryReport
 
-__all__ = ["memory_of_call", "memory_report"]
+__all__ = ["memory_beside_unconverted", "memory_of_call", "memory_report"]
 
 log: logging.Logger = logging.getLogger(__name__)
 CPU = "cpu"
@@ -64,11 +65,11 @@ class _Call:
         graphs = gpu_graphs((lambda *args: fn(*args, **kwargs)) if kwargs else fn, self.args, self.gpu)
         if len(graphs) < 2:
             raise ValueError(
-                "memory_report: this call has no backward, so nothing is kept for it. A parameter or an argument has to "
-                "require a gradient, and the call must not run under torch.no_grad()."
+                "memory_report: this call has no backward, so nothing is kept for it. A parameter or an argument has "
+                "to require a gradient, and the call must not run under torch.no_grad()."
             )
         if len(graphs) > 2:
-            raise NotImplementedError(f"memory_report: the call has {len(graphs) // 2} graphs with a backward, not one.")
+            raise NotImplementedError(f"memory_report: the call has {len(graphs) // 2} backwards, and one is known.")
         forward, backward = graphs
         wrappers = [self._wrapper(graph) for graph in graphs]
         run = run_wrappers(graphs, wrappers, self._is_parameter(forward), CPU if self.gpu is None else "cuda")
@@ -80,7 +81,7 @@ class _Call:
         if self.gpu is not None:
             return schedule(graph, self.gpu)
         found: list[Any] = []
-        lowered(
+        take_code(
             graph,
             torch.device(CPU),
             lambda lowering, source: found.append(SimpleNamespace(source=source, constants=constants_of(lowering))),
@@ -133,7 +134,7 @@ def _optimizer_bytes(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
     copies = [_on_meta(each.detach()).requires_grad_() for each in parameters]
     made = optimizer(copies)
     for copy in copies:
-        copy.grad = torch.empty_like(copy)
+        copy.grad = torch.empty(copy.shape, dtype=copy.dtype, device="meta")
     made.step()
     state = [leaf for leaf in pytree.tree_leaves(dict(made.state)) if isinstance(leaf, Tensor)]
     return sum(leaf.untyped_storage().nbytes() for leaf in state if leaf.is_meta)
@@ -219,9 +220,7 @@ def _measured(call: _Call) -> MemoryReport:
     if blocks is not None and (counted := _counted(call, blocks)) is not None:
         return counted
     found = call.generated()
-    return _report(
-        call, forward=found.run.forward.largest(), backward=found.run.backward.largest(), kept=found.kept
-    )
+    return _report(call, forward=found.run.forward.largest(), backward=found.run.backward.largest(), kept=found.kept)
 
 
 def _gpu(arch: str) -> Gpu:
@@ -230,6 +229,17 @@ def _gpu(arch: str) -> Gpu:
     except ValueError as error:
         names = ", ".join((*GPUS, CPU))
         raise ValueError(f"memory_report: arch is {arch!r}; it is one of {names}, or a name such as sm_90.") from error
+
+
+def memory_beside_unconverted(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, arch: str = "h200"
+) -> dict[str, MemoryReport]:
+    """Reports on a call of a model, "this model", and of the same model without FP8, "without FP8", if it has any."""
+    found = {"this model": memory_of_call(model, args, kwargs, arch=arch)}
+    if (plain := unconverted(model)) is not None:
+        log.info("the same model without FP8")
+        found["without FP8"] = memory_of_call(plain, args, kwargs, arch=arch)
+    return found
 
 
 def memory_report(

@@ -14,6 +14,8 @@ from fp8compile.testing.memory.timeline import OWNERS, Moment
 __all__ = ["KEPT_NUMBERS", "MemoryReport", "kept_cells", "moment_cells"]
 
 KEPT_NUMBERS = (3, 4, 5)  # columns of numbers in the table of kept tensors
+SMALLEST = 50_000  # bytes of a tensor that has a row of its own there
+MODEL = "(the model)"
 NAMES = {
     "parameters": "parameters, buffers",
     "inputs": "inputs",
@@ -77,9 +79,9 @@ class MemoryReport:
         lines += table_lines(columns, rows, width=width, right=(1,))
         if self.counted:
             lines += paragraph(f"{self.counted} are equal: generated 3 and 4 at a time, then counted.", width=width)
-        columns, *rows = kept_cells(self)
+        heads, *kept = kept_cells(self)
         lines += ["", "kept for the backward", ""]
-        lines += table_lines(columns, rows, width=width, right=KEPT_NUMBERS)
+        lines += table_lines(list(map(str, heads)), kept, width=width, right=KEPT_NUMBERS)
         return "\n".join(lines)
 
 
@@ -120,9 +122,14 @@ def _content(tensor: KeptTensor) -> tuple[str, ...]:
 
 
 def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
-    """Cells of the table of kept tensors, the largest first, its head before; tensors of equal layers are one row."""
+    """Cells of the table of kept tensors, the largest first, its head before.
+
+    Tensors of equal layers are one row, each with the MB of one. What is less than 0.05 MB is one row at the end.
+    """
     yield "made in", "read by", "shape", "MB", "as codes", "moved"
-    ordered = sorted(report.kept, key=lambda each: -each.bytes)
-    yield from (
-        (name, *content) for name, content in folded((each.module or "(the model)", _content(each)) for each in ordered)
-    )
+    large = sorted((each for each in report.kept if each.bytes >= SMALLEST), key=lambda each: -each.bytes)
+    rows = folded((each.module or MODEL, _content(each)) for each in large)
+    yield from ((name, *content) for name, content in rows)
+    small = [each.bytes for each in report.kept if each.bytes < SMALLEST]
+    if small:
+        yield f"{len(small)} smaller ones", "", "", _mb(sum(small)), "-", "-"

@@ -1,12 +1,9 @@
 """What a graph's run holds in memory from its first allocation to its last, and the largest moment of it.
 
-Equal blocks: a model of N blocks allocates and frees what one of 3 blocks does, and the middle block's part N - 2 times.
-
-    3 blocks     first, middle, last          \\  equal from the start to the end of the first middle block,
-    4 blocks     first, middle x 2, last      /   and from the begin of the last middle block to the end
-
-In both parts what is held grows by the same bytes with each block more. From one middle block to the next it changes by
-the same bytes too, so no moment between the two parts is larger than the largest one in them.
+Equal blocks: a model of N blocks allocates and frees what one of 3 blocks does, and the part of its middle block N - 2
+times. Models of 3 and of 4 blocks have the same changes up to the end of their first middle block, and from the begin
+of their last middle block on. In both parts, what is held grows by the same bytes with each block more. It also changes
+by the same bytes from one middle block to the next, so no moment in between is larger than the largest one in them.
 """
 
 from __future__ import annotations
