@@ -204,6 +204,21 @@ def test_what_follows_the_sums_of_a_mixed_reduction_is_a_launch_of_its_own():
     assert sum(launch.bytes_read + launch.bytes_written for launch in backward.launches) == backward.bytes
 
 
+def test_sums_that_a_mixed_reduction_adds_are_no_launch():
+    def norm(x, weight):
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    with FakeTensorMode():
+        x, weight = (
+            torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((8192, 1024), (1024,))
+        )
+        _, backward = gpu_kernels(norm, x, weight, arch="rtx5090")
+    assert "# Call mix order reduction kernel" in backward.source
+    assert [launch.kind for launch in backward.launches] == ["triton"]
+    assert sum(launch.bytes_read + launch.bytes_written for launch in backward.launches) == backward.bytes
+
+
 def test_kernels_compile_for_sm_90_without_spills():
     code = layer_code((1, -1))
     found = code.resources()

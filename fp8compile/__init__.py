@@ -9,7 +9,7 @@ model = torch.compile(model, fullgraph=True)
 ```
 """
 
-from fp8compile import library, ops, recipes
+from fp8compile import library, ops, optim, recipes
 from fp8compile.lazy import __dir__ as __dir__
 from fp8compile.lazy import __getattr__ as __getattr__
 from fp8compile.nn import (
@@ -33,6 +33,7 @@ from fp8compile.nn import (
     set_recipe,
 )
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, TwoLevelScaling
+from fp8compile.saved_tensors import SavedAsCodes, SavedTensor, saved_as_codes
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
 
 __version__ = "0.1.0"
@@ -48,6 +49,8 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "Recipe",
+    "SavedAsCodes",
+    "SavedTensor",
     "TwoLevelScaling",
     "__version__",
     "calibrate",
@@ -61,11 +64,13 @@ __all__ = [
     "linear",
     "monitor",
     "ops",
+    "optim",
     "quantize",
     "recipes",
     "repeated_blocks",
     "reset_delayed_scaling",
     "revert",
+    "saved_as_codes",
     "scaled_mm",
     "set_recipe",
 ]

@@ -1,4 +1,4 @@
-"""Submodules that are imported when they are first used, and functions of theirs that are names of the package.
+"""Submodules that are imported at their first use, and functions from them that the package exports.
 
 parallel    imports DTensor, which takes half a second
 export      writes and reads files, which a training step does not; `load_quantized` is a function of it
@@ -21,7 +21,7 @@ FUNCTIONS = {"advise": "testing", "load_quantized": "export"}  # names of the pa
 
 
 def __getattr__(name: str) -> Any:
-    """Import a submodule that the package's ``__init__`` does not import, and return it or a function of it."""
+    """Import a submodule that is imported at its first use, and return it or a function from it."""
     if name in LAZY:
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name in FUNCTIONS:
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The names of the package's ``__init__``, and those that it does not import."""
+    """All names of the package, including those that are imported at their first use."""
     return sorted({*vars(sys.modules[PACKAGE]), *LAZY, *FUNCTIONS})
 
 

@@ -101,7 +101,7 @@ Pattern = tuple[tuple[str, ...], ...]  # alternatives of each part between dots
 
 
 def _merged_at(patterns: list[Pattern], place: int) -> list[Pattern]:
-    """Merge patterns that differ only in one part, in the order of the first of each."""
+    """Merge patterns that differ only in the part at index ``place``; each takes the position of its first member."""
     together: dict[Hashable, list[Pattern]] = {}
     for pattern in patterns:
         key = (*pattern[:place], None, *pattern[place + 1 :]) if place < len(pattern) else pattern
@@ -191,9 +191,9 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> list[int]:
-    """Widths of columns that fill a room, none below its floor.
+    """Column widths whose sum fits into ``room`` characters; no column gets less than its floor.
 
-    The column that costs the fewest lines shrinks first.
+    The column whose shrinking adds the fewest lines to the table shrinks first.
     """
 
     def heights(at: int, width: int) -> list[int]:
@@ -223,13 +223,13 @@ def _least(word: str) -> int:
 
 
 def _floor(cells: Sequence[str], *, is_number: bool) -> int:
-    """The least width of a column, so that no number and no short word is broken."""
+    """The least width of a column at which no number and no short word is broken."""
     words = [word for cell in cells for word in SPACES.split(cell)]
     return max([NARROWEST, *map(len if is_number else _least, words)])
 
 
 def _plain(rows: Sequence[Sequence[Cell]], notes: list[str]) -> list[list[str]]:
-    """Cells as text. The text of each note is added to ``notes`` once, and its cell gets the note's number."""
+    """Cells as text; the text of each note is added once to ``notes``, and its cell shows the note's number."""
     plain = []
     for row in rows:
         cells = []

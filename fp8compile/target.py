@@ -77,7 +77,7 @@ class Target:
 
     @property
     def architecture(self) -> tuple[int, int] | str:
-        """What tells one kind of GPU from another: the compute capability, or AMD's name for an AMD GPU."""
+        """The name of the kind of GPU: the compute capability, or AMD's name for an AMD GPU."""
         return self.capability if self.hip is None else self.gcn
 
     @property

@@ -21,6 +21,7 @@ MODULES = {
     "reference/recipes.md": "fp8compile.recipes",
     "reference/quantizers.md": "fp8compile.quantizers",
     "reference/parallel.md": "fp8compile.parallel",
+    "reference/optim.md": "fp8compile.optim",
     "reference/testing.md": "fp8compile.testing",
     "reference/graphs.md": "fp8compile.testing.graphs",
     "reference/explain.md": "fp8compile.testing.explain",

@@ -11,6 +11,7 @@ from fp8compile._compat.imports import *
 from fp8compile._compat.inductor import *
 from fp8compile._compat.modes import *
 from fp8compile._compat.modules import *
+from fp8compile._compat.optimizers import *
 from fp8compile._compat.serialization import *
 from fp8compile._compat.tracing import *
 from fp8compile._compat.versions import *

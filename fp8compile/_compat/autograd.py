@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch import fx
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -14,17 +17,22 @@ from torch.autograd.function import _SingleLevelFunction
 from fp8compile._compat.tracing import no_dispatch
 
 __all__ = [
+    "active_saved_tensor_hooks",
     "as_kernel",
     "counting_versions",
     "impl_autograd",
     "keep_grad_dtype",
+    "lost_by_hooks",
     "plain_alias",
     "runs_in_backward",
+    "saved_by_checkpoint",
+    "saved_tensor_context",
     "uncounted_write",
     "version_in_eager",
     "will_run",
 ]
 
+FRAMES = 24  # from a hook up to the function that saves: calls of a graph module are a dozen
 ABOVE_KERNELS = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -110,7 +118,7 @@ def _records_nothing() -> bool:
 def counting_versions() -> AbstractContextManager[None]:
     """Let ops inside a `__torch_dispatch__` count writes, and give views the version counter of their base.
 
-    PyTorch does both for the tensors with which an op is called, but not for the tensors that those wrap.
+    PyTorch does both for the wrapper tensors with which an op is called, but not for the tensors inside of them.
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
@@ -135,7 +143,7 @@ def runs_in_backward() -> bool:
 
 
 def will_run(ctx: Any, place: int) -> bool:
-    """Whether the running backward will also run the backward of the op that made an op's tensor argument ``place``.
+    """Whether the running backward will also reach the node that computed an op's tensor argument number ``place``.
 
     It may not: ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about. ``ctx``
     is the op's context, in its ``backward``.
@@ -144,8 +152,57 @@ def will_run(ctx: Any, place: int) -> bool:
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves
 
 
+def saved_tensor_context() -> dict[str, Any] | None:
+    """What AOTAutograd tells a hook on saved tensors that it inlines: ``_node``, ``_fw_graph`` and ``_bw_graph``.
+
+    None outside AOTAutograd.
+    """
+    from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
+
+    return _get_saved_tensor_hook_context()
+
+
+def saved_by_checkpoint() -> bool:
+    """Whether a hook on saved tensors, which calls this, has an input of a region of ``torch.utils.checkpoint``.
+
+    The checkpoint calls the hook itself; up to 2.11 it has autograd call the hook. Nothing but the call stack tells.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            return False
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "save_inputs" and file == torch.utils.checkpoint.__file__:
+            return True
+        if name == "apply" and getattr(frame.f_locals.get("cls"), "__name__", "") == "_NoopSaveInputs":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def lost_by_hooks(backward: fx.Graph) -> str | None:
+    """What AOTAutograd loses of a backward's inputs if it inlines hooks on saved tensors; None if nothing.
+
+    Up to 2.15 it forwards tensors and symbols alone. Tensors that are an attribute of a ``ctx`` of autograd have to be
+    the last ones, and may get another place.
+    """
+    for place in backward.find_nodes(op="placeholder"):
+        value = place.meta.get("val")
+        if not isinstance(value, (torch.Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return f"a {getattr(value, 'script_class_name', type(value).__name__)}"
+        if place.meta.get("saved_tensor_with_no_vc_check"):
+            return "a tensor as an attribute of an autograd.Function's ctx"
+    return None
+
+
+def active_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks that autograd calls for a tensor that is saved now; None if there are none."""
+    ignore_is_tracing = True
+    return torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+
+
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy the gradient dtype that was set for one parameter to another one; FSDP2 uses it from 2.15 on."""
+    """Copy the gradient dtype that a user set on one parameter to another parameter; FSDP2 reads it from 2.15 on."""
     if getattr(source, "_has_grad_dtype_override", False):
         target.grad_dtype = source.grad_dtype
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "dtensor_of",
     "forget_meshes",
     "is_dtensor",
     "local_itself",
@@ -62,6 +63,13 @@ def local_itself(tensor: Any) -> Any:
     ``to_local()`` may return a view of the object instead.
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """The DTensor that wraps ``local``, with the ``_spec`` of another DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
 
 
 def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:

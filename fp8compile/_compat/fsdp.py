@@ -30,7 +30,7 @@ def is_fsdp_managed(module: torch.nn.Module) -> bool:
 
 
 class FsdpParameter:
-    """A parameter that FSDP2 manages, with FSDP2's private knowledge of it."""
+    """A parameter that FSDP2 manages, with the facts that FSDP2 keeps about it in private attributes."""
 
     def __init__(self, parameter: Any, group: Any) -> None:
         self._parameter = parameter
@@ -109,7 +109,7 @@ def fsdp_parameters() -> Iterator[FsdpParameter]:
 
 
 def _groups(state: Any) -> Sequence[Any]:
-    """FSDP2's groups of parameters that it gathers and reduces together, of a module's state."""
+    """The parameter groups in FSDP2's state of a module; each group is gathered and reduced in one message."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # 2.12
         groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
@@ -121,7 +121,7 @@ def fsdp_messages_told(module: Any, begin: Callable[[], None], end: Callable[[],
     """Context in which FSDP2 calls functions before and after it gathers parameters or reduces gradients of a module.
 
     Args:
-        module: A module that `fully_shard` was called with, such as those that `is_fsdp` knows.
+        module: A module for which `is_fsdp` is True.
         begin: Called before.
         end: Called after.
     """

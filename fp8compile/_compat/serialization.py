@@ -1,4 +1,4 @@
-"""What is asked before an exported program is written to a file."""
+"""A callback for each operator of an exported program, before the program is written to a file."""
 
 from __future__ import annotations
 

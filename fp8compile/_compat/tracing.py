@@ -1,7 +1,8 @@
-"""What is being traced: fake tensors, symbolic sizes, active transforms, the graphs that Dynamo makes."""
+"""Questions about tracing: fake tensors, symbolic sizes, active transforms, and the graphs that Dynamo makes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -26,6 +27,7 @@ __all__ = [
     "is_traced_as_subgraph",
     "is_transformed",
     "is_unbacked",
+    "module_path",
     "no_dispatch",
     "nodes_of",
     "statically_equal",
@@ -35,12 +37,13 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+STEP = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
 # Returns the mode that records operators as nodes, or None: then no tensor has a node. An eager call asks ten times.
 graph_tracer = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is being traced, or has no data for another reason."""
+    """Whether a tensor is being traced into a graph, or is a fake tensor without data."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -200,3 +203,9 @@ def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object
         OutputGraph.call_user_compiler = seen_first
 
     when_imported("torch._dynamo.output_graph", register)
+
+
+def module_path(text: str) -> str:
+    """Turn Dynamo's ``L['self']._modules['layers'][0].gate`` into ``layers.0.gate``, without the outermost object."""
+    rest = re.sub(r"^L\['\w+'\]", "", text)
+    return ".".join(next(filter(None, match)) for match in STEP.findall(rest))

@@ -180,7 +180,7 @@ def concatenated(first: Any, second: Any) -> Any:
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The whole mesh that a mesh was sliced from; the mesh itself if it is no slice."""
+    """The whole mesh that a mesh was sliced from; the mesh itself if it is not a slice."""
     return mesh._get_root_mesh()
 
 
@@ -197,7 +197,7 @@ def cpu_has_rowwise_gemm() -> bool:
 
 
 def traces_no_constant() -> bool:
-    """Whether Dynamo of PyTorch 2.11 is tracing, which can't trace methods of constants, such as quantizers."""
+    """Whether Dynamo of PyTorch 2.11 is tracing, which can't trace the methods of constants such as quantizers."""
     return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 

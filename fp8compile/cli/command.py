@@ -41,7 +41,7 @@ NO_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<kn
 
 class _OneLineParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Report what is left over by the parser of the command that was given: it has the options to choose from."""
+        """Report unknown arguments by the subcommand's own parser, which knows the options to suggest."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest and not self._subparsers:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: Words after ``fp8compile``; by default those of the process's command line.
+        arguments: Words after ``fp8compile``; by default the words on the process's command line.
 
     Returns:
         The exit code.

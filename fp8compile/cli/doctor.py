@@ -153,7 +153,7 @@ def examine() -> dict[str, Any]:
 
 
 def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
-    """Table rows for one recipe on one device: a row for all GEMMs that run in the same way."""
+    """Table rows for one recipe on one device; GEMMs that run in the same way share a row."""
     rows: list[tuple[Cell, ...]] = []
     for layers in ("gemms", "experts"):
         ways: dict[Cell, list[str]] = {}
@@ -169,7 +169,7 @@ def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
 
 
 def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
-    """What is printed of these devices and of recipes on them."""
+    """The sections that show these devices, and how recipes run on them."""
     keys = [key for key in DEVICE_KEYS if any(key in device for device in devices)]
     rows = tuple(tuple(str(device.get(key, "")) for key in keys) for device in devices)
     yield Section(title="devices", columns=tuple(keys), rows=rows)
@@ -178,7 +178,7 @@ def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
 
 
 def _print_products(found: list[dict[str, Any]]) -> bool:
-    """Print what products of GPUs gave; returns whether all are right."""
+    """Print the results of the products that were run on GPUs; returns whether all are right."""
     from fp8compile.cli.products import are_in_order, product_sections
     from fp8compile.cli.terminal import print_sections
 

@@ -33,9 +33,9 @@ def document(title: str, body: str, *, style: str, footer: str, head: str = "") 
     """The HTML of a page.
 
     Args:
-        title: Its title, which is its heading, too.
+        title: The page's title, which is also its heading.
         body: HTML below the heading.
-        style: Its style sheet, lines of CSS.
+        style: The style sheet, lines of CSS.
         footer: Text at the end.
         head: HTML before the title, whole lines.
     """
@@ -55,7 +55,7 @@ def _table(section: Section) -> str:
 
 
 def section_html(section: Section, name: str) -> str:
-    """A section as HTML; ``name`` is its class."""
+    """Convert a section to HTML; ``name`` becomes its CSS class."""
     parts = [f"<h2>{escape(section.title)}</h2>"]
     for number, line in enumerate(section.lines):
         mark = ' class="loud"' if not section.rows and number in section.loud else ""

@@ -1,4 +1,4 @@
-"""The process in which `fp8compile doctor` runs products of a GPU: a kernel that traps takes only this process along.
+"""The process in which `fp8compile doctor` runs products of a GPU, because a kernel that traps ends its process.
 
 It prints a line before and a line after each case, so that the parent knows which case a lost process was at.
 

@@ -1,4 +1,4 @@
-"""Products of a GPU, each run once and compared: what the tables of GEMMs say, asked of the GPU itself.
+"""Runs each product on a GPU once, and compares what the GPU does with what the tables of GEMMs say.
 
     ok          the bits of the emulation
     differs     other bits
@@ -45,12 +45,12 @@ Runner = Callable[[Sequence[int]], tuple[str, str, int]]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a GPU answered about one case.
+    """The result of one case on a GPU.
 
     Attributes:
         product: The key in `gates.PRODUCTS`.
         case: Formats, blocks and options.
-        verdict: One of those at the head of this file.
+        verdict: One of the verdicts in the table at the head of this file.
         detail: The difference, the error or the reason.
     """
 
@@ -83,7 +83,7 @@ def _product_processes(*options: str) -> Runner:
 
 
 def _end(code: int, out: str, err: str) -> str:
-    """How a process ended that did not finish a case."""
+    """In words, how a process ended that did not finish a case."""
     if TIMED_OUT in err:
         return f"did not end within {SECONDS} s"
     said = [line for line in (*out.splitlines(), *err.splitlines()) if line.strip() and not line.startswith(LINE)]
@@ -92,7 +92,7 @@ def _end(code: int, out: str, err: str) -> str:
 
 
 def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
-    """(case, verdict, detail) of each wanted case; a new process starts for what a lost one leaves."""
+    """Yields (case, verdict, detail) for each wanted case; if a process is lost, a new one runs the other cases."""
     cases, lost = product_cases(), Counter[str]()
     while wanted:
         out, err, code = run(wanted)
@@ -125,7 +125,7 @@ def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
 
 
 def asked_products(target: Target, run: Runner) -> list[Answer]:
-    """What a GPU answers about each case: those that the tables refuse are not run.
+    """The result of each case on a GPU; cases that the tables refuse are not run.
 
     Args:
         target: The GPU, as the tables see it.
@@ -145,7 +145,7 @@ def _asked(target: Target, *options: str) -> list[dict[str, Any]]:
 
 
 def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ask each kind of GPU of this machine once; an entry has the device, its name and its answers."""
+    """Run the product cases once on each kind of GPU of this machine; an entry has device, name and answers."""
     import torch
 
     from fp8compile.target import target_of
@@ -165,7 +165,10 @@ def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def played_on(gpu: str) -> dict[str, Any]:
-    """The same for a GPU that need not be here, played on the CPU; ``gpu`` is one of `known_gpus.GPUS`."""
+    """An entry like those of `found_products`, for a GPU that this machine's CPU simulates.
+
+    ``gpu`` is one of `known_gpus.GPUS`.
+    """
     from fp8compile.testing.gpu.gpus import gpu_called
 
     known, options = gpu_called(gpu), ["--gpu", gpu]

@@ -26,13 +26,13 @@ MODES = ("contract", "approximate", "precision_casts")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the program for one GPU.
+    """What running the program for one GPU has shown.
 
     Attributes:
         arch: The GPU, as the user named it.
         name: Its full name.
         graphs: A line for each graph that was run.
-        fault: What a kernel does that it must not; empty if there is nothing.
+        fault: What a kernel does that it must not do; empty if there is nothing.
         differences: A line for each tensor that differs.
         unknown: Why the program was not run; empty if it was.
         seconds: How long it took.
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def answer(self) -> str:
-        """One line."""
+        """The outcome in a few words, such as "not run" or "2 tensors DIFFER"."""
         if self.unknown:
             return "not run"
         if self.fault:
@@ -131,7 +131,7 @@ def _sections(text: str, outcomes: Sequence[Outcome]) -> Iterator[Section]:
 
 
 def _write_junit(path: Path, text: str, outcomes: Sequence[Outcome]) -> None:
-    """A test case for each GPU; a fault or a difference is a failure, and what isn't known an error."""
+    """Write a JUnit file with a test case for each GPU; faults and differences are failures, other ends are errors."""
     bad = sum(bool(each.fault or each.differences) for each in outcomes)
     suite = ElementTree.Element(
         "testsuite", name="fp8compile run-gpu", tests=str(len(outcomes)), failures=str(bad),

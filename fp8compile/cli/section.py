@@ -1,4 +1,4 @@
-"""A titled table, as the terminal and the page show it."""
+"""A titled table, as the terminal and the HTML page show it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["Section"]
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A title, lines of text, a table.
+    """A title, lines of text, and a table.
 
     Attributes:
-        title: What it answers.
-        lines: Above the table.
-        columns: Headings; empty where there is no table.
-        rows: Cells.
-        loud: Rows that must not be overlooked, by number; of a section without a table, lines.
-        numbers: Columns of numbers, which are aligned to the right.
+        title: The title.
+        lines: Lines of text above the table.
+        columns: Headings of the columns; empty without a table.
+        rows: Rows of cells.
+        loud: Indices of the rows that are highlighted; without a table, indices of the lines.
+        numbers: Indices of the columns with numbers, which are aligned to the right.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""How text stands out in a terminal, and nowhere else."""
+"""Bold and red text, in a terminal only."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Style:
         return f"\x1b[{codes}m{text}\x1b[0m" if self._is_on and text else text
 
     def bold(self, text: str) -> str:
-        """A title or heading."""
+        """The text in bold, for titles and headings."""
         return self._marked(text, "1")
 
     def alarm(self, text: str) -> str:
-        """What must not be overlooked."""
+        """The text in bold red, for what must not be overlooked."""
         return self._marked(text, "1;31")

@@ -1,7 +1,7 @@
 """Runs a user's code in this process. However the code ends, the command goes on and says how it ended.
 
-Without this, code that calls `sys.exit(0)` or `os._exit(0)` would end the command with exit code 0, which means YES.
-Signals, such as those of a crash, give exit codes above 128 anyway.
+Without this, code that calls `sys.exit(0)` or `os._exit(0)` would end the command with exit code 0, which means YES. A
+crash ends the process by a signal, with an exit code above 128, anyway.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@
     load.py              a folder that becomes the parameters of a model
     program.py           the forward as a graph of PyTorch's operators
 
-What a format is goes into one file; what a model has, into `plan.py`.
+All that is specific to one format goes into that format's file; all that is specific to models goes into `plan.py`.
 """
 
 from fp8compile.export.check import CheckReport, check

@@ -1,4 +1,4 @@
-"""check: read a folder as a server would, and compare the values with those of the codes that were exported."""
+"""check: reads a folder as a server would, and compares its values with those that the codes have in training."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OUTER = {"nvfp4": 2, "tensor": 1, "static_tensor": 1}  # index of the outer scal
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What `check` found in a folder without a problem.
+    """What `check` found in a folder that has no problem.
 
     Attributes:
         folder: The folder.
         format: Name of the format.
         layers: Number of layers with codes that were compared.
-        notes: What a server reads differently from training.
+        notes: Differences between what a server computes and what training computes, in words.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ def _stored(files: StoredFiles, name: str, scheme: Scheme) -> dict[str, Tensor] 
 
 
 def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) -> str | None:
-    """What is wrong with one layer's tensors, or None."""
+    """What is wrong with the tensors of one layer, in words; None if nothing is."""
     scales = [each.float() for suffix, each in stored.items() if suffix != scheme.suffixes[0]]
     if not all(bool((each >= 0).all()) for each in scales):
         return "has a scale that is negative or NaN"
@@ -81,7 +81,7 @@ def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) 
 
 
 def _fused_notes(outer: Mapping[str, float]) -> list[str]:
-    """The layers that a server multiplies as one although they have different outer scales."""
+    """Notes on layers that a server multiplies as one although they have different outer scales."""
     found: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
     for name, scale in outer.items():
         above, _, last = name.rpartition(".")
@@ -102,7 +102,7 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the configuration from which readers learn the format."""
+    """What is wrong with config.json's quantization_config, from which readers learn the format; else empty."""
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]
@@ -120,15 +120,16 @@ def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any])
 def check(folder: str | os.PathLike[str]) -> CheckReport:
     """Read a folder that `save_pretrained` wrote as a server would, and compare it with what training has.
 
-    For each layer some values are computed from the file by the arithmetic of the format's readers, which shares no
-    code with what wrote them, and compared with the values of the codes. So an inverted scale, a transposed matrix,
-    four-bit codes in the wrong order, missing scales, a truncated file and a wrong configuration are found.
+    For each layer, some values are computed from the file by the arithmetic of the format's readers, and compared with
+    the values that the codes had in training. This arithmetic shares no code with the functions that write. So an
+    inverted scale, a transposed matrix, four-bit codes in the wrong order, missing scales, a truncated file and a
+    wrong configuration are found.
 
     Args:
         folder: Path of the folder.
 
     Returns:
-        A report with what a server reads differently although all is in order; print it.
+        A report, with notes on what a server computes differently from training; print it.
 
     Raises:
         ValueError: Something is wrong; the text lists it.

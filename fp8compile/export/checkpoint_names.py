@@ -1,13 +1,13 @@
 """Names in a checkpoint: where each matrix of a model's parameter goes.
 
-A model of transformers is not named as its checkpoints are. Its experts are one stack for gate and up, and the
-checkpoint has a matrix for each expert and projection. transformers knows the way back for each model; it is asked
-with the numbers of rows in place of values:
+Parameters of transformers' models have other names and shapes than tensors of their checkpoints. Experts, for example,
+are one stack for gate and up in the model, and a matrix for each expert and projection in the checkpoint. transformers
+can convert each parameter back. Here it converts row numbers instead of values, which tells where each row goes:
 
     gate_up_proj (E, 2 I, H) --rows (E, 2 I, 1)--> experts.0.gate_proj.weight: rows 0 to I of expert 0, ...
 
-Experts that are kept as (in_features, out_features), such as those of gpt-oss and Llama 4, have no such way for
-quantized weights. They get the names that llm-compressor gives them, a linear for each expert and projection.
+For quantized experts that are kept as (in_features, out_features), as in gpt-oss and Llama 4, transformers has no such
+conversion. They get the names that llm-compressor uses: a linear for each expert and projection.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Place", "in_checkpoint", "is_of_transformers", "places", "places_of_
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix of a checkpoint, as rows of a matrix of a model's parameter.
+    """A matrix of a checkpoint, and the rows of a model's parameter that it consists of.
 
     Attributes:
         name: Name in the checkpoint, without ``.weight``.
-        expert: Index of the matrix in the parameter; None if the parameter is one matrix.
-        start: Its first row there.
-        stop: The row after its last.
+        expert: Index of the expert in the parameter; None if the parameter is one matrix.
+        start: The matrix's first row in the parameter, or in that expert's part of it.
+        stop: The row after the matrix's last row.
         step: 2 if the matrix has every other row, because the model interleaves gate and up; else 1.
     """
 
@@ -41,7 +41,7 @@ class Place:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of this matrix."""
         return len(range(self.start, self.stop, self.step))
 
 
@@ -51,7 +51,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A parameter or buffer of a model as its checkpoint has it: one tensor or several, by name."""
+    """The tensors by which a checkpoint stores a parameter or buffer of a model, by their names; one or several."""
     if not is_of_transformers(model):
         return {name: tensor}
     from transformers.core_model_loading import revert_weight_conversion
@@ -61,13 +61,13 @@ def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tens
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that a reader ties again, each with the parameter that it is tied to."""
+    """Names of parameters that are tied again when a checkpoint is read, each with the name that it is tied to."""
     tied: Any = getattr(model, "all_tied_weights_keys", None) if is_of_transformers(model) else None
     return dict(tied or {})
 
 
 def places_of_transposed(experts: Any, name: str, out_features: int, count: int) -> list[Place]:
-    """Where the matrices of transposed experts go; rows are output features.
+    """Where the matrices of experts that are kept transposed go in the checkpoint; rows are output features.
 
     Args:
         experts: The module.
@@ -85,7 +85,7 @@ def places_of_transposed(experts: Any, name: str, out_features: int, count: int)
 
 
 def places(model: nn.Module, name: str, weight: Tensor) -> list[Place] | str:
-    """Where the matrices of a weight go, or the reason why they can't be told.
+    """Where the matrices of a weight go in the checkpoint; or a text, the reason why that is not known.
 
     Args:
         model: The model.

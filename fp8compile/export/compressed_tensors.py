@@ -57,7 +57,7 @@ def _read_nvfp4(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _numbers(bits: int, strategy: str, *, dynamic: bool, group: int | None = None, **others: Any) -> dict[str, Any]:
-    """A ``QuantizationArgs`` of the package, as JSON."""
+    """A ``QuantizationArgs`` of the package compressed-tensors, as a dict for JSON."""
     own = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
     return {**own, **({} if group is None else {"group_size": group}), **others}
 

@@ -4,9 +4,10 @@
     weight_scale_inv  (N / 128, K / 128) float32 or E8M0, or () for one scale; codes are multiplied by it
     activation_scale  () float32, with static scales of inputs
 
-transformers divides N and K by the shape of the scales to find the block: with 192 rows it would take blocks of 96
-without a word. So K is a multiple of 128, and N is one or no multiple of its number of blocks, as DeepSeek's 576; vLLM
-and SGLang read these, and transformers refuses to dequantize them.
+transformers computes the block from the shapes, N / rows of scales and K / columns of scales. With N = 192, whose
+blocks have 128 and 64 rows, it would silently take two blocks of 96. So K has to be a multiple of 128. N may be
+another number if its number of blocks does not divide it, such as DeepSeek's 576. vLLM and SGLang read such weights,
+and transformers refuses to dequantize them.
 
 Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; vLLM, ``quantization/fp8.py``.
 """

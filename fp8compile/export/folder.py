@@ -1,9 +1,9 @@
-"""Write a checkpoint's folder: safetensors files, their index and JSON files, beside the folder and then renamed.
+"""Write a checkpoint's safetensors and JSON files into a new folder, which then replaces the target by a rename.
 
     folder.writing-PID/   model-00001.safetensors, ...    until all is written
     folder/               model-00001-of-00003.safetensors, ..., model.safetensors.index.json, config.json
 
-If writing fails at any point, what was at the folder's place is still there, and the half is removed.
+If writing fails at any point, the target is as it was before, and the unfinished folder is removed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.ind
 
 
 def bytes_of(size: int | str) -> int:
-    """A number of bytes from a number or from a text such as ``"5GB"`` or ``"500MiB"``.
+    """Convert a number of bytes, or a text such as ``"5GB"`` or ``"500MiB"``, to a number of bytes.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The argument is neither.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -47,7 +47,7 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
     """Raise unless a folder can be written at this place.
 
     Raises:
-        FileExistsError: Something is there, and ``overwrite`` is False; or it is no folder.
+        FileExistsError: Something is there, and ``overwrite`` is False; or it is not a folder.
         PermissionError: The folder's parent can't be written to.
     """
     if folder.exists() and not folder.is_dir():
@@ -75,7 +75,7 @@ class Shards:
 
     Args:
         folder: Where the files go.
-        limit: The most bytes of a file; a larger tensor has a file of its own.
+        limit: The largest number of bytes of a file; a tensor that is larger gets a file of its own.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -123,7 +123,7 @@ class Shards:
         self._held, self._metadata, self._size = {}, {}, 0
 
     def finish(self) -> None:
-        """Write what is left, name the files by their number, and write the index."""
+        """Write the remaining tensors, rename the files to "number of total", and write the index."""
         if self._held or not self._names:
             self._write()
         count, places = len(self._names), {}
@@ -135,7 +135,7 @@ class Shards:
 
 
 def _keep_others(old: Path, new: Path) -> None:
-    """Copy those files of the replaced folder that do not belong to its checkpoint."""
+    """Copy the files of the replaced folder that are no part of a checkpoint, such as a tokenizer."""
     for path in old.iterdir():
         if not OURS.fullmatch(path.name) and not (new / path.name).exists():
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, new / path.name)
@@ -143,7 +143,7 @@ def _keep_others(old: Path, new: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of ``folder`` when the block ends without an error."""
+    """Context that yields a new folder to write to; it replaces ``folder`` if the block ends without an error."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside, before = (folder.with_name(f"{folder.name}.{what}-{os.getpid()}") for what in ("writing", "before"))

@@ -1,8 +1,9 @@
-"""Quantize a weight a few rows at a time, so that the float32 numbers in between stay small beside the codes.
+"""Quantize a weight a few rows at a time, so that float32 intermediates need little memory.
 
     x (N, K) --rows of whole blocks--> amax of each slice --> grid --> scales --> codes of each slice, into one tensor
 
-The bits are those of the steps on the whole weight: a block lies in one slice, or its amax is that of all slices.
+The codes have the same bits as if the whole weight were quantized at once: a block lies in one slice, or its amax is
+the maximum over all slices.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SLICE = 2**18  # elements of a slice: 1 MiB in float32, a few of which are there
 
 
 def _slices(x: Tensor, quantizer: Quantizer, *, where: bool) -> Iterator[slice] | None:
-    """Rows of whole blocks; None if the weight is small, or if rows can't be quantized apart."""
+    """Slices of rows, each with whole blocks; None if the weight is small, or if its rows can't be quantized apart."""
     if x.ndim != 2 or x.numel() <= SLICE or quantizer.transform() or not is_own(type(quantizer)):  # type: ignore[arg-type]
         return None
     if not quantizer.is_local() and not where:

@@ -1,4 +1,4 @@
-"""load_quantized: a checkpoint in a serving format becomes the parameters of a model, codes as codes.
+"""load_quantized: loads a checkpoint in a serving format into a model; stored codes become quantized parameters.
 
     config.json --> format         plan of the model --> names and shapes, all of them checked
     tensors of one weight --_Stored--> Quantized --> QuantizedParameter, in place of the weight
@@ -42,13 +42,13 @@ STATIC = re.compile(r".*\.(input_scale|activation_scale|input_global_scale|[kvq]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What `load_quantized` put into a model.
+    """The result of `load_quantized`.
 
     Attributes:
         folder: The folder.
         format: Name of the format.
-        codes: Names of the parameters that are codes now.
-        values: Names of the parameters and buffers that have values from the folder.
+        codes: Names of the parameters that are kept as codes now.
+        values: Names of the parameters and buffers that were loaded as values.
         notes: What was left out, and why.
     """
 
@@ -94,7 +94,7 @@ def _empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.d
 
 @dataclass(frozen=True)
 class _Stored:
-    """One matrix of a checkpoint, or the rows of a matrix."""
+    """One matrix of a checkpoint, or some of its rows, and how the file stores it."""
 
     place: Place
     scheme: Scheme
@@ -105,11 +105,11 @@ class _Stored:
         return self.place.name + suffix
 
     def is_codes(self, files: StoredFiles) -> bool:
-        """Whether the folder has codes here, and not values."""
+        """Whether the folder has this matrix as codes; else as values."""
         return self.name(self.scheme.suffixes[1]) in files.names()
 
     def problems(self, files: StoredFiles) -> list[str]:
-        """What is missing or has another shape, by the headers of the files."""
+        """Which tensors are missing or have another shape, in words; only the headers of the files are read."""
         rows, step = self.place.rows, self.quantizer.block[0]
         if step > 1 and (self.place.step > 1 or self.place.start % step):
             return [f"{self.place.name} has rows of several blocks {self.quantizer.block}: take weight_block=(1, n)"]
@@ -127,7 +127,7 @@ class _Stored:
         return found
 
     def _grid(self, scale: Tensor) -> Tensor:
-        """The scales as the quantizer has them; those of square blocks stand in the file for each of their rows."""
+        """The scales in the quantizer's shape; a file repeats the scales of square blocks for each row of a block."""
         if self.scheme.kind not in ("mx", "nvfp4"):
             rows = self.place.rows
             return numbers_of(scale).reshape(self.quantizer.scale_shape((rows, self.columns)))
@@ -142,7 +142,7 @@ class _Stored:
         return grid
 
     def read(self, files: StoredFiles) -> Quantized:
-        """The codes and scales; one tensor of the file at a time is in memory beside them."""
+        """Read the codes and scales; apart from the result, only one tensor of the file is in memory at a time."""
         codes, scale, *outer = (files.get(self.name(suffix)) for suffix in self.scheme.suffixes)
         assert codes is not None
         assert scale is not None
@@ -168,7 +168,7 @@ def _device_of(tensor: Tensor, given: torch.device | str | None) -> torch.device
 
 
 def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> None:
-    """Copy a part's scale, or check that it is the same as the scale that another part of the matrix has put there."""
+    """Copy the scale that a part of a matrix brings, or check that it equals the scale of the parts before it."""
     if is_new:
         into.copy_(found)
     elif not torch.equal(into, found.to(into.device)):
@@ -205,13 +205,13 @@ def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _sizes(weight: Weight) -> tuple[int, int]:
-    """N and K of a weight's matrices."""
+    """N and K of a weight's matrices, also if the module keeps them transposed."""
     first, second = weight.tensor.shape[-2:]
     return (second, first) if weight.layer is not None and is_transposed(weight.layer) else (first, second)
 
 
 def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
-    """Codes (E, N, K) as a module has them in memory, which may keep matrices as (in_features, out_features)."""
+    """Codes (E, N, K), transposed if the module keeps its matrices as (in_features, out_features)."""
     if weight.layer is None or not is_transposed(weight.layer):
         return codes
     single, quantizer = one_a_byte(codes.codes, codes.quantizer)
@@ -222,7 +222,7 @@ def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
 
 
 def _has_rows(tensor: Tensor, index: Mapping[str, Tensor]) -> bool:
-    """Whether numbers that `_index_of_rows` returned are those of rows, and not of elements."""
+    """Whether the result of `_index_of_rows` numbers the rows of ``tensor``; else it numbers the elements."""
     return tensor.ndim > 1 and sum(each.numel() for each in index.values()) != tensor.numel()
 
 
@@ -245,9 +245,9 @@ def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that make up a parameter, each with the numbers of the rows that it has.
+    """The names of the checkpoint's tensors that make up a parameter, each with the numbers of the rows that it holds.
 
-    The rows of a vector, and of biases that a checkpoint has one by one, are its elements.
+    For a vector, and for biases that a checkpoint stores one by one, elements count as rows.
     """
     tensor = weight.tensor
     if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:
@@ -271,7 +271,7 @@ class _Loader:
         self.values: list[tuple[Weight, dict[str, Tensor]]] = []
 
     def look(self) -> None:
-        """Find the tensors of each parameter, and collect what is wrong."""
+        """Find the tensors of each parameter in the folder, and collect all problems."""
         if self.problems:
             return
         for weight in self.plan.weights:
@@ -336,7 +336,7 @@ class _Loader:
             )
 
     def load(self) -> None:
-        """Replace the parameters."""
+        """Replace the parameters of the model by what the folder has."""
         for weight, stored in self.codes:
             found = _parameter(weight, stored, self.files, _device_of(weight.tensor, self.device))
             put_codes(weight.layer, weight.name.rpartition(".")[2], found)
@@ -389,15 +389,15 @@ def _check_real(model: nn.Module) -> list[str]:
 def load_quantized(
     model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> LoadReport:
-    """Load a checkpoint in a serving format: weights that it has as codes become parameters that are codes.
+    """Load a checkpoint in a serving format; weights that it stores as codes become parameters that are kept as codes.
 
     The forward then multiplies the codes and scales of the folder. Parameters keep their ``requires_grad``: freeze
     them, or train them by `fp8compile.MasterWeights`. Weights that the folder has in high precision stay so.
     Parameters are new objects, so make optimizers afterwards, and spread the model over ranks afterwards.
 
-    If the model is on the meta device, no weight is there in high precision in between; ``fp8compile.convert`` works
-    on such a model. Recipes that multiply different codes in forward and backward (`rowwise`, `mxfp8`) get
-    the second set from the values of the first, one weight at a time.
+    If the model is on the meta device, no weight is ever in memory in high precision; ``fp8compile.convert`` works on
+    such a model. Recipes that multiply different codes in forward and backward (`rowwise`, `mxfp8`) get the second set
+    from the values of the first, one weight at a time.
 
     Args:
         model: A model that `fp8compile.convert` has converted, whose recipes quantize weights as the folder has them.

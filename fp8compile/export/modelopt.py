@@ -5,7 +5,7 @@
     MXFP8                      weight (N, K) e4m3; weight_scale (N, K / 32) uint8, E8M0
     W4A16_NVFP4                weight (N, K / 2) uint8; weight_scale (N, K / 16) e4m3; weight_scale_2 () float32
 
-All scales are factors of codes. ``hf_quant_config.json`` stands beside config.json and says the same.
+Codes are multiplied by all scales. The file ``hf_quant_config.json`` repeats the configuration in config.json.
 
 Source: nvidia-modelopt 0.47, ``torch/export/quant_utils.py``; vLLM, ``quantization/modelopt.py``.
 """

@@ -1,4 +1,4 @@
-"""Plan: what a model's checkpoint in a serving format will have, decided before a number is read.
+"""Plan: what a model's checkpoint in a serving format will contain, decided from names and shapes alone.
 
     parameter of a converted layer --kind of its codes, shape, name--> Weight, with a scheme and its places
                                   +--the format can't hold it--> raises, or stays as values
@@ -40,10 +40,10 @@ class Weight:
     Attributes:
         name: Its name in the model.
         tensor: The parameter or buffer.
-        layer: The converted layer whose codes are written; None if values are.
+        layer: The converted layer whose weight it is; None for a tensor that is written as values.
         scheme: How the format stores the codes; None for values.
         places: Where the matrices of the codes go; for biases of transposed experts, where each bias goes.
-        dtype: Dtype to which the forward casts the values; None if it does not.
+        dtype: Dtype to which the forward casts the tensor; None if it casts nothing.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is written, in the order of the model's modules, layer by layer.
+    """Everything that will be written, in the order of the model's modules.
 
     Attributes:
         model: The model.
@@ -100,7 +100,7 @@ def _layers_of_weights(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Modul
 
 
 def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
-    """The modules and names that hold each parameter."""
+    """For each parameter, all modules that have it, each with the parameter's name there."""
     found: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -139,7 +139,10 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether the last block of rows is partial, and readers, which divide rows by scales, find no smaller block."""
+    """Whether the last block of rows may be partial, because the format allows it and readers can't mistake the block.
+
+    Readers compute the rows of a block as rows / rows of scales, and refuse a result that is not a whole number.
+    """
     rows, block = place.rows, scheme.multiples[0]
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
 
@@ -158,7 +161,7 @@ def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
 
 
 def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Scheme) -> tuple[Scheme, list[Place]] | str:
-    """How a stack of transposed experts is stored, and where; or the reason why one of the stacks does not fit.
+    """How and where to store a stack of experts that is kept transposed; or a text, why a stack does not fit.
 
     All stacks of a module are stored in one way, because a reader expects linears or stacks.
     """
@@ -177,7 +180,7 @@ def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Schem
 def _scheme_or_reason(
     model: nn.Module, format: Format, layer: Any, name: str, weight: Tensor
 ) -> tuple[Scheme, list[Place]] | str:
-    """How a layer's weight is stored, and where; or the reason why the format can't hold it."""
+    """How and where to store a layer's weight; or a text, the reason why the format can't hold it."""
     turned = is_transposed(layer)
     if turned and weight.ndim == 2:
         return "is kept as (in_features, out_features), which no serving format has"
@@ -234,7 +237,7 @@ class _Planner:
         self._dtypes, self._routers = _dtypes_in_forward(model), routers(model)
 
     def note(self, text: str) -> None:
-        """Add a note, unless it is there or empty."""
+        """Add a note, unless it is empty or was added before."""
         if text and text not in self.plan.notes:
             self.plan.notes.append(text)
 
@@ -274,7 +277,7 @@ class _Planner:
         return True
 
     def add(self, name: str, module: nn.Module, own: str, tensor: Tensor) -> None:
-        """Add a parameter or buffer, ``own`` by its name in the module."""
+        """Add a parameter or buffer; ``name`` is its name in the model, and ``own`` its name in ``module``."""
         layer = self._of_slot.get((module, own))
         dtype = self.forward_dtype or self._dtypes.get(tensor)
         is_product = layer is not None or module in self._routers or is_layer(module)
@@ -294,7 +297,7 @@ class _Planner:
         self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype))
 
     def _places_of_bias(self, name: str) -> tuple[Place, ...]:
-        """Where the biases of transposed experts go: beside the codes of their weights, if those were added."""
+        """Where the biases of transposed experts go: beside the codes of their weights; else empty."""
         weights = (each for each in self.plan.weights if f"{each.name}_bias" == name and each.scheme is not None)
         found = next(weights, None)
         return () if found is None or not is_transposed(found.layer) else found.places  # type: ignore[arg-type]
@@ -319,7 +322,8 @@ def plan_of(
     Args:
         model: A converted model.
         format: The format.
-        unfit: What becomes of a converted layer's weight that the format can't hold: ``"raise"`` or ``"values"``.
+        unfit: What to do with a converted layer's weight that the format can't hold: ``"raise"``, or write it as
+            ``"values"``.
         forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for FSDP2's own.
 
     Raises:

@@ -26,7 +26,7 @@ RECORD = "fp8compile_export.json"  # what `check` compares a folder with
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What `save_pretrained` wrote.
+    """The result of `save_pretrained`.
 
     Attributes:
         folder: The folder.
@@ -84,7 +84,7 @@ def _write(folder: Path, plan: Plan, stream: Iterator[Piece], limit: int) -> int
 
 
 def _groups(plan: Plan) -> dict[str, Any]:
-    """The groups of ranks over which the model is spread, by name: those of each dim of its meshes, the last first."""
+    """The process groups over which the model is spread, by name; groups of a mesh's last dim come first."""
     meshes = [(each.tensor.device_mesh, each.tensor) for each in plan.weights if is_dtensor(each.tensor)]
     found = [mesh.get_group(index) for mesh, _ in meshes for index in reversed(range(mesh.ndim))]
     return {group.group_name: group for group in found}
@@ -126,8 +126,9 @@ def save_pretrained(
 ) -> ExportReport:
     """Write a model's checkpoint in a format that servers load, with the codes and scales that training has.
 
-    The folder has safetensors files, their index and config.json; save a tokenizer there yourself. It is written
-    beside its place and renamed, so that it is whole or not there. A file says what `check` compares.
+    The folder has safetensors files, their index and config.json; save a tokenizer there yourself. It is written under
+    another name and then renamed, so that it is complete or not there. One more file records the values that `check`
+    compares.
 
     If the model is spread over ranks, all ranks call this; the first one writes, and the folder is on its disk.
 

@@ -44,15 +44,15 @@ class Scheme:
     Attributes:
         kind: The kind, a key of `KINDS`.
         name: What the format calls it.
-        suffixes: Suffixes of a layer's tensors, the codes first; what stands beside them is written too.
+        suffixes: Suffixes of the names of a layer's tensors: first the codes, then the scales.
         write: Returns a matrix's tensors by the suffix that they have after the name of the layer.
         read: Returns the values of a matrix, (N, K) float32, from these tensors.
         config: What the format's configuration says of such weights.
         multiples: (rows, columns) whose multiples N and K have to be.
-        has_ragged_rows: Whether N may be no multiple if readers can't take the grid of scales for one of other blocks.
+        has_ragged_rows: Whether N need not be a multiple, as long as readers can't mistake the size of a block.
         input_scale: Suffix of the static scale of the input, float32; None if the input is quantized by its values.
-        served: How a server multiplies, if not as in training; empty if it does.
-        stores_divisor: Whether the file has 1 / outer scale.
+        served: How a server multiplies, if it does so differently from training; else empty.
+        stores_divisor: Whether the file has 1 / outer scale instead of the outer scale.
     """
 
     kind: str
@@ -77,10 +77,10 @@ class Format:
         schemes: The kinds of weights that it can hold.
         config: Returns ``quantization_config`` of config.json, from the names of layers by scheme and from the names
             of the layers that are not quantized.
-        files: Returns further JSON files by name, from the same.
+        files: Returns the content of further JSON files by name, from the same arguments as ``config``.
         mixes: Whether one model may have several schemes.
-        metadata: Returns what the header of a safetensors file says of a matrix; None if nothing.
-        instead: For kinds that it can't hold, what to do.
+        metadata: Returns the entries for a matrix in the header of a safetensors file; None if the format has none.
+        instead: Advice on what to do with kinds that the format can't hold, by the kind.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Format:
     instead: Mapping[str, str] = field(default_factory=dict)
 
     def scheme(self, kind: str | None) -> Scheme | None:
-        """The scheme for weights of this kind, or None."""
+        """The scheme for weights of this kind; None if the format can't hold them."""
         return next((each for each in self.schemes if each.kind == kind), None)
 
     def refusal(self, kind: str | None) -> str:
@@ -116,7 +116,7 @@ def packed_codes(matrix: Quantized) -> Tensor:
 
 
 def scales_of_rows(matrix: Quantized) -> Tensor:
-    """The scales of blocks for each row, (N, blocks of a row); those of square blocks are repeated."""
+    """The scales of blocks for each row, (N, blocks of a row); scales of square blocks are repeated for their rows."""
     rows = matrix.quantizer.block[0]
     return matrix.scale.repeat_interleave(rows, 0)[: matrix.shape[0]] if rows > 1 else matrix.scale
 
@@ -127,7 +127,7 @@ def numbers_of(scale: Tensor) -> Tensor:
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """A grid of scales, float32, as a matrix of this shape; the size of a block is the quotient of the two shapes."""
+    """Repeat a grid of scales to a matrix of this shape; the size of a block is the quotient of the two shapes."""
     rows, columns = scale.shape
     if shape[0] % rows or shape[1] % columns:
         raise ValueError(f"scales of shape {tuple(scale.shape)} are no grid of a matrix of shape {tuple(shape)}")
@@ -135,6 +135,6 @@ def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def four_bit_values(packed: Tensor) -> Tensor:
-    """The values of e2m1 codes, (N, K) float32, of bytes (N, K / 2) whose lower four bits come first."""
+    """Decode packed e2m1 codes, (N, K / 2) bytes with the first code in the lower four bits, to (N, K) float32."""
     table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
     return torch.stack([table[(packed & 15).long()], table[(packed >> 4).long()]], -1).flatten(-2)

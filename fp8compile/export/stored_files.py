@@ -17,7 +17,7 @@ PROBLEMS = 8  # the most problems in an error
 
 
 def listed(problems: Sequence[str]) -> str:
-    """The first problems of a folder for an error, a line each, and how many more there are."""
+    """Text for an error: the first problems of a folder, one per line, and how many more there are."""
     shown = "".join(f"\n    {each}" for each in problems[:PROBLEMS])
     return shown + (f"\n    and {len(problems) - PROBLEMS} more" if len(problems) > PROBLEMS else "")
 
@@ -69,7 +69,7 @@ class StoredFiles:
             ]
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Names of all tensors in the folder."""
         return set(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class StoredFiles:
         return tuple(self._files[self._places[name]].get_slice(name).get_shape())
 
     def get(self, name: str) -> Tensor | None:
-        """A tensor, or None."""
+        """A tensor by its name; None if the folder does not have it."""
         if (file := self._places.get(name)) is None:
             return None
         found: Tensor = self._files[file].get_tensor(name)

@@ -1,6 +1,6 @@
-"""A parameter over ranks as one whole tensor: as values, or as the codes that the forward multiplies.
+"""Gather a parameter that ranks share to one whole tensor: its values, or the codes that the forward multiplies.
 
-Ranks quantize their shards, with scales of the whole, and then send codes; those of experts go one matrix at a time.
+Ranks quantize their shards with the scales of the whole weight, and then send codes; experts are sent one at a time.
 Values in high precision are sent only for parameters that stay in it. All ranks that share a parameter call these
 functions.
 """
@@ -57,10 +57,10 @@ def _local_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The values of a parameter or buffer, whole; those of codes are dequantized to ``dtype``.
+    """All values of a parameter or buffer; a parameter that is kept as codes is dequantized to ``dtype``.
 
     Args:
-        parameter: A tensor or a DTensor; its local tensor may be codes.
+        parameter: A tensor or a DTensor; its local tensor may be a `QuantizedParameter`.
         dtype: Dtype of the values; None for the parameter's own.
     """
     local: Any = local_itself(parameter)
@@ -75,7 +75,7 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _of_owner(stack: Quantized, index: int) -> Quantized:
-    """One matrix of a stack of codes that ranks share, sent by the rank that has it.
+    """One matrix of a stack of codes that ranks share; the rank that has the matrix sends it to all others.
 
     Ranks of an inner cut hold a part of what a rank of an outer cut holds. So the owner sends the matrix to the ranks
     of its innermost group first; then they send it to their outer groups.
@@ -142,7 +142,7 @@ def _delayed_codes(layer: Linear, parameter: Tensor, dtype: torch.dtype | None) 
 
 
 def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
-    """The amax of the scale that a layer shares with others, over ranks, (1,) float32; None if it shares none."""
+    """The amax over all ranks that decides the scale that a layer shares with others, (1,) float32; else None."""
     if not isinstance(layer, Linear) or not layer.scale_group:
         return None
     found = []

@@ -1,6 +1,7 @@
 """Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
 
 from fp8compile.inductor.fusion import is_fusible
+from fp8compile.inductor.noted_blocks import block_noted, noted_block
 from fp8compile.inductor.partitioner_marks import (
     is_repeated_in_backward,
     left_in_backward,
@@ -19,6 +20,7 @@ from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
 __all__ = [
     "TileKernel",
     "TileLaunch",
+    "block_noted",
     "constant",
     "is_fusible",
     "is_repeated_in_backward",
@@ -27,6 +29,7 @@ __all__ = [
     "lower_largest_of_sums",
     "make_in_backward",
     "never_recompute",
+    "noted_block",
     "once_a_graph",
     "recomputed",
     "register_decomposition",

@@ -1,4 +1,4 @@
-"""Whether Inductor fuses a tensor: whether the kernel that reads the tensor can compute it too."""
+"""Whether Inductor will fuse a tensor: whether the kernel that reads the tensor can also compute it."""
 
 from __future__ import annotations
 

@@ -35,9 +35,10 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def repeat_in_backward(tensor: torch.Tensor) -> None:
-    """In the graph that computes a tensor, mark copies that repeat a smaller tensor, such as heads of k and v.
+    """Mark copies that repeat a smaller tensor, such as heads of k and v, so that the backward repeats them again.
 
-    The backward repeats them again. The partitioner would keep them, because an attention's backward is a call.
+    All such copies in the tensor's graph are marked. The partitioner would save them, because an attention's backward
+    is an opaque call.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 

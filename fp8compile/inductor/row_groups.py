@@ -29,7 +29,7 @@ def _is_made_by_inductor(x: Any) -> bool:
 
 
 def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable[..., Any]]]:
-    """Returns the stored matrix, and for each row i of a group a function that loads this row."""
+    """Store the matrix unless it is stored already; returns it, and for each row of a group a loader of that row."""
     from torch._inductor import ir, lowering
 
     m, k = x.get_size()

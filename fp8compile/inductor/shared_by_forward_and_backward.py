@@ -82,7 +82,7 @@ def _nodes_below(tensor: torch.Tensor) -> list[Any]:
 
 
 def _meaning(value: Any) -> Any:
-    """A key for an argument, equal for arguments that mean the same value.
+    """A key for an argument of a call, equal for arguments that stand for the same value.
 
     A node is its own key. For a view, part or padded copy, the key is the operation and the key of its source.
     """

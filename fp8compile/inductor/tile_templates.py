@@ -161,7 +161,7 @@ def _imports(function: Any) -> str:
 
 
 class _Kernel(TritonTemplateKernel):
-    """The kernel of a template; prints the code that computes the input."""
+    """The Triton kernel of a template, which also prints the code that computes the kernel's input."""
 
     described: TileKernel
     writes_values: bool
@@ -259,7 +259,7 @@ class _Loads(WrapperHandler):
 
 
 class _Computing(ir.TritonTemplateBuffer):
-    """The buffer of the template's result; it also reports which elements of other buffers the fused code reads."""
+    """The buffer of the template's result. It also reports which elements of other buffers the fused code reads."""
 
     def __init__(self, choice: Any, computed: Any) -> None:
         super().__init__(choice.layout, choice.input_nodes, choice.make_kernel_render, choice.mutated_inputs)

@@ -43,7 +43,7 @@ RAM_EFFICIENT = (
 
 
 def fsdp2_plugin(state: AcceleratorState) -> Any:
-    """The plugin by which accelerate shards models with FSDP2; None if the run does not use FSDP2."""
+    """The plugin by which accelerate shards models with FSDP2; None if this run does not use FSDP2."""
     return state.fsdp_plugin if state.is_fsdp2 else None
 
 
@@ -54,7 +54,7 @@ def _shards_by_version_1(state: AcceleratorState) -> bool:
 def _as_accelerate_will_cast(model: nn.Module) -> None:
     """Cast trainable parameters to float32, as ``accelerator.prepare`` does with FSDP2 under mixed precision.
 
-    ``prepare`` assigns to ``data``, which would fail once parameters are codes. So the cast comes before conversion.
+    ``prepare`` assigns to ``data``, which fails for quantized parameters. So the cast comes before conversion.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -66,7 +66,7 @@ def _address_of(codes: Tensor) -> Callable[[], int]:
 
 
 def _give_addresses(model: nn.Module) -> None:
-    """Let ``data_ptr`` of each parameter that is codes return the address of its codes.
+    """Let ``data_ptr`` of each quantized parameter return the address of its codes.
 
     accelerate uses ``data_ptr`` to find an optimizer's parameters again after `fully_shard`, and a tensor without
     values has no address.
@@ -172,7 +172,7 @@ class MasterWeights(EagerMasterWeights):
         return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of `fp8compile.MasterWeights`; before masters are made, that of a plain optimizer.
+        """The state dict of `fp8compile.MasterWeights`; before masters are made, the state dict of a plain optimizer.
 
         ``accelerator.prepare`` reads the state before it replaces parameters, and loads it afterwards.
         """

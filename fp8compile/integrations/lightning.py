@@ -160,7 +160,7 @@ class F8Monitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the reading, if the batch ended a step that was read."""
+        """Log the monitor's reading, if the batch ended a step whose statistics were read."""
         monitor: Any = self.monitor  # made when training began
         if trainer.global_step == monitor.steps:
             return  # further batches are accumulated
@@ -171,6 +171,6 @@ class F8Monitor(pl.Callback):
         monitor.step()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the module as it was."""
+        """Stop observing; the module is then as it was before."""
         if self.monitor is not None:
             self.monitor.remove()

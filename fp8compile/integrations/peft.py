@@ -1,4 +1,4 @@
-"""LoRA by PEFT over FP8 layers whose weights may be codes: merged to codes or to values, and unmerged exactly.
+"""LoRA by PEFT over FP8 layers; quantized weights can be merged to codes or to values, and unmerged exactly.
 
 ```python
 import peft
@@ -11,8 +11,8 @@ config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
 model = peft.get_peft_model(model, f8peft.register(config))
 ```
 
-A base multiplies its codes by FP8 products, and what an adapter computes in high precision is added. Where PEFT
-computes with the weight itself, the base has its values for that time: dequantized, they become codes again after it.
+The base layer multiplies its codes in FP8, and the adapter's result, in high precision, is added. While PEFT computes
+with the base's weight itself, the base holds dequantized values, which become codes again afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SPREAD = (
 
 
 class _Base:
-    """What a base layer had before adapters were merged: its weight, its bias, the weight's row of delayed scaling."""
+    """A base layer's state before adapters were merged: weight, bias, and the weight's row of delayed scaling."""
 
     def __init__(self, layer: Any, name: str) -> None:
         self.weight: nn.Parameter = layer._parameters[name]
@@ -62,7 +62,7 @@ class _Base:
         self.rows: list[Tensor] = [each[ROW_OF_WEIGHT].clone() for each in state]
 
     def put_back(self, layer: Any, name: str) -> None:
-        """Give a layer all of it again: the same parameter, not a copy."""
+        """Restore this state in a layer; the weight is the same object as before, and no copy."""
         setattr(layer, name, self.weight)
         with torch.no_grad():
             if self.bias is not None:
@@ -77,9 +77,9 @@ def _values_of(weight: Tensor) -> Tensor:
 
 
 def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
-    """Give a layer codes of new values, made by the quantizers of the codes that it had.
+    """Quantize new values for a layer's weight, by the same quantizers as the codes that it had.
 
-    With delayed scaling the weight's scale is that of the new values, because adapters may enlarge the amax.
+    With delayed scaling the weight's scale comes from the new values, because adapters may enlarge the amax.
     """
     made = copy.deepcopy(weight)
     is_frozen, made.frozen = made.frozen, False
@@ -94,7 +94,7 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """What both adapter layers share: a base with values while PEFT needs them, and the base as it was.
+    """Base of both adapter layers: gives the base layer values while PEFT needs them, and restores it afterwards.
 
     It comes before PEFT's class among the bases of a class. ``_base_of`` returns the layer in FP8, and the name of the
     weight.
@@ -111,7 +111,7 @@ class _OverCodes:
         raise NotImplementedError
 
     def _pefts(self) -> Any:
-        """The methods of PEFT's class, as this class would inherit them."""
+        """The methods of PEFT's own class, which this class overrides."""
         return super()
 
     def _whole_base(self, what: str) -> tuple[Any, str]:
@@ -122,7 +122,7 @@ class _OverCodes:
 
     @contextmanager
     def _base_with_values(self, what: str) -> Iterator[None]:
-        """The base has values, a copy of them, within this context; afterwards what it had."""
+        """Context in which the base's weight is a copy with plain values; then it has its own weight again."""
         layer, name = self._whole_base(what)
         before = layer._parameters[name]
         values = nn.Parameter(_values_of(before), requires_grad=False)
@@ -137,7 +137,8 @@ class _OverCodes:
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge adapters into the base: into codes, if it has codes and ``merge_to`` is ``"codes"``, else into values.
 
-        All merged adapters are merged anew, from the base as it was before the first.
+        Adapters that are merged already are merged again together with the new ones, into the base from before the
+        first merge.
 
         Args:
             safe_merge: Whether to raise a ValueError if a merged value is not finite; the base is then as it was.
@@ -183,7 +184,7 @@ class _OverCodes:
 
 
 class _WithValues:
-    """A base layer as DoRA's arithmetic reads it: its weight as values."""
+    """A base layer's bias, and its weight as plain values, which DoRA's arithmetic reads."""
 
     def __init__(self, layer: Any) -> None:
         weight = layer.weight
@@ -192,10 +193,10 @@ class _WithValues:
 
 
 class _DoraOverCodes(DoraLinearLayer):
-    """DoRA's magnitudes over a base in codes, whose values give the norms."""
+    """PEFT's DoRA layer over a base whose weight is kept as codes; norms are computed from dequantized values."""
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **others: Any) -> Tensor:
-        """What DoRA adds to the base's output; ``base_layer`` may have codes."""
+        """The addition of DoRA to the base's output; the weight of ``base_layer`` may be quantized."""
         found: Tensor = super().forward(x, base_layer=_WithValues(base_layer), **others)
         return found
 
@@ -207,8 +208,8 @@ class LoraLinear(_OverCodes, lora.Linear):
         base_layer: The layer, or a LoRA layer over it.
         adapter_name: Name of the first adapter.
         config: PEFT's configuration.
-        merge_to: What codes become when adapters are merged: ``"codes"`` or ``"values"``.
-        others: What PEFT passes to its own class.
+        merge_to: What a base that is kept as codes becomes when adapters are merged: ``"codes"`` or ``"values"``.
+        others: Further arguments that PEFT passes to its own class.
     """
 
     def __init__(
@@ -245,15 +246,16 @@ class LoraLinear(_OverCodes, lora.Linear):
 class ParamWrapper(_OverCodes, lora.ParamWrapper):
     """PEFT's LoRA layer over a stack of experts' matrices; PEFT knows it by the name of its own class.
 
-    PEFT's own adds the product of A and B, of the stack's size, to the weight in each forward. Here each row is
-    multiplied by A and then by B of its expert, and the result is added, so that the base's codes stay what they are.
+    PEFT's own class adds the product of A and B, of the stack's size, to the weight in each forward. Here each row is
+    multiplied by its expert's A and then by its B, and the result is added to the output, so that the base's codes do
+    not change.
 
     Args:
         base_layer: The experts in FP8, or a LoRA layer over them.
         adapter_name: Name of the first adapter.
         config: PEFT's configuration; ``target_parameters`` names the stack.
-        merge_to: What codes become when adapters are merged: ``"codes"`` or ``"values"``.
-        others: What PEFT passes to its own class.
+        merge_to: What a base that is kept as codes becomes when adapters are merged: ``"codes"`` or ``"values"``.
+        others: Further arguments that PEFT passes to its own class.
     """
 
     def __init__(
@@ -276,7 +278,10 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
         return self.get_base_layer(), self.parameter_name
 
     def _added(self, x: Tensor, offsets: Tensor) -> Tensor | None:
-        """What the active adapters add to a product: (R, out_features) from rows (R, in_features); None if nothing."""
+        """The sum of what active adapters add to a product: (R, out_features) from rows (R, in_features).
+
+        Returns None if no adapter adds anything.
+        """
         if self.disable_adapters or self.merged:
             return None
         found = None
@@ -299,7 +304,7 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The experts without adapters, merged or not."""
+        """Remove the adapters, merged into the experts or not, and return the experts."""
         layer: Any = self
         found: nn.Module = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
         while isinstance(layer, ParamWrapper):
@@ -318,8 +323,8 @@ def register(config: LoraConfig, *, merge_to: str = "codes") -> LoraConfig:
     Args:
         config: The configuration, changed in place. ``target_modules`` names linears, ``target_parameters`` stacks of
             experts.
-        merge_to: What a weight that is codes becomes when adapters are merged: ``"codes"``, made of the merged values
-            by the same quantizers, or ``"values"``. A weight of values stays values.
+        merge_to: What a quantized weight becomes when adapters are merged: ``"codes"``, by quantizing the merged
+            values with the same quantizers, or ``"values"``. A weight that is not quantized never becomes codes.
 
     Returns:
         The configuration.

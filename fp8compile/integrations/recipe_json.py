@@ -52,7 +52,7 @@ def recipe_to_json(recipe: Any) -> Any:
 
 
 def recipe_from_json(given: Any) -> Any:
-    """The recipe of what `recipe_to_json` returned, of a recipe's name, or of a recipe itself.
+    """Make the recipe, or the mapping to recipes, from the result of `recipe_to_json` or from a recipe's name.
 
     Raises:
         ValueError: No recipe has this name, or a class or field is not known.

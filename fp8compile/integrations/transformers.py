@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in FP8: a callback, and an optimizer for weights that are codes.
+"""Hugging Face's Trainer in FP8: a callback, and an optimizer for quantized weights.
 
 ```python
 import transformers
@@ -166,7 +166,7 @@ class TrainersMasterWeights(MasterWeights):
 
 
 def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The optimizer that ``args`` ask for, with master weights for parameters that are codes.
+    """The optimizer that ``args`` ask for, with master weights for quantized parameters.
 
     Pass the result to a Trainer as ``optimizer_cls_and_kwargs``.
 
@@ -178,7 +178,7 @@ def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimi
         The optimizer's class, and its keyword arguments.
 
     Raises:
-        TypeError: ``args.optim`` names an optimizer that is no class, or that is made from the model and not from
+        TypeError: ``args.optim`` names an optimizer that is not a class, or that is made from the model and not from
             parameters.
     """
     optimizer, arguments = Trainer.get_optimizer_cls_and_kwargs(args)
@@ -214,7 +214,7 @@ class MonitorCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log the reading, if the step that ends was read."""
+        """Log the monitor's reading, if statistics of this step were read."""
         monitor: Any = self.monitor  # made when training began
         if monitor.is_reading:
             logs_loss = control.should_log
@@ -225,6 +225,6 @@ class MonitorCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the model as it was."""
+        """Stop observing; the model is then as it was before."""
         if self.monitor is not None:
             self.monitor.remove()

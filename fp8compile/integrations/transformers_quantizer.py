@@ -38,15 +38,15 @@ class F8Config(QuantizationConfigMixin):
         recipe: A recipe, its name such as ``"rowwise"``, or a mapping from name patterns to recipes.
         filter: Which layers to convert, name patterns as `fp8compile.convert` takes them. By default all but those
             that transformers keeps in high precision: output embeddings and tied weights.
-        quantized_parameters: Whether weights become codes while they are read, one after another. Train them by
-            `fp8compile.integrations.transformers.master_weights`, or freeze them.
+        quantized_parameters: Whether weights are quantized while they are read, one after another, and kept as codes.
+            Train them by `fp8compile.integrations.transformers.master_weights`, or freeze them.
         share_outer_scale: The option of `fp8compile.convert`.
         others: Entries that transformers adds.
 
     Raises:
-        ValueError: No recipe has this name, a recipe has delayed scaling, or parameters that are codes are to share an
+        ValueError: No recipe has this name, a recipe has delayed scaling, or quantized parameters are to share an
             outer scale.
-        TypeError: ``recipe`` is no recipe, or has a quantizer of another package, which JSON can't hold.
+        TypeError: ``recipe`` is not a recipe, or has a quantizer of another package, which JSON can't hold.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class F8Config(QuantizationConfigMixin):
 
 
 def _names_in_state(name: str) -> list[str]:
-    """What a state dict has in place of a parameter that is codes."""
+    """Names of the entries that a state dict has in place of a parameter that is kept as codes."""
     return [f"{name}_{part}{end}" for end in ENDS for part in PARTS]
 
 
@@ -109,7 +109,7 @@ class _Codes(ConversionOps):
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the parameter by its full name."""
+        """Return the parameter in a dict, by its full name."""
         layer, own, weight = _layer_of(model, full_layer_name)
         found = {key: each[0] if isinstance(each, list) else each for key, each in input_dict.items()}
         sets = []
@@ -124,12 +124,12 @@ class _Codes(ConversionOps):
 
 
 class _Quantize(ConversionOps):
-    """Makes codes of a weight that a file has in high precision."""
+    """Quantizes a weight that a file has in high precision."""
 
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the parameter by its full name."""
+        """Return the parameter in a dict, by its full name."""
         layer, _, weight = _layer_of(model, full_layer_name)
         (values,) = input_dict.values()
         values = values[0] if isinstance(values, list) else values
@@ -149,7 +149,7 @@ def _layer_of(model: nn.Module, full_name: str) -> tuple[nn.Module, str, Tensor]
 
 @register_quantizer(METHOD)
 class F8Quantizer(HfQuantizer):
-    """What transformers asks of a quantization method, for `F8Config`."""
+    """The quantization method that transformers runs for a `F8Config`."""
 
     quantization_config: F8Config
 
@@ -182,15 +182,15 @@ class F8Quantizer(HfQuantizer):
         return is_converted(layer) and own in weight_names(layer)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a weight becomes codes when it is read."""
+        """Whether a weight is quantized when it is read from the file."""
         return self._makes_codes(model, param_name)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The operation that makes codes of a weight."""
+        """The operation that quantizes a weight when it is read from a file."""
         return _Quantize()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The model's own conversions, and those of parameters that the folder has as codes."""
+        """The model's own conversions, and one for each parameter that the folder stores as codes."""
         if not self.pre_quantized or not self.quantization_config.quantized_parameters:
             return weight_conversions
         names = {name for each in model.modules() if is_converted(each) for name in weight_names(each)}
@@ -198,22 +198,22 @@ class F8Quantizer(HfQuantizer):
         return [*own, *weight_conversions]
 
     def is_serializable(self) -> bool:
-        """True: `save_pretrained` writes values, or codes and scales."""
+        """True, because `save_pretrained` can write the model, as values or as codes and scales."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True."""
+        """True, because a model in FP8 can be trained."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """True: a Trainer needs no adapters."""
+        """True, because a Trainer can train the quantized weights without adapters."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """True."""
+        """True, because a model in FP8 works under ``torch.compile``."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""The place of one rank's part of a tensor among the blocks of the whole tensor. All ranks decide the same from it.
+"""Where one rank's part of a tensor lies among the scale blocks of the whole tensor. All ranks find the same kind.
 
     block along the cut dim    what the amax needs                            kind
     1                          nothing                                        "aligned"
@@ -103,12 +103,12 @@ class AxisBlocks:
 
     @property
     def length(self) -> int:
-        """Number of elements on this rank."""
+        """Number of elements along this side on this rank."""
         return math.prod([length for _, length, _ in self.sizes])
 
     @property
     def total(self) -> int:
-        """Number of elements of the whole."""
+        """Number of elements of the whole along this side, over all ranks."""
         return math.prod([total for _, _, total in self.sizes])
 
     @property

@@ -1,4 +1,4 @@
-"""Convert four-bit codes between two a byte, for messages, and one a byte, so that ranks can cut them anywhere."""
+"""Convert four-bit codes between two per byte, for messages, and one per byte, which ranks can cut anywhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Unpack codes of a matrix or of a stack to one code a byte; returns them and the quantizer of unpacked codes."""
+    """Unpack the codes of a matrix or of a stack to one per byte; also returns the quantizer that makes such codes."""
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
     return unpack(codes, dim), quantizer.unpacked() or quantizer
@@ -48,7 +48,7 @@ def two_a_byte(codes: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
-    """Whether two quantizers make the same codes, however many of them share a byte."""
+    """Whether two quantizers make the same codes; whether the codes are packed two per byte does not count."""
     if one is None or other is None:
         return one is other
     return one == other or (one.unpacked() or one) == (other.unpacked() or other)
@@ -56,7 +56,7 @@ def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
 
 @cache
 def with_a_code_a_byte(recipe: Recipe) -> Recipe:
-    """The recipe with one-level quantizers unpacked, for steps that may begin in the middle of a byte."""
+    """The recipe with its one-level quantizers unpacked, for ops that may cut codes in the middle of a packed byte."""
     slots = {slot: getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)}
     packs = {slot: each for slot, each in slots.items() if each is not None and not each.has_outer_scale()}
     changed = {slot: own for slot, each in packs.items() if (own := each.unpacked()) is not None and own != each}

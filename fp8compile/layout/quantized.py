@@ -44,7 +44,7 @@ class Plain:
 
     @property
     def cuts(self) -> Sharding:
-        """The cuts of the layout: which part of the whole this rank has."""
+        """How ranks cut the whole tensor, one entry for each group of ranks; taken from the layout."""
         return self.layout.cuts
 
     @property
@@ -61,7 +61,7 @@ class Plain:
         return tuple(shape)
 
     def with_cuts(self, cuts: Sharding) -> Plain:
-        """The same elements, with other cuts in the layout."""
+        """The same elements with another layout, in which ranks have made these cuts."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
@@ -105,7 +105,7 @@ class Quantized:
 
     @property
     def cuts(self) -> Sharding:
-        """The cuts of the layout: which part of the whole this rank has."""
+        """How ranks cut the whole tensor, one entry for each group of ranks; taken from the layout."""
         return self.layout.cuts
 
     @property
@@ -122,7 +122,7 @@ class Quantized:
         return (*codes[:batch], *shape_said(self.quantizer, "values_shape", codes[batch:]))
 
     def grid(self) -> Tensor:
-        """The scales of blocks of a matrix, 2-D."""
+        """The scales of a matrix's blocks as a 2-D grid, taken out of their tiles if they lie in tiles."""
         if self.scale.ndim == 2:
             return self.scale
         rows, columns = self.shape
@@ -152,7 +152,7 @@ class Quantized:
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
-        """This operand with other codes. Scales that are not given are views of this operand's scales."""
+        """This operand with other codes; scales that are not given become views of this operand's scales."""
         alias = torch.ops.aten.alias.default
         scale = alias(self.scale) if scale is None else scale
         outer = None if self.outer_scale is None else alias(self.outer_scale)
@@ -164,5 +164,5 @@ class Quantized:
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """The same codes and scales, with other cuts in the layout."""
+        """The same codes and scales with another layout, in which ranks have made these cuts."""
         return replace(self, layout=replace(self.layout, cuts=cuts))

@@ -30,6 +30,6 @@ def scale_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
 
 
 def scale_shapes(size: Sequence[int], quantizer: Quantizer) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a weight's scales by level: first those of blocks, then the outer scales if there are any."""
+    """The shape of each level of a weight's scales: scales of blocks, then outer scales if there are two levels."""
     blocks = scale_shape(size, quantizer)
     return (blocks, tuple(size[:-2]) or (1,)) if quantizer.has_outer_scale() else (blocks,)

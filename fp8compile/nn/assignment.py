@@ -117,7 +117,7 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
 def ends(model: nn.Module, count: int) -> set[nn.Module]:
     """The layers in the first and the last ``count`` blocks of a model, and those before and after all blocks.
 
-    A model without blocks has each layer as a block.
+    If the model has no blocks, each layer counts as a block.
     """
     if type(count) is not int or count < 0:
         raise ValueError(f"convert: keep_ends is {count!r}; it is how many blocks at each end stay as they are.")

@@ -1,4 +1,4 @@
-"""calibrate: static scales of inputs, from the amaxes that a pass over data sees."""
+"""calibrate: gives layers static scales of their inputs, from the largest magnitudes in a pass over data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["calibrate", "set_row"]
 
 
 def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
-    """The quantizer of the same codes whose scale is given; None if a tensor has more than one scale."""
+    """The DelayedScaling that makes the same codes from a stored scale; None if a tensor has more than one scale."""
     if isinstance(quantizer, DelayedScaling):
         return quantizer
     if not isinstance(quantizer, CurrentScaling) or quantizer != CurrentScaling(format=quantizer.format):
@@ -30,7 +30,7 @@ def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
 
 
 def _static(recipe: Recipe) -> Recipe | None:
-    """The recipe with given scales for input and weight; None if they have more scales than one a tensor."""
+    """The recipe with stored scales (DelayedScaling) for input and weight; None if one of them can't have any."""
     if recipe.dequantized_output or recipe.dequantized_gradients:
         return None  # these read codes by current scaling
     own: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def _static(recipe: Recipe) -> Recipe | None:
 
 @contextmanager
 def _amaxes_of_inputs(layers: list[Linear]) -> Iterator[dict[Linear, Tensor]]:
-    """The largest amax of each layer's inputs, () float32, over all calls within the context."""
+    """Context that yields, for each layer, the largest magnitude of its inputs in all calls inside, () float32."""
     found: dict[Linear, Tensor] = {}
 
     def seen(layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -83,7 +83,7 @@ def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module
 
 
 def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
-    """Set one tensor's multiplier by an amax, and make that the only amax of its history."""
+    """Set one row of a layer's state: this amax becomes the only one of the history, and decides the multiplier."""
     history, multiplier = torch.zeros_like(layer.amax_history[row]), torch.ones_like(layer.multiplier[row])
     history[0] = layer.amax_history[row, 0]  # that of a quantized weight
     history, multiplier = quantizer.next_state(history, multiplier, amax)
@@ -92,12 +92,12 @@ def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) ->
 
 
 def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
-    """Give the layers of a model static scales of their inputs, from the values that a pass over data has.
+    """Give the layers of a model static scales of their inputs, in place, from the values in a pass over data.
 
-    In place. A layer whose recipe scales input and weight as whole tensors gets delayed scaling. Its multipliers are
-    those of the largest amax of its inputs, and of its weight. No forward changes these. A later backward does,
-    because training goes on with delayed scaling. Other layers stay as they are: experts, and those with scales of
-    blocks.
+    A layer whose recipe has one scale for the whole input and one for the whole weight gets delayed scaling. Its
+    multipliers come from the largest magnitude of its inputs in this pass, and of its weight. A forward does not
+    change them. A later backward does, because training goes on with delayed scaling. Experts, and layers with scales
+    of blocks, stay as they are.
 
     Call `freeze_weights` after this to make the weights codes. ``fp8compile.export.save_pretrained`` writes the static
     scales in formats that have them.
@@ -111,9 +111,9 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
 
     Raises:
         TypeError: The model is not a module.
-        ValueError: The model is compiled, no layer has one scale a tensor, a layer's weight is codes or spread over
-            ranks, or ``run`` called a layer never or with an input whose amax is 0, infinite or NaN. Nothing is
-            changed then.
+        ValueError: The model is compiled, no layer has one scale per tensor, a layer's weight is quantized already or
+            spread over ranks, or ``run`` did not call a layer, or gave it inputs whose amax is 0, infinite or NaN.
+            Nothing is changed then.
     """
     check_model("calibrate", model)
     names = {module: name or "the model" for name, module in model.named_modules()}

@@ -76,7 +76,7 @@ def matrices(layer: nn.Module) -> list[tuple[int, int]]:
 
 
 def method_of(layer: nn.Module) -> str:
-    """Name of the method that has a layer's products. For experts it may be another method than the forward."""
+    """Name of the method that computes a layer's products; for experts it may be another one than ``forward``."""
     return "forward" if isinstance(layer, nn.Linear) else method_that_multiplies(layer)
 
 

@@ -31,7 +31,7 @@ ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the seco
 
 
 def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], Sequence[int]]:
-    """The placements and the whole shape of a part of a DTensor's codes."""
+    """The placements and the shape over all ranks of one part of a DTensor: its codes, scale or outer scale."""
     if part == "codes":
         return weight.placements, codes_shape(weight.shape, own.quantizer)
     if part == "scale":
@@ -121,7 +121,7 @@ class CodesInState(Observed):
         CONVERTED.add(self)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows: the text of the base class, and the recipe, by name if it has one."""
+        """The text that ``print`` shows: the text of the base class, and the recipe, by its name if it has one."""
         recipe: Any = self.recipe
         name, own = describe(recipe), super().extra_repr()
         return f"{own}{', ' if own else ''}recipe={shown(recipe) if name == 'custom' else name}"

@@ -73,7 +73,7 @@ def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
 def _groups(
     model: nn.Module, recipes: dict[nn.Module, Recipe], given: Groups, *, quantized_parameters: bool
 ) -> list[tuple[nn.Module, ...]]:
-    """The groups of layers that share an outer scale."""
+    """The groups of layers that share an outer scale, from convert's argument ``share_outer_scale``."""
     if given is False:
         return []
     if quantized_parameters:
@@ -122,9 +122,9 @@ def convert(
             NVIDIA trains in four bits with 0.15.
         tail_recipe: Recipe of the tail, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
-        quantized_parameters: Whether the weights of layers and experts become codes and scales, without a copy in high
-            precision. The parameters are new objects then. If forward and backward multiply different codes (rowwise,
-            MX), a weight has both sets; see ``docs/parameters.md``.
+        quantized_parameters: Whether the weights of layers and experts are kept as codes and scales, without a copy in
+            high precision. The parameters are new objects then. If forward and backward multiply different codes
+            (rowwise, MX), a weight has both sets; see ``docs/parameters.md``.
         keep_initial: Whether to keep the values of quantized weights on the CPU, until ``fp8compile.MasterWeights``
             takes them. Under FSDP2 each rank keeps those of its shards. For a weight on the meta device, the values
             that are written to it later are kept.

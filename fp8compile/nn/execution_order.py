@@ -1,6 +1,6 @@
-"""The order in which observed layers run, for the question which operand was the first with a NaN.
+"""Records the order in which observed layers run, so that a report can name the first operand with a NaN.
 
-Eager calls note it as they run. Of compiled code, the order is that of nodes in the graph that Dynamo has traced.
+Eager calls are recorded as they run. For compiled code, the order is that of the nodes in the graph that Dynamo made.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ EVERY: WeakSet[ExecutionOrder] = WeakSet()
 
 
 class ExecutionOrder:
-    """Notes in which order buffers were first given to the ops that observe.
+    """Records in which order layers first run. A layer is known by the buffer that its statistics are added to.
 
     Args:
-        buffers: The tensors of sums, one for each weight.
+        buffers: These buffers, one for each observed weight.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
@@ -34,20 +34,20 @@ class ExecutionOrder:
         EVERY.add(self)
 
     def note(self, buffer: Any) -> None:
-        """Note that the layer with this buffer runs now, unless it has run before."""
+        """Record that the layer with this buffer runs now, unless it has run before."""
         index = next((index for index, each in enumerate(self._buffers) if each is buffer), None)
         if index is not None:
             self._places.setdefault(index, len(self._places))
 
     def sorted(self) -> list[int]:
-        """Indices of the buffers in the order of execution; buffers that were never seen come last."""
+        """Indices of the buffers in the order in which their layers ran; layers that never ran come last."""
         behind = len(self._buffers)
         return sorted(range(behind), key=lambda index: (self._places.get(index, behind), index))
 
 
 @cache
 def _watch() -> None:
-    """Watch the graphs of this process from now on."""
+    """Record the layers of each graph that Dynamo makes in this process from now on."""
     _compat.when_graph_is_made(_note_graph)
 
 
@@ -57,7 +57,7 @@ def _note_graph(graph: fx.GraphModule, inputs: Sequence[Any], _: object) -> None
 
 
 def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
-    """Note the buffers of a graph whose placeholders have these values; a region is a graph of its own."""
+    """Record the observed layers that a graph runs, also inside of its regions; ``inputs`` are the graph's inputs."""
     known: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -77,7 +77,7 @@ def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
 
 
 def note_call(buffer: Any) -> None:
-    """Note a call of the layer with this buffer, unless the buffer is None."""
+    """Record a call of the layer with this buffer; nothing if the buffer is None."""
     if buffer is not None:
         for order in EVERY:
             order.note(buffer)

@@ -1,4 +1,4 @@
-"""Raise an error on all ranks if one rank finds it: that rank sends a mark first, so that none waits forever."""
+"""Raise an error on all ranks if one rank finds it: that rank sends a mark first, so that no rank waits forever."""
 
 from __future__ import annotations
 

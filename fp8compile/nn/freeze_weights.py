@@ -1,4 +1,4 @@
-"""freeze_weights: make the weights of a trained model codes once, for inference."""
+"""freeze_weights: replaces the weights of a trained model by their codes, for inference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FUNCTION = "freeze_weights"
 
 
 def _frozen(recipe: Recipe) -> Recipe | None:
-    """The recipe of a layer that has only the codes of its forward; None if its forward has no codes of the weight.
+    """The recipe for a layer that keeps only the codes that its forward reads; None if the forward reads no codes.
 
     If grad_input would read other codes of the weight, it multiplies the values of the forward's codes instead.
     """
@@ -46,7 +46,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
 
 
 def _forward_set(weight: QuantizedParameter) -> QuantizedParameter:
-    """The codes of the forward alone, of a weight that is codes already."""
+    """A quantized weight with one set of codes, the one that the forward reads."""
     if weight.quantizer_for_grad_input is None:
         return weight
     found = QuantizedParameter.of_sets(weight.sets()[:1], weight.dtype, batch=weight.batch)
@@ -78,18 +78,18 @@ def _freeze(layer: nn.Module) -> None:
 
 
 def freeze_weights(model: Model) -> Model:
-    """Make the weights of all FP8 layers codes, once, and keep them so: for inference, and as a base of adapters.
+    """Replace the weights of all FP8 layers by their codes for good: for inference, or as the base of adapters.
 
-    Each weight has then one set of codes, that of the forward, with the codes and scales that it has in training.
-    Nothing quantizes it again, and its values are gone. Outputs have the same bits. The weights ask for no gradient,
-    and a write of values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A state dict
-    with codes loads.
+    Each weight then has one set of codes, the one that the forward reads, with the same codes and scales as in
+    training. Nothing quantizes it again, and its values are gone. Outputs have the same bits. The weights ask for no
+    gradient, and a write of values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A
+    state dict with codes loads.
 
     Gradients still flow to the inputs of the layers. If a recipe has other codes of the weight for grad_input, such as
     ``fp8compile.recipes.rowwise()``, that GEMM multiplies the values of the forward's codes in high precision.
 
-    Layers with delayed scaling keep the scale of their input as it is, for no forward changes it. For static scales
-    without delayed scaling in training see `calibrate`.
+    Layers with delayed scaling keep the scale of their input, because no forward changes it. For static scales without
+    delayed scaling in training see `calibrate`.
 
     Args:
         model: A converted model, not compiled and not under FSDP. Its parameters may be values or codes.

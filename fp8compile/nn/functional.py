@@ -136,7 +136,7 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
 
 
 def given_observer(observer: Observer | None) -> dict[str, Observer]:
-    """The observer as a keyword argument; without one nothing, because other packages' modes know no such argument."""
+    """The observer as a keyword argument, or none: modes of other packages may not know this argument."""
     return {} if observer is None else {"observer": observer}
 
 

@@ -157,7 +157,7 @@ class Linear(CodesInState, nn.Linear):
     def outer_amax(self) -> Tensor | None:
         """The largest magnitude of all weights that share this layer's outer scale, (1,) float32.
 
-        Returns None if the layer shares none, or if the weights are codes.
+        Returns None if the layer shares no outer scale, or if the weights are kept as codes.
         """
         quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
         if not self.scale_group or quantizer is None:
@@ -199,7 +199,7 @@ class Linear(CodesInState, nn.Linear):
         self.own_weight()
 
     def own_weight(self) -> None:
-        """Tell a weight that is quantized with delayed scaling to read its multiplier from this layer's state."""
+        """Let a weight that is quantized with delayed scaling read its multiplier from this layer's state."""
         if self._delays_codes():
             local_itself(self.weight).state = RowOfWeight(self)
 

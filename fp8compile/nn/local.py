@@ -9,14 +9,15 @@ from fp8compile._compat import is_dtensor
 __all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 
 
-def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap a local tensor as a DTensor with the placements of ``tensor``; unchanged if ``tensor`` is no DTensor."""
+def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> Tensor:
+    """Wrap a local tensor as a DTensor with the placements of ``tensor``; unchanged if ``tensor`` is not a DTensor.
+
+    The DTensor has the shape and strides of ``whole``, by default those of ``tensor``.
+    """
     if not is_dtensor(tensor):
         return local
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return type(tensor).from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    mesh, placements, whole = tensor.device_mesh, tensor.placements, tensor if whole is None else whole
+    return type(tensor).from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def on_all_ranks_of(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap a tensor as a replicated DTensor on a weight's mesh; unchanged if the weight is no DTensor."""
+    """Wrap a tensor as a replicated DTensor on a weight's mesh; unchanged if the weight is not a DTensor."""
     if not is_dtensor(weight):
         return tensor
     from torch.distributed.tensor import Replicate

@@ -157,7 +157,7 @@ class MasterWeights(Optimizer):
     def _computing(self, params: list[Tensor], *, rounds: bool = True) -> Iterator[None]:
         """Context in which the inner optimizer runs on the masters of ``params``.
 
-        If ``rounds``, the masters are rounded to codes afterwards.
+        If ``rounds`` is True, the masters are rounded to codes afterwards.
         """
         for p in params:
             local_itself(p).check_writable("a step")
@@ -283,10 +283,12 @@ class MasterWeights(Optimizer):
                     )
                 local_itself(self._masters[p]).copy_(local_itself(master))
         weights = [group["params"] for group in self.param_groups]
+        self._fill(list(self._masters))  # the inner optimizer may look at the shapes of its parameters
         with self._lent(self.param_groups):
             self.inner.load_state_dict(
                 {"state": {i: each for i, each in state.items() if each}, "param_groups": groups}
             )
+        self._free()
         self._share_groups(weights)  # loading has made new group dicts
         self._steps = max(steps, default=0)
         self.state.clear()

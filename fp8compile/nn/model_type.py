@@ -1,4 +1,4 @@
-"""The type of a model that a function changes in place and returns, and the check of that argument."""
+"""The type of a ``model`` argument that a function changes in place and returns, and the check of this argument."""
 
 from __future__ import annotations
 

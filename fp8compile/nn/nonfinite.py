@@ -1,4 +1,4 @@
-"""Which operand of which layer had a NaN or an infinity first, on which rank; looked at one step later.
+"""Finds the first operand with a NaN or an infinity, its layer and its rank. The host looks one step later.
 
 a step that is read    counts of all layers and ranks --one gather--> memory of the host, without waiting
 the step after it      the host looks at them
@@ -32,10 +32,11 @@ class Sent(NamedTuple):
     """Counts on their way to the host.
 
     Attributes:
-        step: The step that was read.
+        step: The step whose statistics were read.
         matrices: The layers of all ranks, in the order of ``counts``, and how many matrices each has.
-        order: Their names in the order in which they run; layers of other ranks come last.
-        counts: (ranks, layers, slots, 2, E): numbers of elements, and of those that are not finite.
+        order: Names of these layers in the order in which they run; layers of other ranks come last.
+        counts: (ranks, layers, operands, 2, E): for each matrix, the number of elements and of elements that are not
+            finite.
         arrived: The event after which the host may look; None if the counts are there.
     """
 
@@ -47,10 +48,10 @@ class Sent(NamedTuple):
 
 
 class NonFinite:
-    """Looks for the first operand with a NaN or an infinity.
+    """Looks for the first operand with a NaN or an infinity, without making the host wait for the device.
 
     Args:
-        totals: Names of the totals of the observers, ``"nonfinite"`` among them.
+        totals: Names of the sums that observers keep; one of them is ``"nonfinite"``.
     """
 
     def __init__(self, totals: str) -> None:
@@ -63,7 +64,7 @@ class NonFinite:
         """Gather the counts of all ranks, and begin to copy them to the host.
 
         Args:
-            step: The step that was read.
+            step: The step whose statistics were read.
             observers: This rank's layers, in the order in which they run.
             matrices: The layers of all ranks, and how many matrices each has.
         """

@@ -34,11 +34,12 @@ class Observed(Module):
     _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
 
     def observer(self, name: str, stack: Any = None) -> Observer | None:
-        """Where statistics of the products with a weight go in this call; None if nobody reads them.
+        """Where this call adds up statistics of the products with a weight; None if nobody reads them in this step.
 
         Args:
             name: The name of the weight.
-            stack: The weight of experts as the forward finds it, if ranks may have different experts of it.
+            stack: The experts' weights as the forward uses them, if a rank may have only some of the experts; else
+                None.
         """
         if not torch.is_grad_enabled() or self._observers is None:  # an evaluation has no backward, which would write
             return None
@@ -50,7 +51,7 @@ class Observed(Module):
         return found if stack is None else found.placed(first_expert(stack))
 
     def weights_to_observe(self) -> dict[str, int]:
-        """For each weight that the module multiplies by, the number of matrices; 0 if it is no stack."""
+        """Names of the weights that the module multiplies by, each with its number of matrices; 0 if it is 2-D."""
         parameters: dict[str, Any] = {name: self.get_parameter(name) for name in self.observed_weights}
         return {name: each.shape[0] if each.ndim == 3 else 0 for name, each in parameters.items()}
 

@@ -18,7 +18,7 @@ WHOLE_TENSOR = CurrentScaling()  # its amax is one number
 
 
 def _check_together(weights: Sequence[Tensor]) -> None:
-    """Raise a RuntimeError unless ranks hold the weights in the same way."""
+    """Raise a RuntimeError unless all weights are plain tensors, or all are DTensors on the same mesh."""
     meshes = {each.device_mesh if is_dtensor(each) else None for each in weights}
     if len(meshes) > 1:
         raise RuntimeError(
@@ -39,7 +39,7 @@ def _amax(weight: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> Te
 def shared_outer_amax(weights: Sequence[Tensor], quantizer: Quantizer) -> Tensor | None:
     """The largest magnitude of some weights in the dtype that a layer computes in, (1,) float32.
 
-    Returns None if the weights are codes already, whose scales are known.
+    Returns None if the weights are kept as codes, because they have their scales already.
 
     Args:
         weights: Matrices, plain or all of them DTensors on one mesh.

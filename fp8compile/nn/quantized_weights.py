@@ -48,7 +48,7 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """The quantizers of a weight, one for each set of codes; transposed if memory holds the weight transposed."""
+    """The quantizers of a weight's sets of codes, transposed if the module keeps the weight transposed."""
     slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
     return tuple(as_it_lies(layer, each) for each in slots)
 
@@ -131,7 +131,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
 
 
 def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
-    """The quantizers of a converted layer's weight, one for each set of codes, as the weight lies in memory.
+    """The quantizers of a converted layer's weight, one per set of codes, transposed if memory holds it so.
 
     Raises:
         ValueError: The weight can't be kept as codes; the text says why.
@@ -142,7 +142,7 @@ def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
 
 
 def put_codes(layer: Any, name: str, codes: QuantizedParameter) -> None:
-    """Make codes the weight ``name`` of a converted layer."""
+    """Replace the parameter ``name`` of a converted layer by a quantized one."""
     made = in_place_of(getattr(layer, name), codes)
     local = local_itself(made)
     if local.gathers is not None:

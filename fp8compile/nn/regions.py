@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from fp8compile import _compat
 from fp8compile.nn.made_classes import MadeClass, made_class
 from fp8compile.nn.model_type import Model, check_model
+from fp8compile.saved_tensors import SavedAsCodes, partitioner
 
 __all__ = ["compile", "repeated_blocks"]
 
@@ -30,7 +31,12 @@ PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def compile(
-    model: Model, *, blocks: Iterable[nn.Module] | None = None, fullgraph: bool = True, **options: Any
+    model: Model,
+    *,
+    blocks: Iterable[nn.Module] | None = None,
+    fullgraph: bool = True,
+    saved: SavedAsCodes | None = None,
+    **options: Any,
 ) -> Model:
     """Compile a model as one graph, and each kind of repeated block once.
 
@@ -42,6 +48,7 @@ def compile(
         blocks: Modules of the model that are alike, such as ``model.model.layers``; no block contains another one.
             ``()`` for no blocks, which is plain ``torch.compile``. By default the blocks of `repeated_blocks`.
         fullgraph: Passed to ``torch.compile``, whose own default is False.
+        saved: Which tensors the forward saves as codes for the backward, inside of blocks too; None for none.
         **options: Other options of ``torch.compile``. With ``dynamic=True`` sizes vary, but a new value of a float,
             such as a module's attribute, compiles another graph, because PyTorch's regions take no float that varies.
 
@@ -49,14 +56,17 @@ def compile(
         The module that ``torch.compile`` returns. It has the model's attributes, and its type is the model's.
 
     Raises:
-        TypeError: The model or a block is not a module.
+        TypeError: The model or a block is not a module, or ``saved`` is no `SavedAsCodes`.
         ValueError: A block is not a part of the model, is inside another block, or can't be a region: its forward is
-            set on the instance, or PyTorch does not accept its parameters as arguments of a region.
+            set on the instance, or PyTorch does not accept its parameters as arguments of a region. Or ``saved`` is
+            given, and the backend is not Inductor or the options have a partitioner.
 
     Warns:
         UserWarning: Some repeated blocks can't be regions, and are inlined.
     """
     check_model("compile", model)
+    if saved is not None:
+        options = _with_partitioner(options, saved)
     chosen = _found(model) if blocks is None else _checked(model, list(blocks))
     alike = Counter(map(type, chosen))
     for block in chosen:
@@ -66,6 +76,29 @@ def compile(
     if chosen and options.get("dynamic"):
         compiled.forward = _compat.with_floats_pinned(compiled.forward)
     return compiled
+
+
+def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str, Any]:
+    """Options of ``torch.compile`` by which Inductor cuts graphs with the partitioner of a value."""
+    if not isinstance(saved, SavedAsCodes):
+        raise TypeError(f"compile: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or None.")
+    if (backend := options.get("backend", "inductor")) != "inductor":
+        raise ValueError(
+            f"compile: saved is a choice of Inductor's partitioner, and the backend is {backend!r}. Leave backend "
+            "out, or call the compiled model in fp8compile.saved_as_codes(...), which any backend takes."
+        )
+    own = dict(options.get("options") or {})
+    if own.get("custom_partitioner_fn") is not None:
+        raise ValueError(
+            "compile: saved is given, and options have custom_partitioner_fn: Inductor takes one partitioner. Leave "
+            "one of them out."
+        )
+    if (mode := options.get("mode")) is not None:  # torch.compile takes either a mode or options
+        from torch._inductor import list_mode_options
+
+        own = {**list_mode_options(mode, options.get("dynamic")), **own}
+    others = {name: value for name, value in options.items() if name != "mode"}
+    return {**others, "options": {**own, "custom_partitioner_fn": partitioner(saved)}}
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -108,7 +141,7 @@ def _found(model: nn.Module) -> list[nn.Module]:
 
 
 def _why_no_region(block: nn.Module) -> str | None:
-    """The reason why a block can't be a region, as the end of a sentence that begins "block 'name'"; else None."""
+    """Why a block can't be a region, as the end of a sentence that begins "block 'name'"; None if it can be one."""
     if "forward" in vars(block):
         return "has a forward of its own instance, which stands before that of its class"
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())

@@ -109,17 +109,17 @@ class ConversionRow:
         return Note(f"{self.past_forward} {PAST_FORWARD}", text) if self.past_forward else text
 
     def _cells(self) -> tuple[Cell, ...]:
-        """All cells of the row in the report's table but the name."""
+        """All cells of the row in the report's table, without the name."""
         recipe = recipes.describe(self.recipe) if self.recipe else "-"
         return self.module, self._size(), recipe, self._gemms_cell(), self._gathered_cell()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """Rows in the order of the model. ``print`` shows them as a table, in which equal layers are one line.
+    """The result of `conversion_report`. ``print`` shows it as a table, in which equal layers share a line.
 
     Attributes:
-        rows: One row for each layer.
+        rows: One row for each layer, in the order of the model.
     """
 
     rows: tuple[ConversionRow, ...]

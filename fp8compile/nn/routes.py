@@ -103,7 +103,7 @@ def _check(counts: object, ranks: int, capacity: object) -> None:
 
 
 def _is_read(counts: Tensor) -> bool:
-    """Whether the host can read these numbers, which it can in eager mode if the tensor has data."""
+    """Whether the host can read these numbers: in eager mode, unless the tensor is fake."""
     return not torch.compiler.is_compiling() and not _compat.is_fake(counts)
 
 

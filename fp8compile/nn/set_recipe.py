@@ -29,7 +29,7 @@ def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
 
 
 def _has_codes(recipe: Recipe) -> bool:
-    """Whether the output reads codes."""
+    """Whether the output's GEMM reads codes of the input or of the weight."""
     return recipe.input is not None or recipe.weight is not None
 
 

@@ -26,7 +26,7 @@ Groups = bool | Sequence[Sequence[str]]
 
 
 def _names(given: object) -> tuple[tuple[str, ...], ...]:
-    """The names of each group; raises a TypeError if they are no names."""
+    """The layer names of each group of `share_outer_scale`; raises a TypeError if the argument has another form."""
     if given is True:
         return FUSED
     groups = list(given) if isinstance(given, (list, tuple)) else []

@@ -60,7 +60,7 @@ class DelayedState(NamedTuple):
 
 
 class RowOfWeight:
-    """A function that returns the weight's row of a layer's state, from the buffers that the layer then has."""
+    """A callable that returns the weight's row of a layer's state, from the buffers that the layer has then."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)

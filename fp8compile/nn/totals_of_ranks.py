@@ -1,4 +1,4 @@
-"""Totals of observed layers over all ranks of the default process group: one sum and one maximum for all layers."""
+"""Adds up statistics of observed layers over all ranks of the default process group, with two messages in all."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def rank() -> int:
 
 
 def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int]:
-    """The layers of all ranks, because pipelines give ranks different layers. All ranks call it once.
+    """The observed layers of all ranks together; pipelines give ranks different layers. All ranks call this once.
 
     Args:
-        matrices: The layers of this rank, and how many matrices each has.
+        matrices: The layers of this rank by name, and how many matrices each has.
         how: Arguments that have to be the same on all ranks.
 
     Raises:
@@ -55,7 +55,7 @@ def over_ranks(observers: Mapping[str, Observer], matrices: Mapping[str, int]) -
     """Add up the sums of all ranks, and take the maxima over them.
 
     Args:
-        observers: Buffers of this rank's layers.
+        observers: The observers of this rank's layers, which hold sums and maxima.
         matrices: The layers of all ranks, as `agreed` returns them.
     """
     if num_ranks() == 1:

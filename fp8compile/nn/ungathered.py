@@ -21,7 +21,7 @@ __all__ = ["UngatheredStack"]
 
 
 class UngatheredStack:
-    """A stack of matrices of which each rank has a part. It is not a tensor; only grouped products accept it.
+    """A stack of matrices that is spread over ranks. It is not a tensor; only grouped products accept it.
 
     Args:
         shard: This rank's matrices, (experts of this rank, N, K).

@@ -70,7 +70,7 @@ def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function that returns, for a layer and its names, its recipe by the caller's arguments.
+    """Make a function that takes a layer and its names, and returns its recipe by the arguments of `convert`.
 
     It returns the recipe and an empty text, or None and the reason why the layer has no recipe.
     """

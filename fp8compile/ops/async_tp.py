@@ -24,8 +24,8 @@ __all__ = ["on_the_wire"]
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
     """Codes in the dtype in which they are gathered: float8 if async tensor parallelism is on and can multiply them.
 
-    Other codes stay uint8, which the pass does not find. PyTorch's fused operator takes one scale, or one scale for
-    each row of a matrix; it would separate the scales of blocks from their codes.
+    Other codes stay uint8, so that Inductor's pass leaves their gathers alone. PyTorch's fused operator takes one
+    scale, or one scale for each row of a matrix. Scales of smaller blocks would be separated from their codes.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):
@@ -54,7 +54,7 @@ def _has_plain_scales(product: fx.Node) -> bool:
 
 
 def _is_of_reshaped_bytes(match: Any) -> bool:
-    """Whether a node views bytes as float8 for the left operand of a product, and `_straighten` can simplify it.
+    """Whether a node views bytes as float8 for a product's left operand, and `_straighten` can simplify it.
 
     It can if the bytes were viewed from the same float8 dtype before, or were reshaped.
     """
@@ -92,7 +92,7 @@ def _straighten(match: Any, *_: Any) -> None:
 
 
 def _is_no_reshape(match: Any) -> bool:
-    """Whether a reshape of a product changes nothing."""
+    """Whether a node reshapes a product to the shape that the product has already."""
     node = match.nodes[-1]
     if not _compat.async_tp() or node.meta["val"].shape != node.args[0].meta["val"].shape:
         return False
@@ -100,7 +100,7 @@ def _is_no_reshape(match: Any) -> bool:
 
 
 def _drop(match: Any, *_: Any) -> None:
-    """Remove a reshape that changes nothing, because PyTorch's pass would take it for a reshape to more dims."""
+    """Remove a reshape that changes nothing. PyTorch's pass would mistake it for a reshape to more dims."""
     node = match.nodes[-1]
     node.replace_all_uses_with(node.args[0])
     match.graph.erase_node(node)

@@ -55,10 +55,10 @@ def selected_gemm(
 def select_gemm(
     a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig | None = None
 ) -> str:
-    """The name of the GEMM that `selected_gemm` returns: that of a registered GEMM, or one of fp8compile's own.
+    """The name of the GEMM that `selected_gemm` returns, registered by another package or one of fp8compile's own.
 
-    Those are ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"scaled_by_mx"``, ``"blockwise"``,
-    ``"blockwise_by_mx"``, ``"mx"``, ``"nvfp4"`` and ``"emulated"``.
+    Names of fp8compile's own GEMMs are ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"scaled_by_mx"``,
+    ``"blockwise"``, ``"blockwise_by_mx"``, ``"mx"``, ``"nvfp4"`` and ``"emulated"``.
     """
     return selected_gemm(a, b, device, out_dtype, config).name
 

@@ -1,9 +1,9 @@
 """Hints to Inductor: ops that copy their input in eager mode, and in a graph tell how to store it. No value changes.
 
-after      identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
-realize    a value that is computed once and stored, instead of computed for each use snapshot   a copy that keeps its
-values when its source is overwritten store      codes that are written to memory once, in one layout, for all GEMMs
-that read them
+after       identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
+realize     a value that is computed once and stored, instead of computed for each use
+snapshot    a copy that keeps its values when its source is overwritten
+store       codes that are written to memory once, in one layout, for all GEMMs that read them
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 
 
 def _refuse_to_save(target: object) -> None:
-    """Raise a RuntimeError if an operator of a program that is saved is one of ours, which no other process knows."""
+    """Raise a RuntimeError if a program to be saved calls an op of this package, which no other process may know."""
     if isinstance(target, torch._ops.OpOverload) and target._schema.name in OPS:
         raise RuntimeError(
             f"torch.export.save: the program calls {target._schema.name}, and the file would load nowhere: the "

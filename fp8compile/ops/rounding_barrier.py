@@ -32,11 +32,11 @@ def _rounded(x: Tensor, apart: bool) -> Tensor:
 
 
 def made_of_kept(x: Tensor) -> Tensor:
-    """Return ``x`` behind the second barrier, for a call in the backward that reads it; the bits are the same.
+    """Return ``x`` behind a barrier that changes no bits, for a call in the backward that reads it.
 
-    PyTorch's partitioner always keeps what a call of the backward reads, such as an activation, even if it only has to
-    be multiplied again from two tensors that are kept anyway. Behind a barrier the partitioner decides by bytes. A
-    tensor that no pointwise code makes is returned as it is: a barrier would be a copy of it.
+    PyTorch's partitioner always saves what a call in the backward reads, such as an activation, even if a product of
+    two saved tensors would give it again. Behind a barrier the partitioner decides by bytes. A tensor that no
+    pointwise code computes is returned as it is, because a barrier would copy it.
     """
     if not is_fusible(x):
         return x

@@ -73,7 +73,7 @@ def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
 
 
 def _sharding(*args: Any) -> list[Split]:
-    """Cut rows of a or columns of b, never the summed dim: bits would then depend on the number of ranks."""
+    """The sharding rule: cut rows of a or columns of b. A cut summed dim would make bits depend on the ranks."""
     _, _, _, _, a_quantizer, b_quantizer, *others = args
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
     whole = (None,) * (2 + len(others))

@@ -72,7 +72,7 @@ def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) ->
 
 
 def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]]:
-    """The cuts of a tensor that fall between blocks, each with the matching cut of the grid of scales.
+    """The ways to cut a tensor without cutting through a block, each with the matching cut of the grid of scales.
 
     The grid's cut is None if the grid has a single entry along the dim: a shard can be cast or dequantized with that
     entry, but a shard alone can't compute it.

@@ -15,7 +15,7 @@ __all__ = ["broadcast_parameters"]
 
 
 def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
-    """Let masters start from the source rank's values; values from before quantization are sent if they were kept."""
+    """Let master weights start from the source rank's values: from those before quantization, if they were kept."""
     parameter.written = True
     if parameter.initial is not None:
         values = parameter.initial.to(parameter.device)
@@ -39,7 +39,7 @@ def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, sou
         The model.
 
     Raises:
-        TypeError: The model is no module.
+        TypeError: The model is not a module.
     """
     check_model("broadcast_parameters", model)
     with torch.no_grad():

@@ -98,7 +98,7 @@ def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
 def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
     """The right operand for a weight under graph_fsdp: this rank's rows of its tensor parallel part.
 
-    The product gathers their codes to codes of the part.
+    The product gathers the codes of these rows over the ranks of FSDP.
     """
     mesh = tokens.device_mesh
     cuts = placed_cuts(place.rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
@@ -192,7 +192,7 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
 
 
 def _counts(cuts: Sharding, mesh: DeviceMesh) -> bool:
-    """Whether this rank has elements that no other rank has, or is the first of those that have the same."""
+    """Whether this rank counts its elements in statistics: no other rank has them, or it is the first that does."""
     return all(cut is not None or mesh.get_local_rank(index) == 0 for index, cut in enumerate(cuts))
 
 
@@ -204,7 +204,7 @@ def _weight_seen(part: Plain, recipe: Recipe, *, counts: bool) -> Seen:
 
 
 def _observed(op: ObserveOp, *args: Any) -> Any:
-    """Observe a layer on DTensors. Totals are those of this rank, so they are plain tensors."""
+    """Run an op that observes a layer on DTensors; totals cover this rank's elements, so they are plain tensors."""
     given, place, _, names, recipe = op.split(args)
     tokens, mesh = given["grad_output" if op.gradient else "x"], args[0].device_mesh
     a, multiplier = part_of("linear", tokens), _whole_state(place.given().get("multiplier"))
@@ -237,8 +237,8 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
 def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
     """Further results of a layer with delayed scaling: its multipliers, and the amaxes of x and weight.
 
-    Amaxes are those of the whole tensors; but under graph_fsdp the weight's is that of this rank's rows, which the
-    backward reduces.
+    Amaxes cover the whole tensors. Under graph_fsdp the weight's amax covers only this rank's rows, and the backward
+    reduces it over ranks.
     """
     (for_x, for_weight, _), mesh = recipe.delayed(), x.device_mesh
     if isinstance(place, OVER_FSDP):

@@ -41,7 +41,7 @@ def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in one group of ranks."""
+    """One way to run an op in one group of ranks: which arguments are gathered, and how the others are cut."""
 
     # For each argument, the dim along which it has to be cut, and the number of elements that stay together (a unit).
     # None if each rank needs all of the argument.
@@ -86,7 +86,7 @@ def _prepared(part: Plain, cut: Cut | None, way: Way, place: int, index: int, me
 
 
 def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:
-    """Shapes of the op's results for whole arguments."""
+    """The shapes of the op's results if all arguments are whole."""
     with _disable_current_modes():
         metas = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
         found = op.fake(*metas)

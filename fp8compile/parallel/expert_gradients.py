@@ -19,7 +19,7 @@ __all__ = ["average_expert_gradients", "check_meshes", "expert_parameters", "has
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of spread experts by name, in the model's order, which is the same on all ranks."""
+    """Parameters of experts that are spread over ranks, by name, in an order that is the same on all ranks."""
     return {
         f"{prefix}.{name}".strip("."): parameter
         for prefix, module in model.named_modules()
@@ -57,7 +57,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
             sums them, or no other rank has these experts.
 
     Raises:
-        ValueError: ``parts`` is no positive int.
+        ValueError: ``parts`` is not a positive int.
     """
     if type(parts) is not int or parts < 1:
         raise ValueError(f"average_expert_gradients: parts is {shown(parts)}; it is an int of at least 1.")

@@ -41,7 +41,7 @@ class ExpertParallel(ParallelStyle):
     Raises:
         TypeError: When the style is applied: the module is no module of experts that ``fp8compile.convert`` converted
             and that routes tokens itself.
-        ValueError: When the style is applied: a mesh has more than one dim, the number of experts is no multiple of
+        ValueError: When the style is applied: a mesh has more than one dim, the number of experts is not a multiple of
             the number of ranks, or ``same_tokens`` has ranks that are not on the mesh.
     """
 

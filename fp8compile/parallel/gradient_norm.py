@@ -101,8 +101,8 @@ def clip_grad_norm_(
         The norm before scaling, shape (), the same on all ranks, in the dtype that gradients have.
 
     Raises:
-        TypeError: The model is no module.
-        ValueError: ``max_norm`` is no number of at least 0, or ``norm_type`` no number above 0.
+        TypeError: The model is not a module.
+        ValueError: ``max_norm`` is not a number of at least 0, or ``norm_type`` is not a number above 0.
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is True.
     """
     _check(model, max_norm, norm_type)

@@ -86,7 +86,7 @@ def column_parallel_grouped_linear(
         (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
-        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is no process group.
+        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is not a process group.
         ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
             sizes.
     """

@@ -32,7 +32,7 @@ __all__ = ["check_group", "column_parallel_linear", "row_parallel_linear"]
 
 
 def check_group(function: str, group: object, *tensors: object) -> str:
-    """The name of a group; raises a TypeError that names ``function`` if it is no group or a tensor is a DTensor."""
+    """The name of a group. A TypeError names ``function`` if it is not a group, or if a tensor is a DTensor."""
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise TypeError(
             f"{function}: a tensor is a DTensor, which knows its ranks itself; this function takes what one rank has. "
@@ -142,8 +142,8 @@ def column_parallel_linear(
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: ``recipe`` is no Recipe, ``group`` no process group, a dtype or layout is not taken, or a tensor is
-            a DTensor.
+        TypeError: ``recipe`` is not a Recipe, ``group`` is not a process group, a dtype or layout is not supported, or
+            a tensor is a DTensor.
         ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.

@@ -24,7 +24,7 @@ def share_scales(model: Model) -> Model:
         The model.
 
     Raises:
-        TypeError: The model is no module.
+        TypeError: The model is not a module.
         RuntimeError: PyTorch 2.11, whose tensors can't hold a process group.
     """
     check_model("share_scales", model)

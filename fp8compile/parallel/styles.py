@@ -49,7 +49,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
         use_local_output: Whether the output is a plain tensor with this rank's part; else it is a DTensor.
 
     Raises:
-        TypeError: When the style is applied: the module is no ``fp8compile.Linear``.
+        TypeError: When the style is applied: the module is not a ``fp8compile.Linear``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RowwiseParallel(parallel.RowwiseParallel):
         use_local_output: Whether the output is a plain tensor with this rank's part; else it is a DTensor.
 
     Raises:
-        TypeError: When the style is applied: the module is no ``fp8compile.Linear``.
+        TypeError: When the style is applied: the module is not a ``fp8compile.Linear``.
     """
 
     @staticmethod

@@ -7,6 +7,7 @@ from fp8compile.quantizers.derived import transposed, with_block
 from fp8compile.quantizers.gemm_config import GemmConfig
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.recipe import GEMMS, TENSORS, Gemm, Recipe, gemm_kind
+from fp8compile.quantizers.root_scaling import RootScaling
 from fp8compile.quantizers.two_level_scaling import TwoLevelScaling
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "GemmConfig",
     "Quantizer",
     "Recipe",
+    "RootScaling",
     "TwoLevelScaling",
     "gemm_kind",
     "transposed",

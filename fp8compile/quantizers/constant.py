@@ -24,11 +24,14 @@ import torch
 from fp8compile import _compat
 from fp8compile.quantizers.declaration import check_class, check_decorated, field_types, fits
 
-__all__ = ["Constant", "salt_with", "source_salt"]
+__all__ = ["Constant", "module_source", "salt_with", "source_salt"]
 
 PACKAGE = __name__.partition(".")[0]
 # the last two replace ops after the cache's key was computed
-SALTED = ("formats.py", "target.py", "_compat", "inductor", "quantizers", "ops", "kernels", "tensor", "parallel")
+SALTED = (
+    "formats.py", "target.py", "_compat", "inductor", "quantizers", "ops", "kernels", "tensor", "saved_tensors",
+    "parallel",
+)  # fmt: skip
 NAMED: Counter[str] = Counter()  # for each name in graphs, the number of classes that have it
 SALTED_MODULES: set[str] = set()  # modules of other packages whose ops or GEMMs are compiled into graphs
 SALTED_NAMES: set[str] = set()  # functions that these have registered and that no graph names
@@ -60,8 +63,8 @@ def _is_foreign(module: str) -> bool:
     return module.partition(".")[0] not in (PACKAGE, "torch", "builtins")
 
 
-def _foreign_source(module_name: str) -> bytes:
-    """The source that a foreign module may call: its whole package, or the module alone.
+def module_source(module_name: str) -> bytes:
+    """The source code to hash for a module of another package: its whole package, or only the module if it is alone.
 
     Code typed at a prompt has no source. A number unique to this process replaces it, so that its graphs miss the
     cache.
@@ -80,7 +83,7 @@ def salt_with(module_name: str, function: str = "") -> None:
 
     Args:
         module_name: The module.
-        function: Name of a function that the module has registered and that graphs do not name.
+        function: Name of a function that the module has registered; graphs call it without containing its name.
     """
     if function:
         SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)
@@ -95,7 +98,7 @@ def source_salt(cls: type[Any]) -> str:
     digest = hashlib.sha256(_package_hash())
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
     for module in [*modules, *sorted(SALTED_MODULES)]:
-        digest.update(_foreign_source(module))
+        digest.update(module_source(module))
     digest.update("\0".join(sorted(SALTED_NAMES)).encode())
     if "<locals>" in cls.__qualname__:
         digest.update(uuid.uuid4().bytes)  # its source does not tell the values that it closes over

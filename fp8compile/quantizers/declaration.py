@@ -30,7 +30,7 @@ MUTABLE = (list, dict, set, bytearray, torch.Tensor)
 
 
 def _names_of(cls: type[Any]) -> dict[str, Any]:
-    """The names that a class's string annotations may use: the module's globals and the class itself."""
+    """The names that string annotations of a class may use: the module's globals and the class itself."""
     module = sys.modules.get(cls.__module__)
     return {**vars(typing), **(vars(module) if module is not None else {}), cls.__name__: cls}
 

@@ -41,7 +41,7 @@ def _entries() -> dict[str, metadata.EntryPoint]:
 
 
 def source(name: str) -> str:
-    """The text for an error that names an entry point and its package."""
+    """The name of an entry point and its package, as text for an error."""
     return _source(_entries()[name])
 
 
@@ -89,7 +89,7 @@ def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
 
 
 def _value_of_imported(entry: metadata.EntryPoint) -> Any:
-    """The value of an entry point if it needs no import and no call of a function, else None."""
+    """The value of an entry point if its module is imported already and no function must be called, else None."""
     if entry in LOADED:
         return LOADED[entry]
     try:

@@ -131,7 +131,7 @@ class Quantizer(Constant):
     # ------------------------------------------------------------------ two levels
 
     def has_outer_scale(self) -> bool:
-        """Whether there are two levels of scales: those of blocks, and one of the whole tensor."""
+        """Whether there are two levels of scales: one scale for each block, and one for the whole tensor."""
         return type(self).outer_scale is not Quantizer.outer_scale
 
     def _one_level(self) -> NotImplementedError:
@@ -149,14 +149,14 @@ class Quantizer(Constant):
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
         """The outer scale, (1,) float32: a factor of the whole tensor, next to the scales of its blocks.
 
-        ``outer_amax`` is the amax of the whole tensor, (1,) float32. The scale is NaN if that is not finite.
+        ``outer_amax`` is the amax of the whole tensor, (1,) float32. If it is not finite, the scale is NaN.
         """
         raise self._one_level()
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """The scales of blocks in the form in which they are stored, ``scale_dtype()``, in the shape of the grid.
+        """The scales of blocks, as they are stored: in ``scale_dtype()``, shape ``scale_shape(shape)``.
 
-        ``amax`` has the shape of the grid, float32; ``outer_amax`` is that of the whole tensor, (1,) float32.
+        ``amax`` has the same shape, float32; ``outer_amax``, (1,) float32, is the amax of the whole tensor.
         """
         raise self._one_level()
 

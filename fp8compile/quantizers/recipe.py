@@ -265,7 +265,7 @@ class Recipe(Constant):
     def quantizers(self, gemm: Gemm) -> tuple[Quantizer, Quantizer] | None:
         """The quantizers of a GEMM's operands as the layer holds them; None if the GEMM stays in high precision.
 
-        With `dequantized_output` the output does.
+        With `dequantized_output` the output's GEMM stays in high precision.
         """
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
         return None if a is None or (gemm is GEMMS[0] and self.dequantized_output) else (a, b)

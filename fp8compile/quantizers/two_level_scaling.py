@@ -181,7 +181,7 @@ class TwoLevelScaling(Quantizer):
         return self.rounding == "nearest" and not self.hadamard
 
     def has_kernels(self) -> bool:
-        """Whether GPU kernels quantize tokens by the rule of scales; no kernel has ``"reciprocal"``."""
+        """Whether GPU kernels can quantize tokens by this rule of scales; none can by ``"reciprocal"``."""
         return self.scale != "reciprocal"
 
     def gemm_format(self) -> Float8Format | None:

@@ -45,7 +45,7 @@ class FullyShardHooks:
     ) -> tuple[DimSharding, Sequence[SetToGather]]:
         """Return how ranks cut the weight, and the sets of codes that this rank can send.
 
-        ``size`` is that of the whole weight, ``module`` the weight's, and ``mp_policy`` FSDP2's
+        ``size`` is the size of the whole weight, ``module`` the module that has it, and ``mp_policy`` FSDP2's
         ``MixedPrecisionPolicy``.
         """
         raise NotImplementedError
@@ -154,7 +154,7 @@ def _write(memory: Tensor, values: Tensor) -> None:
 
 
 def _without_values(own: Quantized) -> list[Tensor]:
-    """Scales, all of them NaN, for a set whose codes were not gathered."""
+    """NaN for all scales of a set whose codes were not gathered."""
     device = own.scale.device
     levels = scale_without_values(own.quantizer, (), torch.nan, device), torch.full((), torch.nan, device=device)
     return [level.expand(scale.shape) for level, scale in zip(levels, own.scales, strict=False)]

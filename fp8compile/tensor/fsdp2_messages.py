@@ -1,4 +1,4 @@
-"""The tensors that FSDP2 sends for a weight that is codes, and how those that arrive are read.
+"""The tensors that FSDP2 sends for a weight that is kept as codes, and how to read what arrives.
 
 Codes are sent as they are, and scales that only this rank has as one 1-D tensor of bytes beside them. If FSDP2 can't
 send two sizes (one rank, padded shards, a cut along another dim than 0), ranks send scales by their own messages.
@@ -47,7 +47,7 @@ class SetToGather:
     make: Callable[[Quantizer], Sequence[Tensor]]
 
     def bytes_of_own_scales(self, size: Sequence[int]) -> int:
-        """Number of bytes of those scales that differ from rank to rank, for a shard of this size."""
+        """Number of bytes of the scales that only this rank has, for a shard of this size."""
         dtypes = self.quantizer.scale_dtype(), torch.float32
         levels = zip(scale_shapes(size, self.quantizer), dtypes, self.is_own, strict=False)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype, is_own in levels if is_own)
@@ -143,7 +143,7 @@ def codes_to_send(
 def _scales_of_all_ranks(
     levels: Sequence[Tensor], own: SetToGather, shards: DimSharding, size: tuple[int, ...]
 ) -> list[Tensor]:
-    """The whole weight's scales by level; ranks exchange those that differ between them."""
+    """The whole weight's scales by level; ranks exchange the scales that each of them has only for its own shard."""
     dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), own.quantizer) for each in shards.sizes]
     for scale, is_own, level in zip(levels, own.is_own, zip(*shapes, strict=True), strict=True):
@@ -154,9 +154,9 @@ def _scales_of_all_ranks(
 def as_they_travel(quantizers: Sequence[Quantizer], shards: DimSharding, size: Sequence[int]) -> tuple[Quantizer, ...]:
     """The quantizers of codes in the form in which FSDP2 sends them.
 
-    Codes of four bits are sent two to a byte in all sets or in none, so that two sets' messages have the same length.
-    If shards are uneven or columns are cut, codes are sent one to a byte, because a padded shard needs an element for
-    each.
+    Four-bit codes are sent two per byte, either in both sets or in neither, so that the messages of both sets have the
+    same length. If shards are uneven or columns are cut, codes are sent one to a byte, because a padded shard needs an
+    element for each.
     """
     found = [_as_it_travels(each, shards, size) for each in quantizers]
     if any(packed_dim(each) is None for each in found):

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers for a weight with different codes for forward and backward, and its text for the report."""
+"""What FSDP2 gathers for a weight with different codes for forward and backward, and the words for it in reports."""
 
 from __future__ import annotations
 

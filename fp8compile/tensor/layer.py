@@ -107,16 +107,16 @@ def _run(func: Any, *args: Any) -> Any:
 
 
 def _observe(func: Any, *args: Any) -> Any:
-    """Observe a layer whose weight is kept as codes: of the weight what codes and scales tell."""
+    """Run the op that observes a layer with a weight that is kept as codes; of the weight it sees codes and scales."""
     op = OBSERVE_OPS[func]
     return _compat.as_kernel(op.run)(Phase.of(GEMMS[0], args[0]), args, codes_seen(args[2], args[-1]))
 
 
 def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:
-    """What can be observed of a weight that is kept as codes, by the product that reads them.
+    """What can be observed of a weight that is kept as codes: the codes that each product reads.
 
-    If forward and backward find their codes in the same memory, the forward sees only its own. Codes of another recipe
-    than the observed one are not seen.
+    If the two sets of codes share their memory, the forward sees only the set for the output. Nothing is observed if
+    the codes do not fit ``recipe``.
     """
     if unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input) is not None:
         return Seen(None)

@@ -60,7 +60,7 @@ class Pending:
         self.values = values
 
     def is_of(self, tensor: QuantizedParameter) -> bool:
-        """Whether a view of the parameter shows the whole parameter.
+        """Whether ``tensor``, the parameter or a view of it, has all elements of the parameter.
 
         Raises:
             TypeError: The view is a part of the parameter in a compiled graph, which can only write the whole.
@@ -91,7 +91,7 @@ def computed_values(tensor: QuantizedParameter) -> Tensor | None:
 
 
 def values_of(tensor: QuantizedParameter) -> Tensor:
-    """The values that an in-place op reads: those the running step has computed so far, else the dequantized codes."""
+    """The values that an in-place op reads: what the running step has computed so far, else the dequantized codes."""
     return tensor.dequantize() if (values := computed_values(tensor)) is None else values
 
 
@@ -112,7 +112,7 @@ def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> No
 
 
 def settle(parameters: Iterable[QuantizedParameter]) -> None:
-    """Quantize the values that a step has computed so far; all these parameters take one message of amaxes."""
+    """Quantize what a step has computed so far; one message exchanges the amaxes of all these parameters."""
     found = (each.pending for each in parameters)
     every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
     due: list[Any] = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]
@@ -147,7 +147,10 @@ def _close(parameters: Sequence[QuantizedParameter]) -> None:
 
 
 def _outside(argument: Any, parameters: Sequence[QuantizedParameter]) -> Any:
-    """Wrap a closure, so that it runs outside of the step and reads codes; return any other argument unchanged."""
+    """Wrap an optimizer's closure, so that its forward and backward run outside of the step, on up-to-date codes.
+
+    Any other argument is returned unchanged.
+    """
     if not callable(argument):
         return argument
 
@@ -179,7 +182,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> None:
-    """Raise a TypeError if one of the tensors is a parameter in a compiled step's graph, where its codes are stale."""
+    """Raise a TypeError if a tensor is a parameter in a compiled step's graph, where its codes are out of date."""
     for each in tensors:
         pending = getattr(each, "pending", None)
         if pending is not None and pending.parameter is None:

@@ -45,7 +45,7 @@ def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> 
 
 
 def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> bool:
-    """Whether a tensor of this size is one that FSDP2 allocates for a shard that ends within a block."""
+    """Whether a tensor of this size is a shard that FSDP2 allocates and that would end within a block."""
     if x.extent != WHOLE or len(size) != x.ndim:
         return False
     dim = cut_dim(x, size)

@@ -62,14 +62,14 @@ class _Shared:
 
 
 def _of_shared(name: str, what: str) -> Any:
-    """A property that reads and writes an attribute that all views of a parameter share."""
+    """Make a property that reads and writes an attribute of the state that all views of a parameter share."""
     return property(
         lambda self: getattr(self._shared, name), lambda self, value: setattr(self._shared, name, value), doc=what
     )
 
 
 def _up_to_date(name: str) -> property:
-    """A property that reads a part of the codes, after quantizing what a running optimizer's step has computed."""
+    """Make a property that reads codes or scales, and first quantizes what a running optimizer's step has computed."""
 
     def read(self: QuantizedParameter) -> Tensor | None:
         if self._shared.pending is not None:
@@ -208,7 +208,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def stored(self) -> tuple[Quantized, ...]:
-        """All sets of codes as memory has them, without the changes of an optimizer's step that is running."""
+        """All sets of codes as they are in memory, without what a running optimizer's step has computed since."""
         return self._sets_named("_")
 
     @property
@@ -334,7 +334,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """A view of this parameter with the same shape, made of the given sets of codes."""
+        """A view of this parameter with the same shape and the given sets of codes."""
         return self._shown_by(super().like(sets))
 
     def _shown_by(self, view: Self) -> Self:
@@ -342,7 +342,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return view
 
     def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
-        """A view of another shape, or of a part of this parameter."""
+        """A view of this parameter with another shape or with only a part of it, from the given sets of codes."""
         found, own = self._shown_by(self.of_sets(sets, self.dtype, batch=self.batch)), self.stored()
         if along_batch or self.extent == BLANK or sets[0].codes.numel() == own[0].codes.numel():
             found.group, found.shard_dim, found.sizes = self.group, shard_dim, self.sizes
@@ -449,27 +449,27 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return moved(func, args[0], result.unshared() if func in COPIES else result)
 
     def unshared(self) -> Self:
-        """Give this copy a shared state of its own, with equal content; returns the copy."""
+        """Give this copy a state that it does not share with the original, with equal content; returns the copy."""
         initial, written = self.initial, self.written
         found = self.alone()
         found.initial, found.written = initial, written
         return found
 
     def alone(self) -> Self:
-        """Give this tensor a new shared state, without initial values; returns the tensor."""
+        """Give this tensor a new state that no other view shares, without initial values; returns the tensor."""
         shared, self._shared = self._shared, _Shared()
         self.outer, self.gathers, self.frozen = shared.outer, shared.gathers, shared.frozen
         return self
 
     def flattens_blocks(self, size: Sequence[int]) -> bool:
-        """Whether a view of this size is 1-D while the codes lie in 2-D blocks, so that no block would be left."""
+        """Whether a view of this size is 1-D although codes lie in 2-D blocks, so that scales could not be kept."""
         if len(size) != 1 or self.ndim == 1:
             return False
         has_blocks = any(own.quantizer.block != (-1, -1) for own in self.stored())
         return bool(self.batch) or (self.extent in (SHARD, BLANK) and has_blocks)
 
     def flat(self, codes: Sequence[Tensor]) -> QuantizedParameter:
-        """The codes of each set as a 1-D view, without scales, because blocks have no place in it.
+        """The codes of each set as a 1-D view without scales, because a 1-D tensor has no 2-D blocks.
 
         FSDP2 keeps such a view of each shard, but never reads its values, and an op on them raises.
         """

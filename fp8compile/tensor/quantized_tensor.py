@@ -90,8 +90,8 @@ class QuantizedTensor(Tensor):
             stack of E matrices has (E, blocks, blocks). A shard that cuts blocks has the scales of the whole tensor.
         quantizer: The immutable quantizer that made the codes.
         group: The process group over whose ranks the whole tensor is spread, or None.
-        shard_dim: The dim along which these ranks have parts of the whole tensor. None if there is no group, or if a
-            view has lost the dim.
+        shard_dim: The dim along which these ranks have parts of the whole tensor. None if there is no group, or if
+            a view has lost the dim.
         sizes: Number of entries that each rank has along ``shard_dim``, if ``fp8compile.quantize`` was given them;
             else None.
         outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for a stack. None unless the
@@ -411,7 +411,7 @@ class QuantizedTensor(Tensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """A tensor of the same shape, made of the given sets of codes."""
+        """A tensor of the same shape with the given sets of codes."""
         return self._wrapped(sets, self.shard_dim, self.sizes)
 
     def _wrapped(self, sets: Sequence[Quantized], shard_dim: int | None, sizes: tuple[int, ...] | None) -> Self:
@@ -419,7 +419,7 @@ class QuantizedTensor(Tensor):
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **place)
 
     def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
-        """A view of another shape, made of the given sets of codes.
+        """A view of another shape with the given sets of codes.
 
         Args:
             sets: The view's sets of codes.

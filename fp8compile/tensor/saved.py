@@ -59,7 +59,7 @@ def _check(
 def load_tensor(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
 ) -> QuantizedTensor:
-    """Make a QuantizedTensor from what its pickle holds."""
+    """Make the QuantizedTensor of a pickle, from the parts that the pickle holds."""
     _check(codes, scale, quantizer, dtype, outer_scale)
     return QuantizedTensor(codes, scale, quantizer, dtype, outer_scale=outer_scale)
 
@@ -99,7 +99,7 @@ def _parameter(
 
 
 def load_pair(sets: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
-    """Make the QuantizedParameter of a pickle, for two sets of codes; the pickle holds a parameter for each set."""
+    """Make the QuantizedParameter of a pickle, for a weight with two sets of codes; ``sets`` has a parameter each."""
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
         raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")
     first, second = sets

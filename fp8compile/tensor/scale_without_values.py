@@ -1,4 +1,4 @@
-"""Scales for codes that have no values yet."""
+"""Scales for a quantized parameter that has no values yet."""
 
 from __future__ import annotations
 

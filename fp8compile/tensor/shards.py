@@ -14,7 +14,7 @@ __all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_d
 
 
 def sharded_dims(placements: Sequence[Any], ndim: int = 2) -> list[tuple[int, int]]:
-    """Pairs of a mesh dim and the tensor dim that is cut over it."""
+    """Pairs of a mesh dim and the tensor dim that this mesh dim cuts, for all mesh dims that cut one."""
     # not is_shard(), which is False for the _StridedShard that FSDP2 makes of rows that tensor parallelism has cut
     cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
     return [(index, placements[index].dim % ndim) for index in cut]
@@ -39,7 +39,7 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
 def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
     """How ranks cut a weight that is a DTensor; an empty tuple for a plain tensor.
 
-    The cut of tensor parallelism comes first, because FSDP2 cuts what tensor parallelism has cut.
+    The cut of tensor parallelism comes first, because FSDP2 cuts the parts that tensor parallelism has left.
     """
     if not is_dtensor(weight):
         return ()

@@ -28,17 +28,17 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
 def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that share the set's outer scale, or its scales of blocks if it has one level; None if none do."""
+    """The ranks that share the outer scale of the set ``own``, or block scales if it has one level; else None."""
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
 
 def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
-    """The ranks that have elements of the same matrix, or None."""
+    """The ranks that have parts of the same matrix, and so share its outer scale; None if no other rank does."""
     return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
 def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that have elements of the same blocks, or None."""
+    """The ranks that have parts of the same blocks, and so share their scales; None if no other rank does."""
     if weight.group is None or weight.shard_dim is None:
         return None
     return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
@@ -65,7 +65,7 @@ def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Te
 
 
 def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
-    """Multiplier and scales of a set's blocks. Delayed scaling takes the multiplier from the layer's state instead."""
+    """Multiplier and scales of a set's blocks, from the amaxes; with delayed scaling, from the layer's state."""
     quantizer = each.codes.quantizer
     if not isinstance(quantizer, DelayedScaling):
         return scales_of(amax, quantizer, outer_amax=outer_amax, batch=each.weight.batch)
@@ -128,7 +128,7 @@ def stand_for(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding],
 ) -> list[bool]:
-    """Whether quantizing these values would give the codes that each weight has. Arguments are those of `assign`."""
+    """For each weight, whether quantizing these values would give the codes it has. Arguments are like `assign`'s."""
     same = dict.fromkeys(map(id, weights), True)
     for each, value, new, _ in _quantized_anew(weights, values, dtypes, rounding, cuts):
         own, quantizer = each.codes, each.codes.quantizer

@@ -171,7 +171,7 @@ def _as_strided(
 ) -> QuantizedTensor:
     """Express a strided view by transposes, slices and reshapes.
 
-    AOTAutograd rebuilds views that leave a graph like this.
+    AOTAutograd rebuilds a graph's outputs that are views of inputs by ``as_strided``.
     """
     size, stride = tuple(size), tuple(stride)
     is_whole = size == tuple(x.shape) and stride == x.stride() and storage_offset in (None, x.storage_offset())
@@ -204,7 +204,7 @@ def _as_strided(
 
 
 def _position(offset: Any, stride: Sequence[int]) -> list[int]:
-    """Indices of the element at ``offset``."""
+    """Indices, one for each dim, of the element at ``offset`` in memory."""
     indices = [0] * len(stride)
     for dim in sorted(range(len(stride)), key=lambda d: -stride[d]):
         indices[dim], offset = divmod(offset, stride[dim]) if stride[dim] else (0, offset)

@@ -1,7 +1,7 @@
 """Regression tests against graph breaks, recompiles and lost fusions: for any model, FP8 or not.
 
 graphs/       graphs, breaks and recompiles of any model under torch.compile; imports nothing of FP8
-contracts/    checks of operators and quantizers, for those who write their own
+contracts/    checks for authors of operators and quantizers
 gpu/          a GPU's code on a machine without a GPU
 explain/      reports on each FP8 layer of a model
 memory/       what a training step holds in memory

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 
 import fp8compile as f8
-from fp8compile import export, library, ops, parallel, recipes, tables, testing
+from fp8compile import export, library, ops, optim, parallel, recipes, tables, testing
 
 __all__ = ["imported", "private"]
 
-PUBLIC = {module.__name__: module for module in (f8, export, library, ops, parallel, recipes, tables, testing)}
+PUBLIC = {module.__name__: module for module in (f8, export, library, ops, optim, parallel, recipes, tables, testing)}
 INTEGRATIONS = "fp8compile.integrations"  # its modules are public, and need the libraries that they are for
 
 

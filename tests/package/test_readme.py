@@ -87,8 +87,20 @@ def checkpoints(recipe):
     assert torch.equal(other[0].weight.dequantize(), model[0].weight.dequantize())
 
 
+def saved_as_codes(recipe):
+    kinds = []
+    linear = torch.nn.Linear(64, 64)
+    model = f8.convert(torch.nn.Sequential(torch.nn.RMSNorm(64), linear, torch.nn.SiLU()), recipe)
+    with f8.saved_as_codes(filter=lambda tensor: kinds.append(tensor.kind) or True):
+        y = model(torch.randn(32, 64))
+    y.sum().backward()
+    assert "activation" in kinds
+    assert linear.weight.grad is None or linear.weight.grad.any()
+
+
 IN_ONE_PROCESS = {
-    "dense": dense, "experts": experts, "parameters are codes": parameters, "checkpoints": checkpoints,
+    "dense": dense, "experts": experts, "parameters are codes": parameters, "saved as codes": saved_as_codes,
+    "checkpoints": checkpoints,
 }  # fmt: skip
 
 

@@ -182,10 +182,10 @@ def _roofline(bound: Roofline, gpu: GpuExplanation | None) -> Section:
 
 
 def graph_sections(found: Explanation) -> Iterator[Section]:
-    """What the graphs tell, the answer first.
+    """The sections about a model's graphs; the first one answers whether the model runs in FP8.
 
     Args:
-        found: What is to be shown; no code for a GPU is needed.
+        found: The explanation to show; it need not have code for a GPU yet.
     """
     answer = (found.verdict, *filter(None, [found.gain]))
     lines = (*answer, *(f"FELL BACK: {line}" for line in found.fell_back))
@@ -202,10 +202,10 @@ def graph_sections(found: Explanation) -> Iterator[Section]:
 
 
 def gpu_sections(found: Explanation) -> Iterator[Section]:
-    """What the code for a GPU tells, or why there is none; nothing if no GPU was asked for.
+    """The sections about the code for a GPU, or why there is no code; none if no GPU was asked for.
 
     Args:
-        found: What is to be shown.
+        found: The explanation to show.
     """
     if found.gpu is None:
         return

@@ -31,12 +31,12 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title and what it shows.
+    """A figure with its title and a caption.
 
     Attributes:
         name: A word for file names.
         title: The title.
-        caption: What is seen, in a sentence or two.
+        caption: What the figure shows, in a sentence or two.
         figure: The matplotlib figure.
     """
 
@@ -129,7 +129,7 @@ def _heat_map(readings: Readings, statistic: str, norm: Callable[[list[Any]], An
 
 @dataclass(frozen=True)
 class _Scale:
-    """A scale of colors: matplotlib's norm, the values that it is given for a grid, and its label."""
+    """A color scale: matplotlib's norm, a function from a grid of numbers to the numbers to draw, and a label."""
 
     norm: Any
     shown: Callable[[Any], Any]
@@ -137,7 +137,7 @@ class _Scale:
 
 
 def _shares(grids: list[Any]) -> _Scale:
-    """A logarithmic scale of shares; none at all is drawn as the least share."""
+    """A logarithmic color scale for shares; a share of 0 is drawn like the smallest positive one."""
     import numpy
     from matplotlib.colors import LogNorm
 
@@ -149,7 +149,7 @@ def _shares(grids: list[Any]) -> _Scale:
 
 
 def _decibels(grids: list[Any]) -> _Scale:
-    """A linear scale over the finite values; no error at all is drawn as the largest of them."""
+    """A linear color scale for decibels; an infinite ratio (no error) is drawn like the largest finite one."""
     import numpy
     from matplotlib.colors import Normalize
 
@@ -192,7 +192,7 @@ def _bad_steps(readings: Readings) -> list[int]:
 
 
 def _ranges(readings: Readings) -> Any:
-    """Powers of two from an operand's largest magnitude down to its smallest, beside the ranges of formats."""
+    """A chart of the powers of two between an operand's largest and smallest magnitude, beside the formats' ranges."""
     panels = _panels(readings, "range", readings.last)
     figure = _figure(max(map(len, panels.values())), len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -215,7 +215,7 @@ def _ranges(readings: Readings) -> Any:
 
 
 def _exponents(readings: Readings) -> Any:
-    """The share of codes in each exponent field."""
+    """A chart of the share of codes in each exponent field."""
     import numpy
     from matplotlib.colors import LogNorm
 
@@ -243,7 +243,7 @@ def _exponents(readings: Readings) -> Any:
 
 
 def charts(readings: Readings) -> Iterator[Chart]:
-    """The charts that a run's readings have statistics for."""
+    """All charts for which a run's readings have statistics."""
     if readings.curves:
         marked = " Dashed lines: steps with NaN or infinite elements." if _bad_steps(readings) else ""
         yield Chart("curves", "Curves", f"The other numbers of the readings.{marked}", _losses(readings))
@@ -263,7 +263,7 @@ def charts(readings: Readings) -> Iterator[Chart]:
 
 
 def png_of(chart: Chart) -> bytes:
-    """The chart as a PNG on white."""
+    """The chart as a PNG with a white background."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -273,7 +273,7 @@ def png_of(chart: Chart) -> bytes:
 
 
 def _inked(figure: Any) -> None:
-    """Give all text and lines of axes the color that stands for that of the page's text."""
+    """Draw all text and axes in a placeholder color, which `svg_of` replaces by the color of the page's text."""
     from matplotlib.axis import Axis
     from matplotlib.spines import Spine
     from matplotlib.text import Text

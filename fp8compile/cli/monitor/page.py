@@ -51,7 +51,7 @@ def page(title: str, sections: Sequence[Section], charts: Sequence[Chart]) -> st
 
     Args:
         title: Its title.
-        sections: What is said above the charts.
+        sections: Sections of text and tables above the charts.
         charts: The charts.
     """
     import fp8compile

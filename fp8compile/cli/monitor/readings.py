@@ -58,7 +58,7 @@ class Readings:
         }
 
     def last(self, operand: str, statistic: str) -> dict[str, Any]:
-        """By layer, the value of the last reading that has one."""
+        """For each layer, the value of a statistic for an operand in the last reading that has one."""
         found = {
             layer: next((each for each in reversed(row) if each is not None), None)
             for layer, row in self.rows(operand, statistic).items()

@@ -1,4 +1,4 @@
-"""What stands out in a run's readings: NaN first, then operands that saturate, underflow or are coarse."""
+"""Lists what is remarkable in a run's readings: first NaN, then operands that saturate, underflow or are coarse."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _extremes(readings: Readings, statistic: str, *, least: bool) -> Iterator[tu
 
 
 def summary(readings: Readings) -> Section:
-    """A table of what stands out, with NaN as loud rows.
+    """A table of what is remarkable in the readings; rows about NaN are highlighted.
 
-    The first step with NaN or infinite elements is listed; those after it follow from it.
+    Only the first step with NaN or infinite elements is listed, because later ones follow from it.
     """
     rows: list[tuple[str, ...]] = [each[:3] for each in _nonfinite(readings)]
     loud = frozenset(range(len(rows)))

@@ -34,7 +34,7 @@ def declare_states(model: nn.Module) -> None:
 
 
 def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
-    """The group that reduces a tensor's amaxes, in addition to the DTensor's mesh; None if there is no other rank."""
+    """The process group that reduces a tensor's amaxes, besides the DTensor's mesh; None if it has no other rank."""
     if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
         mesh = parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()

@@ -1,4 +1,4 @@
-"""What is added to the product of a stack of experts, such as the low-rank product of an adapter."""
+"""Additions to the product of a stack of experts, such as the low-rank product of an adapter."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NAME = "_fp8compile_added"  # attribute of a module: for each of its weights, by
 
 
 def takes_additions(module: nn.Module) -> bool:
-    """Whether the products of a converted module's experts take additions."""
+    """Whether `add_to_product` works for a module: whether its experts' products call `with_additions`."""
     host = getattr(type(module), "_host", None)
     return host is not None and bool(host.takes_additions)
 
 
 def add_to_product(module: nn.Module, weight: str, added: Added) -> None:
-    """Add the result of ``added`` to each product by a weight of a module's experts, in place of what was added."""
+    """Add the result of ``added`` to each product with a weight of a module's experts; replaces an earlier one."""
     vars(module).setdefault(NAME, {})[weight] = added
 
 
@@ -31,7 +31,7 @@ def no_longer_add(module: nn.Module, weight: str) -> None:
 
 
 def with_additions(module: Any, weight: str, x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
-    """The product ``y`` of rows ``x`` by a weight, and what is added to it."""
+    """The product ``y`` of rows ``x`` and a weight, plus the addition that `add_to_product` set for the weight."""
     own = getattr(module, NAME, None)
     if not own or weight not in own:
         return y

@@ -69,7 +69,7 @@ class ConvertedModule(CodesInState, MadeClass):
         self._recipe = recipe
 
     def weights_to_observe(self) -> dict[str, int]:
-        """For each weight that the module multiplies by, the number of experts; 0 if it is one linear."""
+        """Names of the weights that the module multiplies by, each with its number of experts; 0 for one linear."""
         layout = layout_of(self)
         names = layout.weights if self._host.observed is None else self._host.observed(self)
         return dict.fromkeys(names, layout.num_experts)
@@ -120,7 +120,7 @@ OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quanti
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method in FP8, so that it first warns if FSDP was announced and does not manage the module."""
+    """Wrap a module's FP8 method, so that it first warns if FSDP was announced and does not manage the module."""
 
     @wraps(replacement)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

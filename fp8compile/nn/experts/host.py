@@ -54,7 +54,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """The module name and the qualified name of a class's forward; of the wrapper, if a decorator wrapped it."""
+    """The module and the qualified name of a class's forward, or of its wrapper if a decorator wrapped the forward."""
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")

@@ -36,7 +36,7 @@ def host_of_class(plain: type[nn.Module]) -> Host | None:
 
 
 def add_host(host: Host) -> None:
-    """Register a `Host`. It takes precedence over those that were registered before."""
+    """Register a `Host`. If several hosts describe a class, the one that was registered last is used."""
     HOSTS.insert(0, host)
     host_of_class.cache_clear()
 
@@ -94,5 +94,5 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """The name of the method in which a module multiplies by its matrices, as its `Host` says."""
+    """The name of the method, given by the module's `Host`, in which a module multiplies by its matrices."""
     return _host(module).method

@@ -24,7 +24,10 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
 
 
 def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
-    """Names by which products are observed: of all stacks with matrices of one shape, because no call tells more."""
+    """Names for observed products by the shape of one matrix; stacks of equal shape share a name.
+
+    A call shows only the shape of a stack, and not which of the module's stacks it is.
+    """
     found: dict[tuple[int, ...], list[str]] = {}
     for name, stack in stacks(module).items():
         found.setdefault(tuple(stack.shape[1:]), []).append(name)

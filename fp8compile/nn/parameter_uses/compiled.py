@@ -69,7 +69,7 @@ class _Reading:
         return value
 
     def _method_of(self, node: fx.Node) -> str:
-        """The forward that called a node."""
+        """Name of the forward in whose call a node was traced, such as "Attention.forward"."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         cls = stack[-1][1] if stack else self.traced
         name = cls.rpartition(".")[2] if isinstance(cls, str) else cls.__name__

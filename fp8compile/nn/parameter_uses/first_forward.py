@@ -61,7 +61,7 @@ RUNNING = _Running()
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Context in which no forward counts as the first one and nothing is warned about: the caller reports uses."""
+    """Context in which no forward counts as the first one, and nothing is warned about: the caller reports uses."""
     before, RUNNING.is_untold = RUNNING.is_untold, True
     try:
         yield
@@ -158,7 +158,7 @@ def _finish(module: nn.Module) -> None:
 
 
 def _in_graph(graph: fx.GraphModule, inputs: Sequence[Any], traced: object) -> None:
-    """Read the uses of parameters from a graph that Dynamo made, and warn if there is something to report."""
+    """Find out from a graph that Dynamo made how it uses parameters, and warn if there is something to report."""
     if not any(isinstance(each, nn.Parameter) for each in inputs):
         return
     modules = dict.fromkeys(module for model in (*ROOTS, *CONVERTED) for module in model.modules())

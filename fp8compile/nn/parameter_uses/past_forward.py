@@ -38,7 +38,7 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
 
 
 def settled(uses: Uses, owners: Owners) -> Uses:
-    """Remove the uses of tied weights that are no mistake.
+    """Remove uses of tied weights that need no warning.
 
     If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too, as an embedding
     does that shares its matrix with the head.

@@ -1,4 +1,4 @@
-"""Uses of parameters: records of what was seen, and the uses that are kept for each module for the report."""
+"""Records of how forwards use parameters. The conversion report reads the records of earlier forwards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Uses:
             self.found[slot] = use
 
     def note(self, met: Met, method: str) -> None:
-        """Keep the uses of one operator that the method of a module called."""
+        """Add the uses in one operator; ``method`` is the module's method that called the operator."""
         for kind, slots in met.items():
             if kind is Kind.FLOAT8:
                 self.in_float8 |= slots
@@ -65,7 +65,7 @@ class Uses:
                 self.add(slot, Use(kind, method))
 
     def update(self, other: Uses) -> None:
-        """Add all uses that another object has recorded."""
+        """Add all uses that ``other`` has recorded."""
         for slot, use in other.found.items():
             self.add(slot, use)
         self.in_float8 |= other.in_float8
@@ -94,5 +94,5 @@ def uses_seen(modules: Iterable[nn.Module]) -> Uses:
 
 
 def forget_uses(module: nn.Module) -> None:
-    """Drop the uses that `keep_uses` kept for a module."""
+    """Drop the uses that `keep_uses` has kept for a module."""
     USES.pop(module, None)

@@ -33,7 +33,7 @@ def fitting(counts: Tensor, capacity: int) -> Tensor:
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Offset of each part if parts follow one another without gaps, in the order of the flattened tensor."""
+    """Offset of each part if parts lie one after another without gaps, in the order of the flattened ``sizes``."""
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 
@@ -41,7 +41,7 @@ def _starts(sizes: Tensor) -> Tensor:
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
     """For each row of the result, the index of its row in the source, (length,) int64; -1 for a row of zeros.
 
-    ``to`` and ``at`` are the offsets of each part in the result, not decreasing, and in the source.
+    ``to`` has the offset of each part in the result, in ascending order, and ``at`` its offset in the source.
     """
     place = torch.arange(length, device=to.device)
     part = (torch.searchsorted(to.contiguous(), place, right=True) - 1).clamp(min=0)
@@ -74,7 +74,7 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Offsets of rows, offsets of slots and numbers of rows, (R,) each, for each receiving rank."""
+        """For each receiving rank, (R,) each: where its rows begin, where its slots begin, number of rows sent."""
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -82,7 +82,7 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Offsets in the buffer and among grouped rows, and sizes, (R, E) each, for each sending rank and expert."""
+        """Offsets in the buffer, offsets in grouped rows and numbers of rows, (R, E) each, by rank and expert."""
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:
@@ -91,7 +91,7 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """For each of ``length`` slots of the sent messages, the index of the row in it."""
+        """For each of ``length`` slots of the messages that are sent, the index of the row that the slot holds."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 

@@ -1,7 +1,8 @@
 """The format in which rows are sent as codes: codes and scales of each row side by side, as bytes, in one message.
 
-Rows are sent uncoded if another product reads them in high precision, because codes would only add bytes. They are
-uncoded with two levels of scales too, whose codes need the amax of an expert's rows from all ranks first.
+Rows are sent in their own dtype if another product reads them in high precision, because codes would be sent in
+addition. So are rows of recipes with two levels of scales, whose codes need the amax of an expert's rows from all
+ranks first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products by the MX GEMM, which takes a power of two for 32 values along k, of codes with other scales.
+"""Products of codes by the MX GEMM, although their scales are not a power of two for each 32 values along k.
 
 blockwise_by_mx   blocks of 128: the exponent of a scale is repeated for each 32 values; scales are powers of two
 scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1, and the scales are applied after it
@@ -43,7 +43,7 @@ def _takes_rows(a: Quantizer, b: Quantizer) -> bool:
 
 
 def may_run_by_mx(a: Quantizer, b: Quantizer, config: GemmConfig) -> bool:
-    """Whether one of these GEMMs multiplies codes of two quantizers on a GPU that has it."""
+    """Whether one of the GEMMs in this file takes codes of these two quantizers, on a GPU that has MX products."""
     return _takes_blocks(a, b) or (config.by_mx and _takes_rows(a, b))
 
 
@@ -65,7 +65,7 @@ def _exponents(operand: Quantized) -> Tensor:
 
 
 def _block_scales(operand: Quantized) -> Tensor:
-    """The byte of each block of 128 values, for each 32 of them and for each row of the codes, in tiles."""
+    """Repeat the scale byte of each block of 128 values for each 32 of them and for each row, laid out in tiles."""
     rows, k = operand.codes.shape
     along = _exponents(operand).repeat_interleave(BLOCK // MX_BLOCK, 1)[:, : -(-k // MX_BLOCK)]
     return swizzled(for_each_row(along, operand.quantizer.block[0], rows))

@@ -1,7 +1,7 @@
-"""Cases of each product of `gates.PRODUCTS`, small enough to be run once on a GPU and compared bit for bit.
+"""Small cases of each product in `gates.PRODUCTS`, to run once on a GPU and to compare bit for bit.
 
 `fp8compile doctor` runs the cases that the gates admit. The operands (`exact_operands`) make every right result the
-same bits, so a case is right or wrong, without a tolerance. A product without a case is an error of a test.
+same bits, so a case is right or wrong, without a tolerance. A test fails if a product has no case.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ProductCase:
         return f"{' by '.join(sides)} to {SHORT[self.out_dtype]}{options}"
 
     def _sides(self) -> tuple[Quantizer, Quantizer]:
-        """Quantizers over (m, k) and (k, n)."""
+        """The quantizers of the two operands as the product sees them, over (m, k) and over (k, n)."""
         return (transposed(self.a), self.b) if self.over_tokens else (self.a, transposed(self.b))
 
     @property
@@ -78,7 +78,7 @@ class ProductCase:
         return GemmConfig(fast_accumulation=self.fast_accumulation, by_mx=self.product == BY_MX)
 
     def refusal(self, target: Target) -> str | None:
-        """Why the tables refuse this product on a target; None if they say that it runs there."""
+        """Why the tables of GEMMs refuse this product on a target; None if they say that the product runs there."""
         a, b = self._sides()
         problem = GemmProblem(a=a, b=b, target=target, out_dtype=self.out_dtype, config=self.config)
         return self.gemm.lacks(problem)
@@ -165,7 +165,7 @@ def _lines_and_tiles(size: int) -> tuple[Blocks, ...]:
 
 @lru_cache(maxsize=1)
 def product_cases() -> tuple[ProductCase, ...]:
-    """All cases, those of one product together, in the order of `gates.PRODUCTS`."""
+    """All cases, in the order of `gates.PRODUCTS`; cases of one product follow one another."""
     rows = ((ROW, ROW), (TENSOR, TENSOR))
     tokens = ((COLUMN, COLUMN), (TENSOR, TENSOR))
     return (

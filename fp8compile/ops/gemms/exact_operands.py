@@ -1,4 +1,4 @@
-"""Operands whose products have no rounding but the last one, so that every right GEMM gives the same bits.
+"""Operands whose products are exact until the final rounding, so that every correct GEMM gives the same bits.
 
 Codes are whole numbers from -2 to 2, scales are powers of two. Each addend of a sum is then a multiple of one unit,
 and no partial sum has more than `SUM_BITS` binary digits in that unit, in whatever order it is added. Tensor cores of
@@ -39,12 +39,12 @@ def offsets() -> Tensor:
 
 @dataclass(frozen=True)
 class Exact:
-    """One operand on the CPU.
+    """One operand on the CPU, with its exact values.
 
     Attributes:
         operand: Its codes and scales.
-        values: What they stand for, float64, exact: (rows, K) for a matrix, (E, N, K) for a stack, (tokens, features)
-            for tokens of groups.
+        values: The values of the codes, float64, exact: (rows, K) for a matrix, (E, N, K) for a stack, (tokens,
+            features) for tokens of groups.
     """
 
     operand: Quantized
@@ -72,12 +72,12 @@ def _outer(quantizer: Quantizer, exponent: int) -> Tensor | None:
 
 
 def _stored(quantizer: Quantizer, scales: Tensor) -> Tensor:
-    """Scales, powers of two, in the form in which the quantizer stores them."""
+    """Convert scales that are powers of two to the form in which the quantizer stores them."""
     return E4M3.encode(scales) if quantizer.has_outer_scale() else quantizer.scale_of(1 / scales)
 
 
 def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Exact:
-    """A matrix (rows, K) in the codes of a quantizer over it, or (K, rows) if ``summed`` is 0."""
+    """A quantized matrix (rows, K), or (K, rows) if ``summed``, the dim that the product sums over, is 0."""
     shape = (rows, K) if summed == 1 else (K, rows)
     scales = _powers(_exponents(quantizer.scale_shape(shape), summed))
     outer = _outer(quantizer, seed % 3)
@@ -92,7 +92,7 @@ def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Ex
 
 
 def stack(quantizer: Quantizer, seed: int) -> Exact:
-    """A stack of matrices (E, N, K), one for each group, in the codes of a quantizer over one matrix."""
+    """A quantized stack of matrices (E, N, K), one for each group; ``quantizer`` is that of one matrix."""
     parts = [matrix(quantizer, N, seed + group) for group in range(len(GROUP_SIZES))]
     outer = [part.operand.outer_scale for part in parts if part.operand.outer_scale is not None]
     operand = Quantized(
@@ -105,7 +105,7 @@ def stack(quantizer: Quantizer, seed: int) -> Exact:
 
 
 def rows_of_groups(quantizer: Quantizer, seed: int) -> Exact:
-    """Rows (R, K) in groups, in the codes of a quantizer over the rows of one group."""
+    """Rows (R, K) in groups, with codes along rows; ``quantizer`` is that of the rows of one group."""
     ends, rows = offsets(), sum(GROUP_SIZES) + TAIL
     if isinstance(quantizer, TwoLevelScaling):
         x = _with_largest(_whole_numbers(seed, rows, K).t()).t()
@@ -123,7 +123,7 @@ def rows_of_groups(quantizer: Quantizer, seed: int) -> Exact:
 
 
 def tokens_of_groups(quantizer: Quantizer, features: int, seed: int) -> Exact:
-    """Tokens (R, features) in groups, in the transposed codes of a quantizer along the tokens of one group."""
+    """Tokens (R, features) in groups, with transposed codes along tokens; ``quantizer`` is that of one group."""
     ends, rows = offsets(), sum(GROUP_SIZES) + TAIL
     x = _whole_numbers(seed, rows, features)
     if isinstance(quantizer, TwoLevelScaling):
@@ -156,7 +156,7 @@ def _with_block(quantizer: Quantizer, block: tuple[int, int]) -> Quantizer:
 
 
 def _with_largest(x: Tensor) -> Tensor:
-    """Put the largest code into each block of 16 along dim 0, because the op computes scales from amaxes itself."""
+    """Put the largest code into each block of 16 along dim 0, so that the amax, from which the op scales, is known."""
     x = x.clone()
     x[::16] = LARGEST_CODE
     return x
@@ -178,6 +178,6 @@ def _two_levels(x: Tensor, quantizer: TwoLevelScaling, ends: Tensor, *, along_ro
 
 
 def on(operand: Quantized, device: torch.device) -> Quantized:
-    """The operand on a device."""
+    """The operand with its codes and scales moved to a device."""
     move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device)  # noqa: E731
     return operand.each(move)

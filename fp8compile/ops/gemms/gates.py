@@ -217,7 +217,7 @@ def _names(capabilities: tuple[tuple[int, int], ...]) -> str:
 
 
 def _lacks_formats(target: Target) -> str | None:
-    """The error text if a device multiplies no codes of the OCP formats, or None; an NVIDIA GPU is not looked at."""
+    """The error text for a device that multiplies no codes of the OCP formats, else None; always None for NVIDIA."""
     if target.type != "cuda":
         return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
     if target.hip is None:

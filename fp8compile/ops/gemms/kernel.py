@@ -17,7 +17,7 @@ __all__ = ["Gemm", "GemmKernel", "GemmProblem"]
 
 @dataclass(frozen=True, kw_only=True)
 class GemmProblem:
-    """What is known about a product (m, k) by (k, n) before there are tensors.
+    """The description of a product (m, k) by (k, n), without tensors, by which a GEMM is chosen.
 
     Attributes:
         a: Quantizer of the left operand, over (m, k).

@@ -39,7 +39,7 @@ def multiplying_calls() -> frozenset[str]:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """Words for an operand: the format of its codes, or its quantizer's class if that is none of ours."""
+    """Words for an operand: the format of its codes, or its quantizer's class if another package defines the class."""
     stored: Float8Format | Float4Format | None = quantizer.gemm_format()
     if stored is None and is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         stored = quantizer.element_format()

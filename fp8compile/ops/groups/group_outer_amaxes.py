@@ -47,7 +47,7 @@ def is_two_level_pair(rows: Any, columns: Any) -> bool:
 
 
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
-    """Raise a ValueError that names ``op``, unless the GPU kernels take these quantizers in these directions."""
+    """Raise a ValueError that names ``op``, unless GPU kernels take these quantizers in the given directions."""
     allowed = {
         "both": is_two_level_pair(rows, columns),
         "rows": rows_of_two_levels(rows),
@@ -83,7 +83,7 @@ def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
     """Compute outer amaxes along rows, then along tokens, (2, E) float32; zeros for a direction that is left out.
 
-    ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``. Rows after the last group are in no amax.
+    ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``. Rows after the last group do not count in any amax.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
     if target_of(x.device).type != "cpu":

@@ -64,7 +64,7 @@ def _empty_outputs(
 
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize one group's tokens; returns codes, one a byte, scales and the outer scale."""
+    """Quantize one group's tokens; returns codes, one per byte, then the scales of blocks and the outer scale."""
     return by_outer_amax(x, outer_amax, quantizer.unpacked() or quantizer)
 
 
@@ -109,7 +109,7 @@ def _group_by_group(
 
 
 def _words(codes: Tensor) -> Tensor:
-    """View codes as 64-bit integers of sixteen codes each, because the kernel writes such integers."""
+    """View four-bit codes as 64-bit integers with sixteen codes each, because the kernel writes such integers."""
     return codes.view(torch.int64) if codes.numel() else codes
 
 
@@ -118,8 +118,8 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns codes, scales in tiles and outer scales along rows, then the same three along tokens.
 
-    ``amaxes`` are those of `group_outer_amaxes`. Results of a direction that ``directions`` leaves out have no
-    elements, and rows after the last group are not read.
+    ``amaxes`` is the result of `group_outer_amaxes`. Results of a direction that ``directions`` leaves out have no
+    elements. Rows after the last group are not read.
     """
     if target_of(x.device).type == "cpu":
         return _group_by_group(x, offsets, amaxes, rows, columns, directions)

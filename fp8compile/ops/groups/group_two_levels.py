@@ -51,7 +51,8 @@ def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns codes, scales of blocks and outer scales.
 
-    Unless ``along_tokens``, which gives transposed codes in padded columns, ends are multiples of the block's rows.
+    If ``along_tokens``, codes are transposed, in padded columns. Else each group has to end at a multiple of the
+    block's rows.
     """
     if target_of(x.device).type != "cpu":
         raise RuntimeError(f"fp8compile::group_two_levels: {quantizer!r} {NO_GROUPS_OF_TWO_LEVELS}")

@@ -96,7 +96,7 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     """Zero the rows after the last group, which PyTorch's products leave unwritten.
 
-    The backward computes the masked rows again, so that the forward does not store them beside the product.
+    The backward computes the masked result again, so that the forward does not store it in addition to the product.
     """
     with inductor.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)

@@ -20,7 +20,7 @@ __all__ = ["routed_rows"]
 
 
 def _times(pairs: int, tokens: int) -> int:
-    """Number of (token, expert) pairs of each token."""
+    """Number of experts that each token goes to: the number of (token, expert) pairs divided by that of tokens."""
     return pairs // tokens if tokens else 1
 
 

@@ -1,4 +1,4 @@
-"""The elements of an operand beside their codes and scales, for statistics of what a cast does to them.
+"""An operand's values with their codes and scales, for statistics of what a cast does to the values.
 
     operand                     values, codes, scales                       totals
     a matrix                    (M, K)                                      (1,)
@@ -6,8 +6,8 @@
     groups, codes along rows    (R, K), a row belongs to a group            (E,)
     groups, codes along tokens  (C, K), a column of codes is a row here     (E,)
 
-A sum goes through a matrix as the cast does, so that Inductor makes one kernel of both: along rows, within the blocks
-of a row, or along columns. A second, small kernel adds the pieces.
+Sums read a matrix in the order in which the cast reads it, so that Inductor makes one kernel of both: along rows,
+within the blocks of a row, or along columns. A second, small kernel adds up the partial sums.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ class Elements:
 
     Attributes:
         values: What was cast, float32: the values, after the quantizer's transform if it has one.
-        codes: Their codes, one a byte.
+        codes: The codes of the values, one per byte.
         scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
             broadcasts against ``values``.
         format: Format of the codes.
         block: Block of the quantizer, over a matrix as ``values`` has it.
         group: The group of each row; the number of groups for a row that belongs to none. None without groups.
         numel: Number of elements, padding left out, shape (1,) or (E,), float64.
-        has_values: Whether values are what was cast. If a weight is kept as codes, they are what the codes stand for.
+        has_values: Whether ``values`` were cast to these codes. If a weight is kept as codes, they are the values of
+            the codes.
     """
 
     values: Tensor
@@ -70,18 +71,18 @@ class Elements:
     has_values: bool = True
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
-        """What a function computes of the elements; several statistics share one computation."""
+        """The result of a function of these elements, cached, because several statistics need the same numbers."""
         known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
         if compute not in known:
             known[compute] = compute(self)
         return known[compute]
 
     def decoded(self) -> Tensor:
-        """The numbers that codes stand for, before scales, float32."""
+        """The numbers that the codes stand for before they are multiplied by scales, float32."""
         return self.once(_decoded)
 
     def magnitude(self) -> Tensor:
-        """The magnitudes of the values."""
+        """The magnitudes of ``values``, computed once."""
         return self.once(_magnitude)
 
     def dequantized(self) -> Tensor:
@@ -98,7 +99,7 @@ def _magnitude(elements: Elements) -> Tensor:
 
 
 def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool) -> Elements:
-    """Lay values, codes and scales of an operand beside each other.
+    """Bring the values, codes and scales of an operand into one shape.
 
     Args:
         part: The values on this rank.
@@ -113,7 +114,7 @@ def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_to
 
 
 def elements_of_codes(found: Quantized) -> Elements:
-    """The elements of a weight that is kept as codes; see `elements_of`."""
+    """The elements of a weight that is kept as codes, whose own values are not known; see `elements_of`."""
     return _of_matrices(None, found, None)
 
 
@@ -184,7 +185,7 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
-    """Scales of blocks of tokens as rows: (blocks, features) or (E, features or 1)."""
+    """The scales of blocks of tokens with one row per block, (blocks, features), or per group, (E, features or 1)."""
     if rows == -1 or found.scale.ndim == 2:
         return found.scale
     return untiled(found.scale, shape[1], shape[0] // rows).t()
@@ -226,7 +227,7 @@ def total(elements: Elements, numbers: Sequence[Tensor], combine: str) -> Tensor
 
 
 def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
-    """Reduce as the cast goes through memory: (rows,) with groups, else (E, pieces)."""
+    """Reduce numbers in the order in which the cast reads memory: to (rows,) with groups, else to (E, pieces)."""
     if elements.group is not None or each.ndim == 3:
         return _reduced(each, combine, -1)
     _, columns = elements.block

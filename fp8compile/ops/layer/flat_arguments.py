@@ -1,4 +1,4 @@
-"""The function of an op whose arguments depend on the placement: each field of it is an argument of its own."""
+"""Gives an op one argument for each field of its placement, because PyTorch infers a schema from a signature."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["flat"]
 def flat(
     parameters: Sequence[inspect.Parameter], function: Callable[[tuple[Any, ...]], Any], returns: Any
 ) -> Callable[..., Any]:
-    """Wrap a function of one tuple as a function of the entries, from whose signature a schema can be inferred.
+    """Wrap a function of one tuple as a function that takes the entries as separate arguments.
 
     Args:
-        parameters: The parameters, one for each entry.
+        parameters: The parameters of the result's signature, one for each entry of the tuple.
         function: Takes the tuple.
-        returns: Annotation of the result.
+        returns: Annotation of the return value.
     """
 
     def wrapped(*args: Any) -> Any:

@@ -33,7 +33,7 @@ Shape = Sequence[int]
 
 
 def _formula(op: LayerOp) -> Callable[..., int]:
-    """The formula of a layer's op: 2 * tokens * in_features * out_features on this rank.
+    """The FLOP formula of a layer's op: 2 * tokens * in_features * out_features on this rank.
 
     Rows after the last group count too.
     """

@@ -46,7 +46,7 @@ __all__ = [
 
 
 def operands_of(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[str, Any]) -> Operands:
-    """The operands of a layer's products; ``given`` are the arguments that its placement adds."""
+    """The `Operands` of a layer's products; ``given`` are the keyword arguments that the layer's placement adds."""
     return Operands(recipe if ends is None else with_a_code_a_byte(recipe), phase, **given)
 
 
@@ -105,7 +105,7 @@ def grad_input(
     recipe: Recipe,
     codes: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Compute the gradient of the input; arguments are like those of `output`."""
+    """Compute the gradient of the input; arguments have the same meaning as in `output`."""
     if phase is Phase.BACKWARD:
         inductor.repeat_in_backward(grad_output)
     layouts = place.layouts(grad_output.ndim, ends)
@@ -172,7 +172,7 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
 
 
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Return a layer op's arguments. If the weight is frozen, their recipe makes no codes for grad_weight.
+    """Return a layer op's arguments, with a recipe that makes no codes for grad_weight if the weight is frozen.
 
     The weight is the second argument, and the recipe the last one.
     """

@@ -143,7 +143,10 @@ class Operands:
             return self.input
         if slot not in WEIGHT_SLOTS:
             read: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
-            return self._quantized(part, read, slot)
+            if self.phase is Phase.EAGER:
+                return self._quantized(part, read, slot)
+            with inductor.block_noted(read.block):
+                return self._quantized(part, read, slot)
         return self.weight if self.weight is not None else self._of_weight(part, slot)
 
     def _of_weight(self, part: Plain, slot: str) -> Quantized:

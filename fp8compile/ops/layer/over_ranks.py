@@ -32,9 +32,9 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 
 
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
-    """The last group after ``index`` that cuts the same dim, or None.
+    """The number of the last group after group ``index`` that cuts the same dim, or None.
 
-    Its parts are gathered before the dim is cut anew.
+    The parts of that group are gathered before the dim is cut anew.
     """
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
     return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)

@@ -82,7 +82,7 @@ class Placement:
         """Raise a ValueError if a layer with this placement can't run with a recipe."""
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
-        """The layout of each tensor, for tokens with ``ndim`` dims, features included."""
+        """The layout of each tensor. ``ndim`` is the number of dims of the tokens, with the dim of features."""
         return ALL_WHOLE if ends is None else _with_ends(ends)
 
     def given(self) -> dict[str, Any]:
@@ -96,12 +96,12 @@ class Placement:
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
         """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if they have summands.
 
-        ``tokens`` is the layout of the result, and ``shape`` that of the left operand.
+        ``tokens`` is the layout of the result, and ``shape`` is the shape of the left operand.
         """
         return product.local.view(*shape[:-1], product.local.shape[-1])
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """Turn this rank's product into its part of the weight's gradient."""
+        """Turn this rank's product into its part of the weight's gradient; by default the product itself."""
         return grad_weight
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:
@@ -123,15 +123,15 @@ class Placement:
         return tokens
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        """An output without values, for tracing."""
+        """An uninitialized tensor like the output, for the op's fake kernel."""
         return x.new_empty((*x.shape[:-1], self.out_features(weight.shape, ends)))
 
     def empty_grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """A grad_input without values, for tracing."""
+        """An uninitialized tensor like grad_input, for the op's fake kernel."""
         return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[-1]))
 
     def empty_grad_weight(self, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
-        """A grad_weight without values, for tracing."""
+        """An uninitialized tensor like grad_weight, for the op's fake kernel."""
         batch = () if ends is None else (ends.shape[0],)
         return grad_output.new_empty((*batch, grad_output.shape[-1], features))
 
@@ -147,11 +147,11 @@ class Placement:
         return self
 
     def for_keep(self) -> Placement:
-        """The placement of the op that keeps codes of the input; here the input is whole."""
+        """The placement of the op that keeps codes of the input; by default the input is whole on this rank."""
         return Placement()
 
     def counts(self, layout: TensorLayout) -> bool:
-        """Whether this rank counts its elements of a tensor: all ranks together count each element once."""
+        """Whether this rank counts its elements of a tensor in statistics; all ranks together count each one once."""
         return True
 
     def first_matrix(self) -> int:
@@ -159,7 +159,7 @@ class Placement:
         return 0
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Return this placement without its tensors, and those tensors that autograd saves for grad_input."""
+        """Return this placement without its tensors, and the tensors that autograd saves for grad_input."""
         return self, ()
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
@@ -185,7 +185,7 @@ class Whole(Placement):
 class SharedScale(Whole):
     """Every tensor is whole, and the weight shares its one scale with other weights, such as q with k and v.
 
-    It answers whose amax counts: that of all these weights, which is an operand.
+    The scale comes from the amax of all these weights, which is an argument of the op.
 
     Attributes:
         outer_amax: The largest magnitude of all these weights, (1,) float32; None while autograd keeps it.
@@ -262,7 +262,7 @@ class _OverGroup(Placement):
         return self
 
     def counts(self: Any, layout: TensorLayout) -> bool:
-        """Whether this rank has elements that no other rank has, or is the first of the ranks that have the same."""
+        """Whether this rank counts its elements: no other rank has them, or this rank is the first that does."""
         return any(layout.cuts) or self.rank == 0
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
@@ -342,11 +342,11 @@ class CutOverGroup(_OverGroup):
         return shape
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        """An output without values; it has all tokens if the output's features are cut."""
+        """An uninitialized tensor like the output; it has all tokens if the output's features are cut."""
         return self._empty(x, weight.shape[0], all_tokens=self.weight_dim == 0)
 
     def empty_grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """A grad_input without values; it has all tokens if the input's features are cut."""
+        """An uninitialized tensor like grad_input; it has all tokens if the input's features are cut."""
         return self._empty(grad_output, weight.shape[1], all_tokens=self.weight_dim == 1)
 
     def _empty(self, like: Tensor, features: int, *, all_tokens: bool) -> Tensor:
@@ -401,7 +401,7 @@ class _OverFsdpForGradWeight(Placement):
         return reduced(grad_weight, self.dtype, self.rows).contiguous()
 
     def empty_grad_weight(self: Any, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
-        """A grad_weight without values, of the shape and dtype of this rank's shard."""
+        """An uninitialized tensor like grad_weight, which has the shape and dtype of this rank's shard."""
         own = self.rows.sizes[self.rows.rank]
         shape = (own, features) if ends is None else (own, grad_output.shape[1], features)
         return grad_output.new_empty(shape, dtype=self.dtype)

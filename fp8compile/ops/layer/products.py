@@ -216,8 +216,8 @@ def as_read(tensor: Tensor, phase: Phase) -> Tensor:
 def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
     """The bias for this rank's columns of the output, or None if another rank adds it.
 
-    If each rank has a summand of the output, only the first rank adds the bias. ``a`` and ``weight`` are the cuts of
-    the two operands when they were multiplied.
+    If each rank has a summand of the output, only the first rank adds the bias. ``a`` and ``weight`` say how ranks had
+    cut the two operands when they were multiplied.
     """
     for index, step in enumerate(steps):
         if step.out == "n" and bias.cuts[index] is None:

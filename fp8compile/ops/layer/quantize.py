@@ -340,9 +340,10 @@ def quantize_part(
     """Quantize a part of a matrix, of rows or of a stack to the codes and scales that the whole tensor would have.
 
     All ranks of the part's groups call this function. ``local_amax`` is the amax grid of the part's own elements, if
-    it is known and no block is cut. ``whole_amax`` is that of the whole tensor, if it is known; ranks then exchange no
-    amax of blocks. ``outer_amax``, (1,) float32, is the amax for the one scale that the whole tensor has: the outer
-    scale, or the scale of a quantizer with one for each tensor. Tensors that share this scale are given the same one.
+    the caller has it and no block is cut. ``whole_amax`` is the amax grid of the whole tensor, if the caller has it;
+    ranks then exchange no amax of blocks. ``outer_amax``, (1,) float32, is the amax for the one scale that the whole
+    tensor has: the outer scale, or the scale of a quantizer with one for each tensor. Tensors that share this scale
+    are given the same one.
     """
     if outer_amax is not None and quantizer.block == (-1, -1):
         return quantize_part(part, quantizer, steps, whole_amax=outer_amax.view(1, 1))

@@ -64,7 +64,8 @@ def quantize_groups(
         along_tokens: Whether to quantize along tokens instead of along rows.
         reads_once: Whether one kernel may read the rows and make codes in both directions, in compiled code on a GPU.
             Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the rows.
-        is_input: Whether the rows are a layer's input, which the backward may make again from what is kept anyway.
+        is_input: Whether the rows are a layer's input, which the backward may recompute from tensors that are kept
+            anyway.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
@@ -114,7 +115,7 @@ def _tokens(
 
 
 def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
-    """Amaxes of groups, reduced over ranks if blocks span ranks."""
+    """Reduce the amaxes of groups over the ranks whose features share blocks; unchanged if no block spans ranks."""
     columns = axis_blocks(part.local.shape, part.cuts, quantizer.block)[1]
     for group in columns.groups if columns.kind == "spanning" else ():
         amaxes = all_reduce_amax(amaxes, group)

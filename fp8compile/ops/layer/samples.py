@@ -37,7 +37,7 @@ def linear_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def shared_scale_samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for a weight that shares its scale with one whose largest magnitude is 6."""
+    """Sample arguments of fp8compile::shared_scale_linear; the largest magnitude of all weights of the scale is 6."""
     for x, weight, bias, recipe in linear_samples():
         yield x, weight, bias, torch.full((1,), 6.0), recipe
 
@@ -64,14 +64,14 @@ def delayed_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def sharded_samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for a group of one rank."""
+    """Sample arguments of fp8compile::sharded_linear, for a group of one rank."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         weight_dim = index % 2
         yield x, weight, bias, weight_dim, [weight.shape[weight_dim]], None, [0], 0, "", recipe
 
 
 def fsdp_samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for FSDP over one rank, with and without known amaxes."""
+    """Sample arguments of fp8compile::fsdp_linear, for FSDP over one rank, with and without given amaxes."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         shard = weight.float() if index % 2 else weight
         known = [None, None]
@@ -82,7 +82,7 @@ def fsdp_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def fsdp_delayed_samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for FSDP over one rank with delayed scaling."""
+    """Sample arguments of fp8compile::fsdp_delayed_linear, for FSDP over one rank."""
     for x, weight, bias, _, multiplier, _, recipe in delayed_samples():
         tokens = torch.zeros(3), torch.zeros(1)
         yield x, weight.float(), bias, *tokens, None, None, multiplier, Rows.alone(weight.shape[0]), recipe
@@ -103,14 +103,14 @@ def grouped_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def sharded_grouped_samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for a group of one rank."""
+    """Sample arguments of fp8compile::sharded_grouped_linear, for a group of one rank."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         weight_dim = 1 + index % 2
         yield x, weight, offsets, bias, weight_dim, [weight.shape[weight_dim]], 0, "", recipe
 
 
 def fsdp_grouped_samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for FSDP over one rank."""
+    """Sample arguments of fp8compile::fsdp_grouped_linear, for FSDP over one rank."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         shard = weight.float() if index % 2 else weight
         yield x, shard, offsets, bias, Rows.alone(weight.shape[0]), recipe

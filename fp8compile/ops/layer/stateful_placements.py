@@ -116,7 +116,7 @@ class Delayed(_WithMultiplier, Placement):
 
 @dataclass(slots=True)
 class DelayedForGradient(Placement):
-    """Placement of the ops for `Delayed`'s gradients; ``multiplier``, (3,) float32, is what the output used."""
+    """Placement of the gradients' ops for `Delayed`; ``multiplier``, (3,) float32, holds the output's multipliers."""
 
     multiplier: Tensor
 
@@ -149,7 +149,7 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     rows: Rows
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Check nothing: the op that made the tokens has checked the state."""
+        """Check nothing, because the op that made the tokens has checked the state."""
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """Returns this placement without tensors, and the amax for grad_input, which autograd saves."""

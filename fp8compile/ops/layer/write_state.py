@@ -44,7 +44,7 @@ def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
 
 
 def kept_amax(history: Tensor) -> Tensor:
-    """Amax of the values last written to a quantized weight, from the history's first column."""
+    """The amax of the values last written to a quantized weight, which the first column of the history keeps."""
     return snapshot(history[ROW_OF_WEIGHT, 0])
 
 

@@ -90,7 +90,7 @@ OWN_CODES = "codes: the parameter itself is made of them"
 
 
 def _why_no_pair(weight: _Weight) -> str | None:
-    """Why two sets of codes of a weight are not gathered; None if they are."""
+    """Why FSDP2 can't gather separate codes of a weight for forward and backward; None if it can."""
     if weight.module.recipe.delayed()[1] is not None:
         return "delayed scaling makes codes of one product of the weight, and not of the other"
     if getattr(weight.module, "scale_group", ()):
@@ -99,7 +99,7 @@ def _why_no_pair(weight: _Weight) -> str | None:
 
 
 def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
-    """Why a weight is gathered in ``param_dtype``; None if it is gathered as codes."""
+    """Why FSDP2 gathers a weight in ``param_dtype`` and not as codes; None if it gathers codes."""
     recipe = weight.module.recipe
     if (missing := holds_no_stacks(weight.module)) is not None:
         return f"the module {missing}"
@@ -205,7 +205,7 @@ def fsdp_float8_all_gather(
         The model. Make optimizers afterwards, because parameters of these layers are new objects.
 
     Raises:
-        TypeError: The model is no module, or ``checkpointed`` no bool.
+        TypeError: The model is not a module, or ``checkpointed`` is not a bool.
         ValueError: FSDP2 shards no FP8 weight of the model, no weight can be gathered as codes, the model is sharded
             already, or ``one_gather`` is neither ``"codes"`` nor ``"param_dtype"``.
         RuntimeError: PyTorch 2.11.
@@ -242,7 +242,10 @@ def fsdp_float8_all_gather(
 
 
 def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
-    """Prepare the gathers of a parameter that is kept as codes; raises for ``one_gather="param_dtype"``."""
+    """Set whether the backward repeats the forward of a parameter that is kept as two sets of codes.
+
+    Raise a ValueError for ``one_gather="param_dtype"``, because such a parameter has no values to gather.
+    """
     if one_gather == PLAIN:
         raise ValueError(
             f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, and parameters that are codes (quantized_parameters of "

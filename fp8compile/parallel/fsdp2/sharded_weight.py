@@ -171,7 +171,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
 
     def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
-        """The quantizers whose amaxes ranks exchange before a gather, by the recipe's field."""
+        """The quantizers whose amaxes ranks exchange before a gather, by the recipe's field, such as ``"weight"``."""
         every = self.quantizers_of(module).items()
         return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
@@ -240,7 +240,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     ) -> tuple[Tensor | None, ...]:
         """Quantize a part whose blocks all lie on this rank; returns codes, one per byte, and the scales by level.
 
-        The outer amax is that of all ranks if they cut the matrices.
+        If ranks cut the matrices, the outer amax is the maximum over these ranks.
         """
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
         if not all(self.own_levels(part, quantizer)):

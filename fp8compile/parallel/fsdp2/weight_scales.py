@@ -96,7 +96,7 @@ class WeightScales:
         return found
 
     def _stale(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> set[tuple[nn.Module, str]]:
-        """The weights whose scales are to be computed: those that changed, and those that share a scale with them."""
+        """The weights whose scales must be computed: changed ones, and ones that share a scale with a changed one."""
         changed = {
             weight
             for weight, parameter in known.items()
@@ -173,7 +173,7 @@ def _shared_amaxes(
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """The multiplier, the scale and no outer scale (None) of a weight with delayed scaling, from the last backward."""
+    """(multiplier, scale, None) for a weight with delayed scaling, as the last backward left them; no outer scale."""
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)

@@ -60,7 +60,7 @@ def _known(layer: Any, slot: str) -> Tensor:
 
 
 def exchange(layers: Iterable[Any]) -> None:
-    """Give each layer the amaxes of its whole weight, by one message for each group of ranks; most models have one."""
+    """Give each layer the amaxes of its whole weight; each group of ranks sends one message for all layers."""
     entries = [
         (layer, slot)
         for layer in layers

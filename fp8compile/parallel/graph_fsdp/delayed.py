@@ -58,7 +58,7 @@ def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction 
 
 
 def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
-    """A tensor that requires grad, so that the layer's amax carrier does too; None if there is no backward."""
+    """A tensor that requires grad, from which an amax carrier is made; None if there is no backward."""
     weight = layer._parameters["weight"]
     if weight.requires_grad:
         return weight

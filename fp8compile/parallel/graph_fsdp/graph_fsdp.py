@@ -175,7 +175,7 @@ def graph_fsdp(
         The model.
 
     Raises:
-        TypeError: An argument is of another type, or a parameter is no plain tensor, such as a QuantizedTensor.
+        TypeError: An argument is of another type, or a parameter is not a plain tensor, such as a QuantizedTensor.
         ValueError: The mesh has other dims, a parameter is on another device or has no dims, or the model was sharded
             or compiled before.
     """

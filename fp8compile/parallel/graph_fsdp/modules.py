@@ -46,7 +46,7 @@ class ForwardScope:
 
 @dataclass
 class ModuleState:
-    """What graph_fsdp knows of one module."""
+    """State of graph_fsdp for one module."""
 
     forward: ForwardScope  # state of the model's forward
     shardings: dict[str, ParameterSharding]  # sharding of each parameter, by name
@@ -107,7 +107,7 @@ class _ShardedModule(nn.Module):
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
     def _without_amaxes(self) -> list[Any]:
-        """The layers whose weight amaxes this forward exchanges."""
+        """The layers for which this forward exchanges amaxes of weights."""
         return self.graph_fsdp.layers
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

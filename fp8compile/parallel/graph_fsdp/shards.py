@@ -1,4 +1,4 @@
-"""Which rows of a parameter each rank has, as a DTensor and as the `Rows` that ops take.
+"""Which rows of a parameter each rank has, described by a DTensor and by the `Rows` that ops take.
 
     mesh                   placements of the parameter                       groups of ranks
     (shard)                Shard(0)                                          those that have other rows

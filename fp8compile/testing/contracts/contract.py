@@ -54,7 +54,7 @@ def shown(value: Any) -> str:
 
 
 def looking_at(value: Input) -> Input:
-    """Return the value, and mention its shapes and dtypes in failures that follow."""
+    """Return the value unchanged, and let failures that follow mention its shapes and dtypes."""
     _INPUT.set(shown(value))
     return value
 

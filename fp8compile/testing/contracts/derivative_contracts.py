@@ -49,7 +49,7 @@ def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list
 
 
 def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of the leaves, followed by the arguments that the backward has written to."""
+    """Gradients of the leaves, followed by the arguments to which the backward has written."""
     given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
     outputs = [out for out in results(call(*given)) if out.requires_grad]
     found = torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True)
@@ -115,7 +115,7 @@ def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tens
 def _by_autograd(
     op: Op, args: tuple[Any, ...], reference: Callable[..., Any] | None
 ) -> tuple[str, list[Tensor | None]] | None:
-    """Gradients that autograd computes of the reference if it is given, else of impl or of decompose.
+    """Gradients that autograd computes through the reference if it is given, else through impl or decompose.
 
     Returns:
         The name of that function, and its gradients; None if autograd gets through none.

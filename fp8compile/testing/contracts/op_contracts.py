@@ -138,7 +138,7 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
 
 
 def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
-    """The shape, dtype, device or strides of a tensor, without the sizes that are data-dependent in ``fake``."""
+    """The shape, dtype, device or strides of a tensor, without the sizes that depend on data according to ``fake``."""
     known = [not is_unbacked(size) for size in fake.shape]
     if aspect == "shape" and len(known) == tensor.ndim:
         return tuple(size if is_known else "data" for size, is_known in zip(tensor.shape, known, strict=True))

@@ -72,7 +72,7 @@ def _with_dtypes(args: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tupl
 def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     """Samples with elements for each combination of dtypes that only empty samples have.
 
-    They are nonempty samples, cast to those dtypes. Results of empty samples would show nothing.
+    They are nonempty samples that are cast to these dtypes. Results of empty samples would show nothing.
     """
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))
@@ -90,7 +90,7 @@ def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def some_samples(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
-    """A selection of samples, with elements for each dtype, because compiling all of them would take minutes."""
+    """A selection of samples, with elements for each dtype; compiling all samples would take minutes."""
     samples = samples_on(op, device)
     count = min(COMPILED_SAMPLES, len(samples))
     chosen = [samples[index * len(samples) // count] for index in range(count)]

@@ -44,7 +44,7 @@ def _as_left_operand(q: Quantizer) -> Quantizer | None:
 
 
 def _partner(q: Quantizer) -> Quantizer:
-    """The quantizer of a product's other operand: the same one, but e4m3 for e5m2, which no GEMM takes twice."""
+    """The quantizer of a product's other operand: the same one, or e4m3 for e5m2, because no GEMM takes e5m2 twice."""
     return CurrentScaling(block=q.block) if q.gemm_format() == E5M2 else q
 
 

@@ -547,7 +547,7 @@ def check_quantizer(
         For each contract that did not check everything, words for what was not checked, by the contract's name.
 
     Raises:
-        TypeError: ``quantizer`` is no quantizer, or ``skip`` is a single string.
+        TypeError: ``quantizer`` is not a quantizer, or ``skip`` is a single string.
         ValueError: ``skip`` has a name that is no contract's.
         AssertionError: The quantizer breaks one or more contracts. The text says for each what was expected, what was
             found and how to mend it.

@@ -40,7 +40,7 @@ def _samples() -> Iterator[Elements]:
 
 
 def _taken(elements: Elements, rows: Tensor) -> Elements:
-    """Some rows of the elements."""
+    """The elements with only the given rows."""
     shape = elements.values.shape
     own = {
         each.name: getattr(elements, each.name).expand(shape)[rows]
@@ -51,7 +51,7 @@ def _taken(elements: Elements, rows: Tensor) -> Elements:
 
 
 def returns_a_number_of_each_element(total: Total) -> None:
-    """It returns a tensor of the shape of values, of a dtype that is added or compared."""
+    """The statistic returns one number for each element, in a dtype that can be added or compared."""
     for elements in looked_at(_samples()):
         found: Any = total.compute(elements)
         is_right = isinstance(found, Tensor) and found.shape == elements.values.shape
@@ -81,7 +81,7 @@ def a_part_has_the_numbers_of_the_whole(total: Total) -> None:
 
 
 def reads_no_value_on_the_host(total: Total) -> None:
-    """It runs on tensors without data, so that it can be traced into a graph."""
+    """The statistic runs on tensors without data, so that it can be traced into a graph."""
     for elements in looked_at(_samples()):
         with FakeTensorMode() as mode:
             own = {each.name: getattr(elements, each.name) for each in fields(elements)}

@@ -57,10 +57,10 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """The index of the graph's input that AOTAutograd's description is about; None if it is about another value.
+    """The index of the graph's input that a description by AOTAutograd is about; None if it is about another value.
 
-    The description of a gradient gives the index of its input, and that of a subclass's inner tensor the index of the
-    subclass.
+    For a gradient it is the index of the input that the gradient belongs to; for an inner tensor of a tensor subclass,
+    the index of the subclass.
     """
     while hasattr(described, "base"):
         described = described.base
@@ -143,19 +143,20 @@ class Owners:
         return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
 
     def operands(self, value: Value) -> list[Value]:
-        """The operands of a product that may be a weight: the weight of a layer op, or both operands."""
+        """The operands of a product that may be a weight: a layer op's weight, or both operands of another product."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """The weights from which one of these values was computed without data."""
+        """The weights from which, without data, one of these values was computed."""
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """The layer that was being called at a product of parameters alone, if one operand is that layer's weight.
+        """The layer that was being called at a product of parameters alone, if it is the product of its own weight.
 
-        An example is a layer that is applied to learned queries.
+        An example is a layer that is applied to learned queries, which are a parameter too. None for any other
+        product.
         """
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
@@ -164,7 +165,7 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """The products of the forward for which autograd ran a product of the backward, by its sequence number."""
+        """The products of the forward to which a product of the backward belongs, by autograd's sequence number."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
@@ -184,7 +185,7 @@ class Owners:
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """The weights whose gradient is a value, or is made from it by addition, concatenation or other operators."""
+        """The weights that have ``value`` as their gradient, possibly after further additions or concatenations."""
         todo, seen = [value], set()
         while todo:
             value = todo.pop()
@@ -213,17 +214,17 @@ class Owners:
         return index is not None and index < len(self.parameters) and self.parameters[index]
 
     def _one_of(self, weight: Sequence[str], node: fx.Node) -> str:
-        """The layer that was being called, among those that share a weight."""
+        """Among the layers that share a weight, the one that was called at this node; else the first of them."""
         called = layer_of_stack(node, self.names) if len(weight) > 1 else None
         return called if called is not None and called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
-        """The layer that was being called; None if that layer's weight is a parameter of the graph, or if none was."""
+        """The layer that was called at this node; None without one, or if its weight is a parameter of the graph."""
         called = layer_of_stack(node, self.names)
         return None if called in self.known else called
 
     def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
-        """The layers that a product belongs to ([None] for no layer), and the name of the GEMM that it is."""
+        """The layers that a product belongs to, and the name of its GEMM; the list is [None] for no layer."""
         node, operands = value.node, self.operands(value)
         weights = self._weights(operands)
         gemm = OUTPUT.name

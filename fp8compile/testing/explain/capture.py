@@ -43,7 +43,7 @@ class _Watching(Recording):
         return call
 
     def recorded(self, number: int) -> list[Recorded]:
-        """The first graphs, with the tensors of each one's first call."""
+        """The first ``number`` graphs, each with the tensors of its first call."""
         return [Recorded(kept, self.inputs.get(kept.compile_id, ())) for kept in self.graphs[:number]]
 
 

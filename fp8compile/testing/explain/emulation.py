@@ -1,4 +1,4 @@
-"""What of a model is emulated where it lies, as a warning before a run."""
+"""Warns before a run about the recipes that a model's device can only emulate."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ __all__ = ["emulation_note"]
 
 
 def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool:
-    """Whether a product of a layer is emulated; groups that are multiplied one by one are products of their own."""
+    """Whether a device emulates one of a recipe's products.
+
+    A CPU multiplies groups of rows one by one, so the GEMM for a single group decides.
+    """
     kinds = {gemm.kind for gemm in recipe_support(recipe, device, grouped=grouped)}
     return EMULATED.name in kinds or (ONE_BY_ONE.name in kinds and _is_emulated(recipe, device, grouped=False))
 
 
 def emulation_note(model: nn.Module) -> str:
-    """A line for each recipe that is emulated on the device of its layers: "nvfp4 is emulated here, ..."; or nothing.
+    """A line for each recipe that is emulated on its layers' device, "nvfp4 is emulated here, ..."; may be empty.
 
     How much slower it is depends on the device's products in bfloat16 and on the model, so there is no number.
 

@@ -45,17 +45,17 @@ class EqualBlocks:
     count: int
 
     def in_all(self, two: int, three: int) -> int:
-        """A number for the whole model, from those for the model with 2 blocks and with 3."""
+        """Extrapolate a number to the whole model, from its values for the model with 2 blocks and with 3."""
         return two + (self.count - 2) * (three - two)
 
     def place(self, layer: str) -> tuple[int, str] | None:
-        """The number of a layer's block, and the layer's name inside; None if it is in no block."""
+        """The number of the block that a layer is in, and the layer's name inside of it; None if it is in no block."""
         prefix = f"{self.name}." if self.name else ""
         number, _, inside = layer.removeprefix(prefix).partition(".")
         return (int(number), inside) if layer.startswith(prefix) and number.isdecimal() else None
 
     def layer(self, number: int, inside: str) -> str:
-        """The name of a layer in a block."""
+        """The full name of a layer, from the number of its block and its name inside of the block."""
         return ".".join(filter(None, (self.name, str(number), inside)))
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def _tensor_key(value: Any) -> Key:
 
 
 def _block_key(block: nn.Module) -> Key:
-    """All that is known of a block without a call: its modules, their recipes, tensors and modes."""
+    """A key that is equal for blocks that look equal without a call: modules, their recipes, tensors and modes."""
     return tuple(
         (
             name,
@@ -84,7 +84,7 @@ def _block_key(block: nn.Module) -> Key:
 
 
 def longest_list(model: nn.Module) -> EqualBlocks | None:
-    """The longest list of blocks that may be equal."""
+    """The longest list of blocks that look equal without a call; None if there is none."""
     found = []
     for name, module in model.named_modules():
         blocks = list(module._modules.values()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
@@ -129,7 +129,7 @@ def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
 def _differs(
     model: nn.Module, blocks: EqualBlocks, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
 ) -> str:
-    """Why the graphs of the whole model are not those of a few blocks, counted; empty if they are."""
+    """Why the whole model's graphs are not what a few blocks' graphs predict; empty if they are."""
     counts = []
     for count in (2, 3):
         try:

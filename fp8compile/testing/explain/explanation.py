@@ -98,7 +98,7 @@ class Explanation:
 
     @property
     def runs_in_fp8(self) -> bool:
-        """Whether the verdict is YES. It never is for a model without converted layers or FP8 products."""
+        """Whether the verdict is YES; it can't be for a model without converted layers or without FP8 products."""
         return self.verdict.startswith("YES")
 
     @property
@@ -125,7 +125,7 @@ class Explanation:
 
     @property
     def gain(self) -> str:
-        """What FP8 can gain by the GPU's peaks, in one line; empty if that isn't known, or nothing runs in FP8."""
+        """The time that FP8 can save at the GPU's peaks, in one line; empty if unknown or nothing is in FP8."""
         if self.roofline is None or not any(gemm.status == FP8 for layer in self.layers for gemm in layer.gemms):
             return ""
         ratio = f"{self.roofline.ratio:.2f}"
@@ -133,13 +133,13 @@ class Explanation:
         return f"by the peaks of an {self.roofline.gpu}: {ratio} of bf16's speed with these inputs, {says}"
 
     def _doubts(self) -> list[str]:
-        """The reasons why the verdict can't be YES, in a few words each."""
+        """The reasons why the verdict can't be YES, each in a few words."""
         layers = len(self._of_converted(UNPROVEN))
         doubts = [f"{_counted(layers, 'converted layer')} without proof"] if layers else []
         return [*doubts, *(line for line in self.unproven[layers:])]
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as dicts, lists, strings and numbers, with its answers."""
+        """The explanation with its verdicts, as dicts, lists, strings and numbers."""
         answers = {"verdict": self.verdict, "gain": self.gain, "fell_back": self.fell_back, "unproven": self.unproven}
         return json.loads(json.dumps({**answers, **asdict(self)}))
 
@@ -185,7 +185,7 @@ def _by_graphs(
 def _run_by(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, values: bool
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Context in which the model is called with the arguments that this yields; its state is restored."""
+    """Context that yields the arguments for calling the model, real or fake, and restores the model's state."""
     with kept_state(model, (args, kwargs)), untold():
         if values:
             yield args, kwargs
@@ -229,7 +229,8 @@ def explain_in_steps(
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
         gpu: The GPU, or None.
-        values: Whether the call needs values, if the caller has found that out; None finds it out by a call without.
+        values: Whether the call needs real values, if the caller knows that; None finds it out by a call with fake
+            tensors.
 
     Yields:
         An explanation whose ``gpu`` has no costs and no casts; then, if there is code to generate, the whole one.
@@ -286,7 +287,7 @@ def explain(
 
     Raises:
         ValueError: There is no such GPU; or the forward reads values, and the model is on the meta device.
-        TypeError: ``model`` is no module, or is compiled.
+        TypeError: ``model`` is not a module, or is compiled.
     """
     *_, found = explain_in_steps(model, args, kwargs, gpu=gpu)
     return found

@@ -2,9 +2,9 @@
 
     model --Dynamo, AOTAutograd--> forward graph, backward graph --a look at every node--> GemmShare
 
-The graphs are those after autograd and before our ops are decomposed. Each product of a layer is one node in them,
-whose recipe says whether the operands are FP8. A layer that fell back to bf16 is an `mm` node, and counts as such.
-`fp8compile doctor` says how a device multiplies FP8 operands; a CPU may emulate.
+The graphs are taken after autograd has run, and before this package's ops are decomposed. Each product of a layer is
+one node in them, whose recipe says whether the operands are FP8. A layer that fell back to bf16 is an `mm` node, and
+counts as such. `fp8compile doctor` says how a device multiplies FP8 operands; a CPU may emulate.
 """
 
 from __future__ import annotations
@@ -170,9 +170,9 @@ def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
         The counts. They have two shares: of FP8 in all products, and in products of linear layers.
 
     Raises:
-        TypeError: An argument is no graph.
-        ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an operator
-            that looks like a product has no formula.
+        TypeError: An argument is not a graph.
+        ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an
+            operator that looks like a product has no formula.
     """
     if not graphs:
         raise ValueError(

@@ -74,9 +74,9 @@ class GraphCost:
         backward: Whether the graph is the backward.
         kernels: Number of launches of Triton kernels.
         gemms: Number of matrix products by a library.
-        fp8_gemms: Number of those products with FP8 operands.
+        fp8_gemms: Number of these matrix products that have FP8 operands.
         opaque: Number of other operators, whose launches are not known.
-        bytes: Bytes read and written; each buffer counts once a launch.
+        bytes: Bytes read and written; each buffer counts once per launch.
     """
 
     backward: bool
@@ -145,7 +145,7 @@ def _gemms(model: nn.Module, gpu: Gpu) -> tuple[tuple[str, int], ...]:
 
 
 def _works(op: str) -> bool:
-    """Whether an operator does work other than quantization; views and copies do none."""
+    """Whether an operator does other work than quantization, views and copies."""
     namespace, _, rest = op.partition(".")
     return namespace != "fp8compile" and rest.partition(".")[0].lstrip("_") not in NO_WORK
 
@@ -197,7 +197,7 @@ Found = tuple[tuple[GraphCost, ...], tuple[Cast, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelCall:
-    """A call of a model for which code is generated."""
+    """A call of a model, and the GPU for which its code is generated."""
 
     what: str  # the model, in the words of the log
     model: nn.Module
@@ -207,7 +207,7 @@ class _ModelCall:
     gpu: Gpu
 
     def generated(self) -> Found:
-        """Costs and casts of the code for the whole model."""
+        """Costs and casts in the code that is generated for the whole model."""
         model, kwargs = self.model, self.kwargs
         fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
         costs: list[GraphCost] = []
@@ -231,7 +231,7 @@ def _in_all(blocks: EqualBlocks, two: GraphCost, three: GraphCost) -> GraphCost:
 
 
 def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
-    """The casts of the whole model, from those of the model with 3 blocks; the one in the middle is all but two."""
+    """The casts of the whole model, from the model with 3 blocks; the middle block stands for all inner ones."""
     for cast in three:
         place = None if cast.layer is None else blocks.place(cast.layer)
         if place is None:
@@ -243,13 +243,13 @@ def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
 
 
 def _counted(blocks: EqualBlocks, two: Found, three: Found) -> Found:
-    """The costs and casts of a model with this number of blocks, from those with 2 and with 3."""
+    """Extrapolate costs and casts to all blocks of the model, from the model with 2 blocks and with 3."""
     costs = tuple(_in_all(blocks, few, more) for few, more in zip(two[0], three[0], strict=True))
     return costs, tuple(_casts_in_all(blocks, three[1]))
 
 
 def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
-    """Costs and casts without what depends on how many kernels were generated before: names and orders."""
+    """Costs and casts without details, such as names of kernels, that depend on what was generated before."""
     costs, casts = found
     return costs, Counter(
         replace(cast, kernel="some" if cast.kernel else "", fused_with=tuple(sorted(cast.fused_with)))
@@ -258,7 +258,7 @@ def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
 
 
 def _costs(call: _ModelCall, blocks: EqualBlocks | None) -> tuple[Found, bool]:
-    """Costs and casts, and whether they were counted for equal blocks."""
+    """Costs and casts, and whether they were extrapolated from a few equal blocks."""
     if blocks is not None:
         found = []
         for count in (2, 3, 4):
@@ -303,7 +303,7 @@ def explain_gpu(
     name: str,
     graphs: Sequence[Recorded] = (),
 ) -> GpuExplanation:
-    """Explain what a GPU would launch for a model, and for the same model unconverted.
+    """Explain what a GPU would launch for a model, and what for the same model without FP8.
 
     Args:
         model: The model, without graph breaks.

@@ -184,7 +184,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
 
 
 def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGemm]:
-    """A `GraphGemm` of a product for each layer that it belongs to, or one without a layer."""
+    """Yield a `GraphGemm` of a product for each layer that it belongs to, or one without a layer if there is none."""
     layers, gemm = owners.whose(value, backward=backward)
     if value.op in LAYER_OPS:
         gemm, found = LAYER_OPS[value.op].name, _layer_gemm(value, owners)

@@ -208,7 +208,7 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
 
 
 def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
-    """A GEMM's explanation with status "no proof", because opaque operators read the layer's weight.
+    """Change a GEMM's explanation to the status "no proof", because opaque operators read the layer's weight.
 
     A GEMM that fell back keeps its status.
     """
@@ -227,7 +227,7 @@ def _parts(
     unknown: Sequence[Unknown],
     peaks: Peaks | None,
 ) -> tuple[GemmExplanation, ...]:
-    """The explanations of a layer's three GEMMs."""
+    """The explanations of a layer's three GEMMs, from the products found in the graphs."""
     called = any(each.gemm == GEMMS[0].name for each in own)
     parts = []
     for gemm in GEMMS:

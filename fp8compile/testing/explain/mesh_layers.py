@@ -51,7 +51,7 @@ class _Weight:
     unknown: list[Unknown] = field(default_factory=list)
 
     def problems(self) -> Iterator[str]:
-        """Descriptions of how the products differ from what the recipe says."""
+        """How the weight's products differ from what the recipe says, in words; nothing if they agree."""
         yield from (f"{each.op} at {place_text(each.file, each.line)} takes it, unseen" for each in self.unknown)
         in_codes = [gemm for gemm in GEMMS if self.recipe.quantizers(gemm) is not None]
         if in_codes and not self.dtypes[OUTPUT.name]:

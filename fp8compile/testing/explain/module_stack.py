@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
 
+from fp8compile._compat import module_path
 from fp8compile.nn.report import conversion_report
 
 __all__ = ["Names", "layer_of_stack", "module_of_stack"]
-
-STEP = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +33,6 @@ class Names:
         return Names(layers=[row.fqn for row in conversion_report(model).rows], modules=paths)
 
 
-def _path(text: str) -> str:
-    """Turn Dynamo's ``L['self']._modules['layers'][0].gate`` into ``layers.0.gate``, without the outermost object."""
-    rest = re.sub(r"^L\['\w+'\]", "", text)
-    return ".".join(next(filter(None, match)) for match in STEP.findall(rest))
-
-
 def _module(path: str, modules: Mapping[str, str]) -> str | None:
     """The name of the module that a path leads to; None if there is none.
 
@@ -59,7 +51,7 @@ def _module(path: str, modules: Mapping[str, str]) -> str | None:
 def module_of_stack(node: fx.Node, names: Names) -> str | None:
     """The innermost module that was being called when a node was traced; None if that isn't known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    found = (_module(_path(text), names.modules) for text, _ in reversed(list(stack.values())))
+    found = (_module(module_path(text), names.modules) for text, _ in reversed(list(stack.values())))
     return next((module for module in found if module is not None), None)
 
 

@@ -27,7 +27,7 @@ class Peaks:
         capability: Compute capability; for an AMD GPU, AMD's name of the architecture.
         fp4: Operations a second of FP4 tensor cores; if the GPU has none, of the cores that it uses instead.
         fp8: Operations a second of FP8 tensor cores, with float32 sums.
-        mx: The same for block-scaled codes, if that is another number.
+        mx: Operations a second for FP8 codes with block scales, if it differs from ``fp8``; else None.
         bf16: Operations a second of bfloat16 and float16 tensor cores.
         fp32: Operations a second of float32 arithmetic, without TF32.
         bandwidth: Bytes a second that the GPU reads from and writes to its memory.

@@ -105,7 +105,7 @@ class Sends:
         return tuple(row for row in self.rows if row.layer == layer and gemm in (None, row.gemm))
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """Cells of the table, its head first; layers that send the same are one."""
+        """The rows of the table, headings first; layers that send the same messages share a row."""
         yield "layer", "for", "what", "how", "dtype", "bytes", "times"
         rows: list[tuple[str, ...]] = []
         sharded = dict.fromkeys(row.layer for row in self.rows if row.gemm == FSDP)
@@ -132,7 +132,7 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in a layer's run: its op, or before or after the op, where a style of the plan moves a tensor."""
+    """A moment in a layer's run: in its op, or before or after the op, where a style of the plan moves a tensor."""
 
     layer: str
     tensor: str | None  # name of the tensor that the plan moves; None in the op
@@ -155,7 +155,7 @@ def _grad_fns(value: Any) -> set[Any]:
 
 
 class _Places:
-    """Follows the layers of a model by hooks: which place runs now, and the place of each of autograd's nodes."""
+    """Follows a model's layers by hooks: which `_Place` runs now, and in which one each autograd node was made."""
 
     def __init__(self, layers: dict[str, Linear]) -> None:
         self.sharded: list[str] = []  # names of modules whose parameters FSDP2 gathers or reduces now
@@ -169,7 +169,7 @@ class _Places:
             handle.remove()
 
     def current(self) -> _Place | None:
-        """The place of the code that runs now, in forward or backward; None outside of all layers."""
+        """The `_Place` of the code that runs now, in forward or backward; None outside of all layers."""
         node = torch._C._current_autograd_node()
         return self.now[-1] if self.now else self.of_node.get(node)
 
@@ -223,14 +223,14 @@ def _tensor_name(slot: str) -> str:
 
 
 def _by_fsdp(op: str, reduction: str, sent: Tensor) -> str:
-    """What FSDP2 sends by a collective. Tensors of several dtypes, such as codes and scales, are gathered as bytes."""
+    """Words for what FSDP2 sends by a collective. Codes and scales have several dtypes, and are gathered as bytes."""
     if "gather" in op:
         return "parameters, FP8 ones as codes and scales" if sent.dtype == torch.uint8 else "parameters"
     return "amaxes" if reduction == "max" else GRADIENTS
 
 
 def _accumulate_gradients(value: Any) -> None:
-    """A backward that accumulates gradients in parameters, for FSDP2 reduces nothing else."""
+    """Run a backward that accumulates gradients in parameters, because FSDP2 reduces only accumulated gradients."""
     outputs = [output for output in tensors_in(value) if output.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
@@ -351,7 +351,7 @@ def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
         messages.
 
     Raises:
-        TypeError: The model is no module, or is compiled.
+        TypeError: The model is not a module, or is compiled.
         ValueError: No weight of a ``fp8compile.Linear`` of the model is a DTensor.
     """
     check_model("sends", model)

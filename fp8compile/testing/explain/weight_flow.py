@@ -66,7 +66,7 @@ def _of_all(forms: Mapping[Value, Form], values: list[Value]) -> Form:
 
 
 def _mixes(value: Value, together: Form) -> bool:
-    """Whether an operator combines data with another input, other than by concatenation or copying."""
+    """Whether an operator combines data with another input, by anything but concatenation and copying."""
     return together.is_data and len(value.inputs) > 1 and value.op != SAME and value.op not in JOINS
 
 

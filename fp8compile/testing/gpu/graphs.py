@@ -92,12 +92,13 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into forward and backward as Inductor does."""
     from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor import config
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
     with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):  # the pass that replaces random numbers needs it
         joint_graph_passes(joint)
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    return (config.custom_partitioner_fn or min_cut_rematerialization_partition)(joint, inputs, **kwargs)
 
 
 def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> list[GpuGraph]:

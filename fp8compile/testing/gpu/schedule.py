@@ -231,7 +231,12 @@ def _is_called(node: Any) -> bool:
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
     is_part = isinstance(getattr(node, "node", None), ir.MultiOutput)
-    return not (is_part or isinstance(node, NopKernelSchedulerNode))
+    return not (is_part or isinstance(node, NopKernelSchedulerNode) or _is_replaced(node))
+
+
+def _is_replaced(node: Any) -> bool:
+    """Whether a mixed reduction took the place of the node: it adds the parts of sums that the node would add."""
+    return all(each.get_name() in node.scheduler.removed_ops for each in node.get_nodes())
 
 
 def _kernels_of(node: Any) -> list[Any]:
@@ -245,7 +250,8 @@ def _kernels_of(node: Any) -> list[Any]:
     if not isinstance(node, scheduler.FusedMixOrderReductions):
         return [node]
     # Printing made sums by parts of the reductions, so `is_reduction` is False now. Their buffers are as they were.
-    later = [each for each in node.node2.get_nodes() if not isinstance(each.node.data, ir.Reduction)]
+    columns: Sequence[Any] = node.node2.get_nodes()
+    later = [each for each in columns if not isinstance(each.node.data, ir.Reduction)]
     if not later:
         return [node]
     first = [each for each in node.get_nodes() if each not in later]
@@ -275,9 +281,9 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
     placed = {part.get_name(): _node_of(part) for part in parts}
     constants = constants_of(lowering)
     total += sum(map(_unread_bytes, called))
-    # what passes from one kernel of a node to the next
+    # what passes from one kernel of a node to the next; and what nodes would pass that are not printed
     total += sum(each.get_read_write_buffers_sizes() for each in called)
-    total -= sum(each.get_read_write_buffers_sizes() for each in fused)
+    total -= sum(each.get_read_write_buffers_sizes() for each in (*fused, *filter(_is_replaced, nodes)))
     return Schedule(
         source, total, _launches(called, source), sources, placed, reason, mutated, constants, lowering.graph
     )

@@ -31,7 +31,7 @@ def _report(fn: Callable[..., Any] | GraphReport, args: tuple[Any, ...], options
 
 
 def check_report(report: object, assertion: str) -> None:
-    """Raise a TypeError that names the assertion if its argument is no report."""
+    """Raise a TypeError that names the assertion if its argument is not a report."""
     if not isinstance(report, GraphReport):
         raise TypeError(
             f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
@@ -185,7 +185,7 @@ def assert_comm(
 
     Raises:
         AssertionError: There is no such collective, one sends another dtype, or they send more bytes.
-        TypeError: ``report`` is no `GraphReport`, or ``dtype`` is no dtype.
+        TypeError: ``report`` is not a `GraphReport`, or ``dtype`` is not a dtype.
     """
     __tracebackhide__ = True
     check_report(report, "assert_comm")

@@ -1,4 +1,4 @@
-"""The baseline of a guarded test: what it compiled once, by version of PyTorch, and whether it got worse.
+"""Baselines of guarded tests: the counts of an earlier run, by version of PyTorch, and whether they got worse.
 
     DIR/torch-2.13/test_model_py_test_step.1a2b3c4d.json
 
@@ -31,7 +31,7 @@ TAKES = "takes it as it is"
 
 
 def _file_name(nodeid: str) -> str:
-    """The name of a test's file: readable, and no other test's."""
+    """The name of the file with a test's baseline: readable, and different for each test."""
     readable = re.sub(r"\W+", "_", nodeid).strip("_")[-80:]
     return f"{readable}.{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}.json"
 
@@ -72,7 +72,7 @@ def _portable(file: str, root: Path) -> str:
 
 
 def _places(item: pytest.Item, log: CompilerLog) -> dict[str, list[GraphBreak]]:
-    """Count breaks by file and reason; lines are left out, because edits above a break move it."""
+    """Group graph breaks by file and reason. Lines are left out, because an edit above a break moves its line."""
     places: dict[str, list[GraphBreak]] = {}
     for found in log.breaks:
         places.setdefault(f"{_portable(found.file, item.config.rootpath)}: {found.reason}", []).append(found)
@@ -95,7 +95,7 @@ def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> N
 
 
 def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
-    """What got worse and what got better, each as "breaks 0 -> 1"."""
+    """The numbers that got worse, and the numbers that got better, each as "breaks 0 -> 1"."""
     worse: list[str] = []
     better: list[str] = []
     for name, now in asdict(counts).items():
@@ -115,18 +115,18 @@ def _note(item: pytest.Item, text: str) -> None:
 
 
 def _made_with(counts: Counts) -> str:
-    """What a new baseline holds for good: "made with 1 break"."""
+    """Words for a new baseline that name the faults which it accepts: "made with 1 break"."""
     faults = [numbered(getattr(counts, name), name) for name in FAULTS if getattr(counts, name)]
     return f"made with {', '.join(faults)}" if faults else "made"
 
 
 def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
-    """Compare what a test compiled with its baseline, or make one.
+    """Compare the counts of a test with its baseline, or make a baseline.
 
     Args:
-        item: The test; its properties get a note.
-        counts: What it compiled.
-        log: What the compiler logged.
+        item: The test; a note is added to its properties.
+        counts: The numbers of graphs, breaks and so on that the test compiled.
+        log: The records of the compiler's log during the test.
     """
     given = item.config.getoption("--graph-baseline")
     if given is None:

@@ -133,7 +133,7 @@ class CacheBypass:
 
 @dataclass
 class CompilerLog:
-    """What the compiler logged, in order.
+    """Records of the compiler's log, in order.
 
     Attributes:
         breaks: Graph breaks; each place once, even if its function was compiled several times.
@@ -156,7 +156,7 @@ class CompilerLog:
     _given_up: dict[str, int] = field(default_factory=dict)
 
     def hear(self, metadata: dict[str, Any], payload: str) -> None:
-        """Read one record of the log."""
+        """Read one record of the log, and add what it tells to the lists."""
         compile_id = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"
         name = metadata.get("artifact", {}).get("name")
         if name == "dynamo_graph_break_reason":
@@ -181,7 +181,7 @@ class CompilerLog:
             self._hear_compiled(metrics["compile_id"], *code)
 
     def graph_functions(self) -> list[tuple[str, str, int]]:
-        """Name, file and first line of each function that a graph was compiled of."""
+        """Name, file and first line of each function from which a graph was compiled."""
         return [self.functions[number] for number in self._attempts if number in self.functions]
 
     def _hear_compiled(self, compile_id: str, function: str, file: str, line: int) -> None:

@@ -1,4 +1,4 @@
-"""What a guarded test compiled, in numbers."""
+"""Numbers that tell what a guarded test compiled."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ __all__ = ["PROPERTIES", "Counts", "counts_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a test compiled; fewer is better for each number.
+    """Numbers of graphs, breaks and so on in a test; fewer is better for each.
 
     Attributes:
         graphs: Number of compiled graphs; a forward and its backward count as one. 0 is not better than 1.
         breaks: Number of places where a graph ended early.
         recompiles: Number of functions that were compiled again.
         bypasses: Number of graphs that no cache holds.
-        saved_bytes: Bytes kept for backward passes in the fixture's reports; None without a report.
-        sent_bytes: Bytes sent between ranks in the fixture's reports; None without a report.
+        saved_bytes: Bytes kept for backward passes, in the reports that the test's fixture made; None without a
+            report.
+        sent_bytes: Bytes sent between ranks, in the same reports; None without a report.
     """
 
     graphs: int
@@ -35,7 +36,7 @@ PROPERTIES = ("graph_baseline", *(f"graph_{name}" for name in Counts.__dataclass
 
 
 def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
-    """What a log and the fixture's reports count."""
+    """The counts of a test, from the compiler's log and from the reports that its fixture made."""
     by_report = {bypass for report in reports for bypass in report.bypasses}
     return Counts(
         graphs=log.graphs,

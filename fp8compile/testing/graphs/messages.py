@@ -47,7 +47,7 @@ def sent_bytes(node: fx.Node) -> Sent:
 
 
 def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
-    """Bytes by dtype of the tensors that go into a node, or of its results, whichever are more."""
+    """Bytes by dtype of the tensors that go into a node, or of its results, whichever are larger."""
     made = tensors_in(node.meta.get("val"))
     return {
         dtype: max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made))

@@ -61,7 +61,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """The arguments of a test's fullgraph marker, None without one; fails the test if they are wrong."""
+    """The arguments of a test's fullgraph marker, or None without a marker; fails the test if they are wrong."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
@@ -106,7 +106,7 @@ def _owned(breaks: list[GraphBreak], own: str | None) -> list[GraphBreak]:
 def _over(
     found: Sequence[Any], noun: str, most: int | None, lines: Callable[[Any], Iterable[str]], *, inside: str = ""
 ) -> list[str]:
-    """Lines about what is more than its limit, the place in the first one; none if it isn't."""
+    """Lines for an error if there are more than ``most``; the first line names the first place. Else no lines."""
     if most is None or len(found) <= most:
         return []
     return [f"{counted_at(found, noun)}{inside}, {most} allowed:", *(line for each in found for line in lines(each))]
@@ -164,9 +164,9 @@ def _is_our_assertion(call: pytest.CallInfo[None]) -> bool:
 
 
 def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Drop what PyTorch logged of the same, on standard error and in the log, where a test failed by what we found.
+    """Remove PyTorch's own log lines about a finding from the report of a test that failed because of this finding.
 
-    Other lines stay, and all of them where the test itself failed.
+    They are in standard error and in the captured log. Other lines stay. If the test itself failed, all lines stay.
     """
     if not (item.stash.get(OURS, False) or _is_our_assertion(call)):
         return

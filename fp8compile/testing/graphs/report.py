@@ -134,7 +134,7 @@ def place_text(file: str, line: int) -> str:
 
 
 def _counted(head: str, ops: Sequence[str]) -> list[str]:
-    """Operators by number, other libraries' first, in three lines at most."""
+    """Three lines at most that list operators with their counts; operators outside of aten come first."""
     counts = Counter(ops)
     order = sorted(counts, key=lambda op: (op.startswith(("aten.", "prims.")), -counts[op]))
     shown = [f"{op} x{counts[op]}" if counts[op] > 1 else op for op in order]
@@ -163,12 +163,12 @@ class GraphReport:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Operators of all graphs, forward and backward."""
+        """Names of all operators in all graphs, forward and backward."""
         return tuple(op for graph in self.graphs for op in (*graph.forward, *(graph.backward or ())))
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Messages of all graphs."""
+        """The messages between ranks in all graphs."""
         return tuple(c for graph in self.graphs for c in graph.collectives)
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,7 +214,10 @@ def _graph_lines(report: GraphReport) -> Iterator[str]:
 
 
 def counted_at(found: Sequence[GraphBreak] | Sequence[Recompile] | Sequence[CacheBypass], noun: str) -> str:
-    """A number after the first place, since pytest cuts long lines: "model.py:5: the first of 3 graph breaks"."""
+    """The place of the first finding and how many there are: "model.py:5: the first of 3 graph breaks".
+
+    The place comes first, because pytest cuts long lines.
+    """
     count = numbered(len(found), noun)
     if not found:
         return count
@@ -321,7 +324,7 @@ def _graph_info(kept: KeptGraph, log: CompilerLog, name: str) -> GraphInfo:
 
 
 def _uncacheable(kept: KeptGraph) -> Iterator[CacheBypass]:
-    """A bypass for each node that keeps a graph out of AOTAutograd's cache."""
+    """A `CacheBypass` for each node because of which AOTAutograd can't cache the graph."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe
 
     for node in kept.dynamo.graph.nodes:

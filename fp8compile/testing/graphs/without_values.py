@@ -31,7 +31,7 @@ def on_meta(module: nn.Module) -> bool:
 
 
 class _Exchange:
-    """Makes a fake tensor for each tensor. The same tensor, such as a tied weight, gives the same one."""
+    """Makes a fake tensor for each tensor; one tensor, such as a tied weight, always gets the same fake tensor."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
@@ -60,7 +60,7 @@ def _is_fake(value: Any) -> bool:
 
 @contextmanager
 def _exchanged(module: nn.Module, exchange: _Exchange) -> Iterator[None]:
-    """Exchange a module's tensors for fake ones. Attributes that the block sets to fake tensors are taken away."""
+    """Context in which fake tensors replace a module's tensors; fake attributes set inside of it are removed."""
     modules = list(module.modules())
     before = [(dict(each._parameters), dict(each._buffers), dict(each.__dict__)) for each in modules]
     try:

@@ -2,8 +2,8 @@
 
 Equal blocks: a model of N blocks allocates and frees what one of 3 blocks does, and the part of its middle block N - 2
 times. Models of 3 and of 4 blocks have the same changes up to the end of their first middle block, and from the begin
-of their last middle block on. In both parts, what is held grows by the same bytes with each block more. It also changes
-by the same bytes from one middle block to the next, so no moment in between is larger than the largest one in them.
+of their last middle block on. In both parts, what is held grows by the same bytes with each block more. It changes by
+the same bytes from one middle block to the next too, so no moment in between is larger than the largest one in them.
 """
 
 from __future__ import annotations

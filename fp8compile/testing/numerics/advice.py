@@ -23,14 +23,14 @@ PRODUCTS = tuple(gemm.name for gemm in GEMMS)
 
 
 def least_of(errors: Errors) -> float:
-    """The smallest ratio of the products that were measured, in dB; ``inf`` if none was, ``nan`` if one is."""
+    """The smallest ratio of the measured products, in dB; ``inf`` if none was measured, ``nan`` if one is NaN."""
     known = [each for each in errors if each is not None]
     return math.nan if any(map(math.isnan, known)) else min(known, default=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAdvice:
-    """What is known of one layer, and the recipe that it takes.
+    """Errors and costs of one layer in each recipe, and the recipe that the layer should take.
 
     Attributes:
         name: Fully qualified name.
@@ -43,7 +43,7 @@ class LayerAdvice:
             whose exact value is 0. The entry ``"unconverted"`` has the error of the operands' own dtype.
         costs: For each recipe's name, bytes and least time of products and casts in one step.
         refused: For each recipe that the layer or the GPU can't run, the reason.
-        takes: Name of the recipe, or ``"unconverted"``.
+        takes: Name of the recipe that the layer should take, or ``"unconverted"``.
     """
 
     name: str
@@ -57,7 +57,7 @@ class LayerAdvice:
     takes: str = HIGH_PRECISION
 
     def allowed(self) -> list[str]:
-        """Names of what the layer may take: recipes that are not refused, and ``"unconverted"``."""
+        """Names of the recipes that the layer may take, which are those not refused, and ``"unconverted"``."""
         return [name for name in self.errors if name not in self.refused]
 
 
@@ -113,7 +113,7 @@ class Advice:
         return total
 
     def lines_of_data(self) -> list[str]:
-        """How much data the errors rest on, in words."""
+        """Sentences on how much data the errors were measured on."""
         counts = sorted({layer.sampled for layer in self.layers})
         rows = sorted({layer.rows for layer in self.layers})
         shown, all_rows = (f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in (counts, rows))
@@ -128,7 +128,7 @@ class Advice:
         return lines
 
     def lines_of_result(self) -> list[str]:
-        """The budget and what came of it, in words."""
+        """Sentences on the budget and on what the advice achieves."""
         plain, advised = self.total(HIGH_PRECISION), self.total()
         (kind, value), *_ = self.budget.items()
         wanted = (
@@ -199,7 +199,7 @@ class Advice:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """The table with one row a layer, and what the advice rests on."""
+        """The table with one row per layer, and the sentences of `lines_of_data` and `lines_of_result`."""
         return self.text()
 
     def to_dict(self) -> dict[str, Any]:

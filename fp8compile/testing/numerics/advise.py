@@ -84,7 +84,7 @@ def _peaks(gpu: str) -> tuple[Gpu, Peaks]:
 
 
 def _worst(errors: Sequence[Errors]) -> Errors:
-    """For each product, the smallest ratio of several calls."""
+    """For each of the three products, the smallest ratio of several calls; None if no call has one."""
     found: list[float | None] = []
     for each in zip(*errors, strict=True):
         known = tuple(value for value in each if value is not None)
@@ -145,7 +145,7 @@ def _measured(
 
 
 def _fastest(layer: LayerAdvice, least: float) -> LayerAdvice:
-    """The layer with the fastest choice whose products all have ``least`` dB, or unconverted."""
+    """The layer with the fastest recipe of which all products have at least ``least`` dB, or else unconverted."""
     allowed = [name for name in layer.allowed() if name == HIGH_PRECISION or least_of(layer.errors[name]) >= least]
     return replace(layer, takes=min(allowed, key=lambda name: (layer.costs[name].seconds, _noise(layer, name))))
 
@@ -157,7 +157,7 @@ def _noise(layer: LayerAdvice, name: str) -> float:
 
 
 def _within(found: Sequence[LayerAdvice], share: float) -> list[LayerAdvice]:
-    """Take the fastest everywhere, then spend the time that is left where a second removes the most noise."""
+    """Give each layer its fastest recipe, then spend the time that is left where a second removes the most noise."""
     limit = share * sum(layer.costs[HIGH_PRECISION].seconds for layer in found)
     taken = [_fastest(layer, -math.inf) for layer in found]
     spent = sum(layer.costs[layer.takes].seconds for layer in taken)
@@ -197,7 +197,7 @@ def advise_call(
     rows_factor: float = 1,
     sample: int = SAMPLE,
 ) -> Advice:
-    """Advise like `advise`, for a call with these arguments."""
+    """The same as `advise`, for a model that is called with these positional and keyword arguments."""
     check_eager("advise", model)
     budget = BUDGET if budget is None else budget
     _check_budget(budget)
@@ -248,8 +248,8 @@ def advise(
     """Advise on a recipe for each layer of a model, by the errors of its products on your data.
 
     The model runs once, forward and backward, in high precision. The three products of each layer that `convert` would
-    convert, experts too, are then computed in each recipe and in float64 from a sample of the rows. The model is as
-    before afterwards: classes, gradients, buffers, modes and random states.
+    convert, experts too, are then computed in each recipe and in float64 from a sample of the rows. Afterwards the
+    model's classes, gradients, buffers and modes, and random states, are as before.
 
     Args:
         model: The model, whole on this process, neither converted nor compiled.
@@ -260,8 +260,8 @@ def advise(
         budget: ``{"sqnr": dB}`` gives each layer the fastest recipe whose products all have this signal-to-noise
             ratio. ``{"time": share}`` gives the recipes with the least noise that together take at most this share of
             the least time without FP8. By default 14 dB, a little less than nvfp4 leaves of bell-shaped values.
-        loss: A function of what the model returns, which gives the scalar for the backward. None for the output's own:
-            the output itself, its ``loss``, or its first entry.
+        loss: A function of the model's output that returns the scalar for the backward. None takes the output itself,
+            its ``loss``, or its first entry.
         filter: The layers to look at, as `fp8compile.convert` takes it. Pass the same to both.
         gpu: The GPU whose peaks give least times, a key of ``fp8compile.testing.explain.PEAKS``. A recipe that
             it has no GEMMs for is shown and never picked.
@@ -273,7 +273,7 @@ def advise(
         The advice, which `fp8compile.convert` takes as ``recipe`` and which prints as a table.
 
     Raises:
-        TypeError: The model is no module, is compiled, or is spread over ranks; there is no scalar loss.
+        TypeError: The model is not a module, is compiled, or is spread over ranks; there is no scalar loss.
         ValueError: The model is converted, or no layer can be measured. There is no such recipe or GPU. The budget is
             none, or less than the fastest recipes take.
     """

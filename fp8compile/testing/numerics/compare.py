@@ -25,7 +25,7 @@ __all__ = ["compare"]
 
 
 def _ratio(actual: Tensor | None, expected: Tensor | None) -> float | None:
-    """The ratio in dB; None if one is missing, ``nan`` if they have different shapes."""
+    """The signal-to-noise ratio in dB; None if a tensor is missing, ``nan`` if the shapes differ."""
     if actual is None or expected is None:
         return None
     return math.nan if actual.shape != expected.shape else sqnr(actual, expected)
@@ -40,7 +40,10 @@ def _run(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> tuple[li
 
 
 def _alone(call: ModuleCall, given: ModuleCall, seed: int) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """The output, grad_input and gradients of parameters of a module, for the input and grad_output of ``given``."""
+    """Run a module alone on the input and grad_output of the call ``given``.
+
+    Returns its output, its grad_input and the gradients of its parameters.
+    """
     leaves = cloned((given.args, given.kwargs))
     parameters = [each for each in call.module.parameters() if each.requires_grad]
     with run_aside(call.module, (), seed):
@@ -74,13 +77,12 @@ def compare(
     Each module without children, and each layer that `convert` knows, is also run alone on the reference's input and
     grad_output. So the table has, for both passes, how large the difference has grown and what each module adds.
 
-    Both run as they are, in eager mode, from the same random state, and are as before afterwards. Activations of both
-    are kept in memory.
+    Both run in eager mode, from the same random state, and are as before afterwards. Activations of both are kept in
+    memory.
 
     Args:
-        model: The model in doubt, such as a converted one.
-        reference: The same model without what is in doubt, such as a copy that was not converted. Modules are paired
-            by their names.
+        model: The model to examine, such as a converted one.
+        reference: The model to compare with, such as a copy that was not converted. Modules are paired by their names.
         batch: Arguments of both, as `advise` takes it.
         loss: Function of the output that gives the scalar to differentiate, as in `advise`.
         seed: Seed of the random numbers, for dropout.
@@ -89,7 +91,7 @@ def compare(
         The comparison, which prints as a table.
 
     Raises:
-        TypeError: A model is no module or compiled, or returns no scalar loss.
+        TypeError: A model is not a module, is compiled, or returns no scalar loss.
         ValueError: The two have no module in common.
     """
     for each in (model, reference):

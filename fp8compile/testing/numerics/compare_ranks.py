@@ -101,7 +101,7 @@ class _Watch:
         )
 
     def _arrived(self, key: Key, gemm: Gemm, a: Plain, b: Plain, operands: Operands) -> None:
-        """Compare the values of both operands with those of one process."""
+        """Compare the values of both operands with the values that one process has."""
         assert self._reference is not None
         wholes = whole(a, gemm.a, operands).local, whole(b, gemm.b, operands).local
         if key not in self._reference:
@@ -164,7 +164,7 @@ def compare_ranks(build: Callable[[Any], Any], mesh: DeviceMesh, *, loss: Loss |
 
     So a scale that comes from one rank's part, a sum that is missing or a weight that differs is named by its layer,
     product and operand, and roundings are not. A part of the batch on each rank (data parallel) is not compared with
-    the whole batch, and neither are rows that travel to experts. Operands that are codes already, and what delayed
+    the whole batch, and neither are rows that travel to experts. Operands that are given as codes, and what delayed
     scaling writes for later steps, are left out.
 
     Args:

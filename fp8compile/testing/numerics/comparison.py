@@ -21,10 +21,11 @@ class ComparisonRow:
         name: Fully qualified name; with a number from the module's second call on.
         kind: The model's class and the reference's, if they differ; else one class.
         direction: ``"forward"`` or ``"backward"``.
-        arriving: What arrives: the input, or grad_output. None if the module gets no floating tensor.
-        leaving: What leaves: the output, or grad_input. None if there is none.
-        own: What the module itself adds: its output, or its grad_input, from the reference's input and grad_output.
-        own_weight: In the backward, the same for the gradients of the module's parameters, the smallest ratio.
+        arriving: The ratio of what arrives: the input, or grad_output. None if the module gets no floating tensor.
+        leaving: The ratio of what leaves: the output, or grad_input. None if there is none.
+        own: The ratio of what the module itself computes: its output, or grad_input, from the reference's input and
+            grad_output.
+        own_weight: In the backward, the smallest such ratio of the gradients of the module's parameters.
     """
 
     name: str
@@ -43,17 +44,17 @@ class ComparisonRow:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the module's result is that of the reference, to the bit."""
+        """Whether the module, given the reference's inputs, has the reference's result to the bit."""
         return self.least_own == math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What `compare` found. It prints as a table.
+    """The result of `compare`. It prints as a table.
 
     Attributes:
         rows: The modules in the order in which they run: forward, then backward.
-        losses: The loss of the model and that of the reference.
+        losses: The losses of the model and of the reference.
         missing: Names of modules that only one of the two has or calls.
     """
 
@@ -63,7 +64,7 @@ class Comparison:
 
     @property
     def first(self) -> ComparisonRow | None:
-        """The first module, in the order of the run, that computes something else than the reference; None if none."""
+        """The first module, in the order of the run, whose result differs from the reference's; None without any."""
         return next((row for row in self.rows if not row.is_equal), None)
 
     @property
@@ -86,7 +87,7 @@ class Comparison:
         return None
 
     def verdict(self) -> list[str]:
-        """Where the difference arises, in words."""
+        """Sentences that say in which module or where between modules the difference arises."""
         lines = [f"loss {self.losses[0]:.6g}, reference {self.losses[1]:.6g}"]
         if self.missing:
             lines.append(f"only in one of the two: {', '.join(self.missing)}")

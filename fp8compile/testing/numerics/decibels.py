@@ -10,7 +10,7 @@ __all__ = ["shown_decibels", "sqnr"]
 
 
 def _rows_apart(actual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The sums of squares of ``expected`` and of the difference, in float64."""
+    """The sum of squares of ``expected``, and that of the difference, in float64."""
     exact = expected.detach().double()
     error = actual.detach().double() - exact
     return exact.square().sum().item(), error.square().sum().item()

@@ -1,8 +1,9 @@
-"""Records what the layers of a model multiply in one forward and backward: operands of a sample of their rows.
+"""Records the operands of the layers' products in one forward and backward of a model, for a sample of the rows.
 
-The layers are FP8 layers for the time of the run, because an FP8 layer says by one call what it multiplies, whatever
-library its class is from. A mode answers these calls in high precision, so that the run is that of the model as it is.
-The mode holds while a layer runs, also if a checkpointed region runs it again in the backward.
+For the run, the layers are converted to FP8, because an FP8 layer multiplies by one known function, whatever library
+its class is from. A mode catches the calls of this function, records their operands and multiplies in high precision,
+so that the model computes the same as unconverted. The mode is active whenever a layer runs, also if a checkpointed
+region runs it again in the backward.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class LayerCall:
 
 @dataclass
 class _Awaited:
-    """A call whose gradient is still to come: where it comes from, and which rows of it are sampled."""
+    """A call whose gradient has not been computed yet: the edge that it will come from, and the rows to keep of it."""
 
     call: LayerCall
     edge: GradientEdge
@@ -65,7 +66,7 @@ class _Awaited:
 
 
 def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
-    """Numbers of the sampled rows: all of them, or runs of consecutive rows that are spread evenly."""
+    """Indices of the sampled rows: all of them, or runs of consecutive rows that are spread evenly."""
     if rows <= wanted:
         return torch.arange(rows, device=device)
     length = min(ROWS_TOGETHER, wanted)
@@ -75,7 +76,7 @@ def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
 
 
 def _runs_of_groups(ends: list[int], wanted: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Numbers of the sampled rows, and the ends of the groups among them."""
+    """Indices of the sampled rows, and the ends of the groups among the sampled rows."""
     sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     filled = max(1, sum(size > 0 for size in sizes))
     each = max(LEAST_OF_GROUP, wanted // filled)
@@ -88,7 +89,7 @@ def _runs_of_groups(ends: list[int], wanted: int, device: torch.device) -> tuple
 
 
 def _by_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer with groups in high precision; rows after the last group are zeros."""
+    """Compute a grouped linear layer in high precision; rows after the last group are zeros."""
     parts, start = [], 0
     for group, end in enumerate(offsets.tolist()):
         parts.append(functional.linear(x[start:end], weight[group], None if bias is None else bias[group]))
@@ -99,9 +100,9 @@ def _by_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) 
 
 @dataclass
 class _Listening(TorchFunctionMode):
-    """A mode in which layers multiply in high precision, and calls of the layers are recorded.
+    """A mode that records the calls of layers, and computes their products in high precision.
 
-    Each layer has a recipe object of its own, by which a call says which layer it is.
+    Each layer has its own recipe object, so that a call's recipe tells which layer it is.
     """
 
     names: Mapping[int, str]
@@ -162,7 +163,7 @@ class _Listening(TorchFunctionMode):
 
 @contextmanager
 def _while_layers_run(layers: Mapping[str, nn.Module], mode: TorchFunctionMode) -> Iterator[None]:
-    """A block in which a mode holds whenever one of the layers runs, and at no other time."""
+    """Context in which a mode is active whenever one of the layers runs, and at no other time."""
 
     def enter(*_: Any) -> None:
         mode.__enter__()
@@ -183,7 +184,7 @@ def _while_layers_run(layers: Mapping[str, nn.Module], mode: TorchFunctionMode) 
 
 @contextmanager
 def _in_float8(layers: Mapping[str, nn.Module]) -> Iterator[dict[int, str]]:
-    """A block in which layers are FP8 layers; gives the name of each layer by the identity of its recipe."""
+    """Context in which layers are converted to FP8; yields each layer's name by the ``id`` of its recipe."""
     tags = {name: replace(recipes.rowwise()) for name in layers}
     changed = []
     try:

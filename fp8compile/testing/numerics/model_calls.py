@@ -22,7 +22,10 @@ Loss = Callable[[Any], Tensor]
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call: a mapping is passed by names, a tuple or list one after the other, else it is one."""
+    """Split a batch into positional and keyword arguments.
+
+    A mapping gives keyword arguments, a tuple or list gives positional ones, anything else is the only argument.
+    """
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
@@ -38,7 +41,7 @@ def loss_of(function: str, output: Any, loss: Loss | None) -> Tensor:
     Args:
         function: Name of the public function, for errors.
         output: What the model returned.
-        loss: A function of it; None to take the output's own loss: itself, its ``loss``, or its first entry.
+        loss: A function of the output; None to take the output itself, its ``loss``, or its first entry.
 
     Raises:
         TypeError: ``output`` has no loss, or ``loss`` returns no scalar that requires grad.
@@ -96,10 +99,10 @@ def check_whole(function: str, layers: Iterable[tuple[str, nn.Module]]) -> None:
 
 @contextmanager
 def run_aside(model: nn.Module, arguments: Any, seed: int | None = None) -> Iterator[None]:
-    """A block in which a model runs and after which it is as before: modes, buffers, gradients and random states.
+    """Context after which a model that ran in it has its modes, buffers, gradients and random states as before.
 
-    The backward runs in the calling thread, where modes of this process hold. With a seed, random numbers are those
-    of that seed.
+    The backward runs in the calling thread, so that dispatch modes apply to it. A seed is set for random numbers, if
+    given.
     """
     with kept_state(model, arguments), untold(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         if seed is not None:

@@ -54,12 +54,12 @@ def cloned(value: Any) -> Any:
 
 
 def with_history(value: Any) -> Any:
-    """Copies that are no leaves, so that a module may change them in place; gradients reach ``value``."""
+    """Copies of a value's tensors that are not leaves, so that a module may change them; gradients reach ``value``."""
     return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, value)
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are compared, by name: those without children, and layers with children, such as experts."""
+    """The modules to compare, by name: modules without children, and layers with children, such as experts."""
     found: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -73,7 +73,7 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
-    """A block in which calls of these modules are recorded, in their order; calls without a tensor are left out."""
+    """Context that yields a list to which calls of these modules are added; calls without a tensor are left out."""
     calls: list[ModuleCall] = []
     counts: dict[str, int] = {}
     given: list[Any] = []

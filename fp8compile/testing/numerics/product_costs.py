@@ -41,7 +41,7 @@ class Cost:
     seconds: float
 
     def __add__(self, other: Cost) -> Cost:
-        """The cost of both, one after the other."""
+        """The sum of two costs."""
         return Cost(self.bytes + other.bytes, self.seconds + other.seconds)
 
 

@@ -28,7 +28,7 @@ def _spans(ends: Tensor | None, rows: int) -> list[tuple[int, int]]:
 
 
 def exact_products(call: LayerCall) -> list[Tensor | None]:
-    """Output, grad_input and grad_weight of the sampled rows in float64; None for what the backward leaves out."""
+    """Output, grad_input and grad_weight of the sampled rows in float64; None for what the backward skips."""
     x, weight = call.x.double(), call.weight.double()
     stack = weight if call.ends is not None else weight.unsqueeze(0)
     spans = _spans(call.ends, x.shape[0])
@@ -65,10 +65,10 @@ def _products(call: LayerCall, recipe: Recipe | None, state: DelayedState | None
 
 
 def product_errors(call: LayerCall, recipe: Recipe | None, exact: Sequence[Tensor | None]) -> Errors:
-    """The ratios of a layer's products, in the order of `GEMMS`.
+    """The signal-to-noise ratio in dB of each of a layer's products, in the order of `GEMMS`.
 
-    A device without GEMMs for the recipe emulates them. A recipe with delayed scaling scales by the amaxes of these
-    very rows, as if the step before had had the same data.
+    A device without GEMMs for the recipe emulates them. A recipe with delayed scaling uses the amaxes of the same
+    rows, as if the step before had seen the same data.
 
     Args:
         call: The operands.

@@ -36,14 +36,14 @@ class RankFinding:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """The finding in one line."""
+        """The difference, with its layer, product, operand and ranks, in one line."""
         ranks = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {', '.join(map(str, self.ranks))}"
         return f"{self.layer or 'the model'}, {self.op}, {self.what} of {self.operand} on {ranks}: {self.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankComparison:
-    """What `compare_ranks` found, the same on every rank. It prints as a list.
+    """The result of `compare_ranks`, the same on every rank. It prints as a list.
 
     Attributes:
         ranks: Number of ranks.
@@ -57,7 +57,7 @@ class RankComparison:
 
     @property
     def first(self) -> RankFinding | None:
-        """The first difference, which is where to look; those after it may only follow from it. None if none."""
+        """The first difference, which is where to look, because later ones may follow from it; None without any."""
         return self.findings[0] if self.findings else None
 
     def __str__(self) -> str:

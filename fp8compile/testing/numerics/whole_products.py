@@ -41,8 +41,9 @@ def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
 
     Args:
         part: This rank's part.
-        slot: The recipe's field for it.
-        operands: The product's; None if no FSDP cuts the tensor besides.
+        slot: The recipe's field for the tensor, such as ``"weight"``.
+        operands: The `Operands` of the product, which say how FSDP cuts the weight; None if FSDP does not cut the
+            tensor.
     """
     if operands is not None:
         part = _cut_by_fsdp(part, slot, operands)
@@ -58,7 +59,7 @@ def is_shared(a: Plain, b: Plain, operands: Operands) -> bool:
 
 
 def _has_given_codes(gemm: Gemm, operands: Operands) -> bool:
-    """Whether an operand is codes already, of which no whole values are known here."""
+    """Whether an operand was given as codes, so that its values are not known here."""
     return operands.weight is not None or (gemm is GRAD_WEIGHT and operands.input is not None)
 
 
@@ -78,7 +79,7 @@ def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | No
 
 
 def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
-    """What differs, ``"scale"``, ``"outer scale"`` or ``"codes"``, and how; None if nothing does."""
+    """The part that differs, ``"scale"``, ``"outer scale"`` or ``"codes"``, and how; None if nothing differs."""
     mine = whole(mine)
     if mine.outer_scale is not None and expected.outer_scale is not None:
         found = _in_words("outer scale", mine.outer_scale, expected.outer_scale)
@@ -134,19 +135,19 @@ def _of_product(product: Product, expected: Product, b: Plain, gemm: Gemm, bias:
 def differences(
     gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None, product: Product, multiply: Multiply
 ) -> Iterator[tuple[str, str, str]]:
-    """How a product that ranks share differs from that of one process; every rank of the groups calls this.
+    """How a product that ranks share differs from the product in one process; every rank of the groups calls this.
 
     Args:
-        gemm: Which product.
+        gemm: Which of the layer's three products.
         a: This rank's part of the left operand.
         b: This rank's part of the right operand.
-        operands: What quantized them.
+        operands: The object that quantized both operands.
         bias: This rank's part of the bias, or None.
-        product: This rank's product.
-        multiply: The function that made it.
+        product: This rank's part of the product.
+        multiply: The function that computed the product.
 
     Yields:
-        The operand, ``"result"`` for the product; what differs; how.
+        The operand that differs, or ``"result"`` for the product; what of it differs; how, in words.
     """
     if _has_given_codes(gemm, operands):
         return

@@ -34,7 +34,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _packed(operand: Quantized) -> str:
-    """How codes of an operand are packed: ``"rows"``, ``"columns"`` or ``"none"``."""
+    """How an operand's four-bit codes are packed two per byte: along ``"rows"`` or ``"columns"``, or ``"none"``."""
     quantizer: Any = operand.quantizer  # TwoLevelScaling
     return quantizer.packed
 

@@ -1,0 +1,207 @@
+"""What moments as codes do to training: losses beside float32 moments and torchao's, bytes, and rare gradients.
+
+    python -m benchmarks.moments [--steps 300] [--seeds 3] [--page]
+
+Trains the byte Llama of `examples/train` (2 layers, width 128) in float32, so that moments are all that differs, on
+one thread; each optimizer sees the same weights and batches of a seed. Steps run op by op: a compiled step has the
+same bits (tests/optim/test_adamw.py). ``--page`` writes docs/results/optimizer-states.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8compile as f8
+from examples.train.data import load_text
+from examples.train.model import ByteLlama, ModelShape
+
+SHAPE = ModelShape(dim=128, layers=2, heads=4, kv_heads=2, hidden=384, seq=64)
+BATCH, LR, WARM_UP, NUM_LAST = 8, 2e-3, 20, 50
+ADAM = {"lr": LR, "weight_decay": 0.1}
+MUON_LR = 0.02
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "optimizer-states.md"
+RARE, EVERY = 7, 500  # the planted row, and the number of steps between its gradients
+Params = Iterable[nn.Parameter]
+
+
+def ours(params: Params, **options: Any) -> list[torch.optim.Optimizer]:
+    return [f8.optim.AdamW(params, **ADAM, backend=None, **options)]
+
+
+def torchaos(name: str) -> Callable[[Params], list[torch.optim.Optimizer]]:
+    def make(params: Params) -> list[torch.optim.Optimizer]:
+        import torchao.optim
+
+        return [getattr(torchao.optim, name)(params, **ADAM)]
+
+    return make
+
+
+def muon(kind: type, other: type, **options: Any) -> Callable[[Params], list[torch.optim.Optimizer]]:
+    """Muon for the matrices of blocks; the embedding, the head and norms have AdamW."""
+
+    def make(params: Params) -> list[torch.optim.Optimizer]:
+        params = list(params)
+        inner = [p for p in params if p.ndim == 2 and 256 not in p.shape]
+        outer = [p for p in params if all(p is not each for each in inner)]
+        return [kind(inner, lr=MUON_LR, **options), other(outer, **ADAM, **options)]
+
+    return make
+
+
+FLOAT32, FLOAT32_MUON = "float32 (torch.optim.AdamW)", "float32 (torch.optim.Muon, AdamW)"
+CODES = "`f8.optim.AdamW`"
+CONTENDERS: dict[str, Callable[[Params], list[torch.optim.Optimizer]]] = {
+    FLOAT32: lambda params: [torch.optim.AdamW(params, **ADAM)],
+    CODES: ours,
+    f'{CODES}, `rounding="nearest"`': lambda params: ours(params, rounding="nearest"),
+    "torchao `AdamW8bit`": torchaos("AdamW8bit"),
+    FLOAT32_MUON: muon(torch.optim.Muon, torch.optim.AdamW),
+    "`f8.optim.Muon`, `AdamW`": muon(f8.optim.Muon, f8.optim.AdamW, backend=None),
+}
+RARE_TOO = {"torchao `AdamWFp8`": torchaos("AdamWFp8")}  # one rule for both moments: what its v does with rare rows
+
+
+def op_by_op() -> Any:
+    """Torchao compiles a graph for each shape of parameter; here all run op by op."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Bytes of all tensors in states but counts of steps; of a tensor subclass those of its parts."""
+
+    def size(x: Tensor) -> int:
+        names = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else ()
+        return sum(size(getattr(x, name)) for name in names) or x.numel() * x.element_size()
+
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return sum(
+        size(value) for state in states for name, value in state.items() if torch.is_tensor(value) and name != "step"
+    )
+
+
+def trained(contender: str, seed: int, steps: int) -> tuple[float, float]:
+    """The mean loss of the last steps, and the bytes a parameter of the state."""
+    text, order = load_text(None, batch=BATCH, seq=SHAPE.seq), torch.Generator().manual_seed(seed)
+    model = ByteLlama(SHAPE, seed=seed)
+    optimizers, losses = CONTENDERS[contender](list(model.parameters())), []
+    full = [[float(group["lr"]) for group in each.param_groups] for each in optimizers]
+    for step in range(steps):
+        starts = torch.randint(len(text.train) - SHAPE.seq - 1, (BATCH,), generator=order)
+        batch = torch.stack([text.train[start : start + SHAPE.seq + 1] for start in starts]).long()
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        for each, rates in zip(optimizers, full, strict=True):
+            for group, rate in zip(each.param_groups, rates, strict=True):
+                now = rate * min(1.0, (step + 1) / WARM_UP)
+                group["lr"] = group["lr"].fill_(now) if isinstance(group["lr"], Tensor) else now
+            each.step()
+            each.zero_grad()
+        losses.append(loss.item())
+    count = sum(p.numel() for p in model.parameters())
+    return statistics.fmean(losses[-NUM_LAST:]), state_bytes(optimizers) / count
+
+
+def rare_gradients(contender: str) -> tuple[float, float]:
+    """The largest change by a step, in learning rates: of a row with a gradient in one step of 500, and elsewhere.
+
+    An embedding of 64 rows of 128; its other rows get a gradient in every step.
+    """
+    draws = torch.Generator().manual_seed(0)
+    table = nn.Parameter(torch.zeros(64, 128))
+    (optimizer,) = (CONTENDERS | RARE_TOO)[contender]([table])
+    largest = torch.zeros(64)
+    for step in range(2 * EVERY + 1):
+        table.grad = torch.randn(table.shape, generator=draws)
+        if step % EVERY:
+            table.grad[RARE] = 0
+        before = table.detach().clone()
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        optimizer.step()
+        if step >= WARM_UP:  # a first gradient moves all by a learning rate or more
+            largest = torch.maximum(largest, (table.detach() - before).abs().amax(1) / LR)
+    rare = largest[RARE].item()
+    largest[RARE] = 0
+    return rare, largest.max().item()
+
+
+def table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows]]
+
+
+def losses(seeds: range, steps: int) -> list[str]:
+    found = {}
+    for name in CONTENDERS:
+        with op_by_op() if "torchao" in name else nullcontext():
+            found[name] = [trained(name, seed, steps) for seed in seeds]
+        print(name, found[name], file=sys.stderr, flush=True)
+    rows = []
+    for name, each in found.items():
+        plain = found[FLOAT32_MUON if "Muon" in name else FLOAT32]
+        gaps = [own[0] - other[0] for own, other in zip(each, plain, strict=True)]
+        mean = statistics.fmean(loss for loss, _ in each)
+        paired = ", ".join(f"{gap:+.4f}" for gap in gaps) if name not in (FLOAT32, FLOAT32_MUON) else "-"
+        rows.append([name, f"{mean:.4f}", paired, f"{each[0][1]:.2f}"])
+    return table(["moments", "loss", "minus float32, seed by seed", "bytes a parameter"], rows)
+
+
+def rare() -> list[str]:
+    rows = []
+    for name in CONTENDERS | RARE_TOO:
+        if "Muon" not in name:
+            with op_by_op() if "torchao" in name else nullcontext():
+                own, others = rare_gradients(name)
+            rows.append([name, f"{own:.2f}", f"{others:.2f}"])
+    return table(["moments", "the rare row", "other rows"], rows)
+
+
+def page(seeds: range, steps: int) -> str:
+    lines = [
+        "# Moments as codes",
+        "",
+        f"`python -m benchmarks.moments --steps {steps} --seeds {len(seeds)} --page` writes this page.",
+        "",
+        "## Loss and bytes",
+        "",
+        f"Mean training loss of the last {NUM_LAST} of {steps} steps, {len(seeds)} seeds; a Llama over bytes of width",
+        f"{SHAPE.dim} with {SHAPE.layers} layers, in float32, betas (0.9, 0.999), the same batches for all.",
+        "Norms keep float32 moments. Muon has the matrices of blocks, AdamW the rest.",
+        "",
+        *losses(seeds, steps),
+        "",
+        "## Rare gradients",
+        "",
+        "The largest change of an element by a step, in learning rates. A row of an embedding (64, 128) gets a",
+        f"gradient in one step of {EVERY}, the others in each.",
+        "",
+        *rare(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = page(range(options.seeds), options.steps)
+    if options.page:
+        PAGE.write_text(found)
+    print(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Saved tensors as codes in compiled models: by the context and by the partitioner, the same bits, bytes and graphs.
+
+Graphs are those that Inductor gets, and run as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import fake_rank
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile as f8
+from fp8compile.saved_tensors import partitioner
+from fp8compile.saved_tensors.saved_tensor import DEFAULT_KINDS
+from fp8compile.testing import assert_fullgraph
+from fp8compile.testing.bits import difference
+
+TOKENS, D, H = 64, 128, 256
+BF16 = 2
+
+
+def chosen(tensor):
+    """What the default chooses, and small tensors too."""
+    return tensor.kind in DEFAULT_KINDS
+
+
+SAVED = f8.SavedAsCodes(filter=chosen)
+
+
+class Block(nn.Module):
+    """RMSNorm, SwiGLU, residual."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.norm, self.checkpointed = nn.RMSNorm(D), checkpointed
+        self.gate, self.up, self.down = (nn.Linear(a, b, bias=False) for a, b in ((D, H), (D, H), (H, D)))
+
+    def own(self, x):
+        normed = self.norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    def forward(self, x):
+        return checkpoint(self.own, x, use_reentrant=False) if self.checkpointed else self.own(x)
+
+
+def graphs_only(graph, inputs):
+    """A backend with Inductor's decompositions and its choice of a partitioner, without its code."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import compile_fx
+
+    return aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph),
+        decompositions=compile_fx.select_decomp_table(),
+        partition_fn=compile_fx.partition_fn,
+    )(graph, inputs)
+
+
+def model_of(recipe, case="whole"):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(case == "checkpointed") for _ in range(1 if case == "one" else 2))).bfloat16()
+    return f8.convert(model, f8.recipes.by_name(recipe), filter="*") if recipe else model
+
+
+def tokens(case="whole"):
+    torch.manual_seed(1)
+    x = torch.randn(TOKENS, D).bfloat16().requires_grad_()
+    if case == "dynamic":
+        torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def opened(door, saved):
+    """The context in which a door packs tensors; a partitioner by Inductor's option, which `f8.compile` sets."""
+    if door is None:
+        return contextlib.nullcontext()
+    if door == "context":
+        return f8.saved_as_codes(saved)
+    return torch._inductor.config.patch(custom_partitioner_fn=partitioner(saved))
+
+
+def rounding(block):
+    """A context in which a compiled call saves bfloat16 tensors as values of codes in these blocks."""
+    quantizer = f8.CurrentScaling(block=block, scale="pow2")
+
+    def pack(x):
+        made = x.dtype is torch.bfloat16 and x.ndim == 2 and not isinstance(x, nn.Parameter)
+        return f8.quantize(x, quantizer).dequantize(x.dtype) if made and not x.requires_grad else x
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+
+def step(context, recipe, case="whole", backend=graphs_only):
+    """Bytes kept beside arguments, then the result and gradients."""
+    torch._dynamo.reset()
+    model, x = model_of(recipe, case), tokens(case)
+    call = (f8.compile if case == "region" else torch.compile)(model, fullgraph=True, backend=backend)
+    with context:
+        y = call(x)
+    given = {t.untyped_storage()._cdata for t in (x, y, *model.parameters())}
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in y.grad_fn.saved_tensors}
+    kept = sum(size for key, size in held.items() if key not in given)
+    y.float().square().sum().backward()
+    return kept, y, [x.grad, *(each.grad for each in model.parameters())]
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert difference(one, other) is None
+
+
+@pytest.mark.parametrize("case", ["whole", "dynamic", "region", "checkpointed"])
+def test_both_doors_give_the_bits_of_rounded_tensors_and_keep_a_byte_an_element(case):
+    exact, y, _ = step(opened(None, SAVED), "rowwise", case)
+    rounded = step(rounding((1, -1)), "rowwise", case)
+    between = TOKENS * D  # the input of the second block
+    packed = between if case == "checkpointed" else between + 4 * TOKENS * H  # and gate and up of both
+    rows = TOKENS * (1 if case == "checkpointed" else 5)
+    for door in ("context", "partitioner"):
+        kept, result, gradients = step(opened(door, SAVED), "rowwise", case)
+        assert exact - kept == packed * BF16 - (packed + rows * BF16)
+        assert torch.equal(result, y)
+        assert_same(gradients, rounded[2])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "columns"), [(None, 128), ("tensorwise", None), ("blockwise", 128), ("mxfp8", 32), ("nvfp4", 16)]
+)
+def test_codes_are_in_the_blocks_of_the_recipe(recipe, columns):
+    exact = step(opened(None, SAVED), recipe, "one")[0]
+    rounded = step(rounding((1, columns or -1)), recipe, "one")
+    kept, result, gradients = step(opened("partitioner", f8.SavedAsCodes(filter=lambda tensor: True)), recipe, "one")
+    elements = 2 * TOKENS * H + (0 if recipe else TOKENS * (D + H))  # bf16 layers save the normed x and the activation
+    scales = 2 * TOKENS if columns is None else elements // columns
+    assert exact - kept == elements * BF16 - (elements + scales * BF16)
+    assert torch.equal(result, rounded[1])
+    assert_same(gradients, rounded[2])
+
+
+def test_four_bits_by_choice_take_a_quarter():
+    four = f8.SavedAsCodes(f8.TwoLevelScaling(), filter=chosen)
+    exact = step(opened(None, four), "rowwise")[0]
+    by_context, by_partitioner = (step(opened(door, four), "rowwise") for door in ("context", "partitioner"))
+    elements = TOKENS * D + 4 * TOKENS * H
+    assert by_context[0] == by_partitioner[0] == exact - elements * BF16 + elements * 9 // 16 + 5 * 4
+    assert_same(by_context[2], by_partitioner[2])
+
+
+def test_a_backend_without_decompositions_packs_too():
+    exact, y, _ = step(opened(None, SAVED), None, backend="aot_eager")
+    kept, result, _ = step(opened("context", SAVED), None, backend="aot_eager")
+    assert torch.equal(result, y)
+    assert kept <= exact - (TOKENS * D + 4 * TOKENS * H) * (BF16 - 1 - BF16 / 128)
+
+
+def test_a_filter_is_told_what_each_tensor_is():
+    told = []
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.q, self.o = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+        def forward(self, x):
+            q, k, v = (each.view(1, -1, 4, D // 4).transpose(1, 2) for each in self.q(self.norm(x)).chunk(3, -1))
+            mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+            h = x + self.o(mixed)
+            return h + F.gelu(self.o(self.norm(h)))
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Attention().bfloat16(), tokens()
+    with opened("partitioner", f8.SavedAsCodes(filter=lambda tensor: told.append(tensor) or False)):
+        torch.compile(model, fullgraph=True, backend=graphs_only)(x)
+    found = {(each.kind, each.module) for each in told}
+    assert ("activation", "o") in found
+    assert "norm" in {kind for kind, _ in found}
+    assert {each.kind for each in told if each.shape[-1] == D // 4} == {"attention"}
+    assert not [each for each in told if each.shape[-1] == 1 or each.dtype is torch.float32]  # no statistics
+
+
+def test_one_graph_and_one_for_calls_outside():
+    torch._dynamo.reset()
+    model, x = model_of("rowwise"), tokens()
+    with f8.saved_as_codes():
+        assert_fullgraph(model, x)
+    compiled = torch.compile(model, fullgraph=True, backend=graphs_only)
+    torch._dynamo.utils.counters.clear()
+    made = torch._dynamo.utils.counters["stats"]
+    for _ in range(2):
+        with f8.saved_as_codes(filter=chosen):
+            compiled(x).sum().backward()
+        compiled(x).sum().backward()
+        with f8.saved_as_codes(f8.SavedAsCodes(filter=chosen)):
+            compiled(x).sum().backward()
+    assert made["unique_graphs"] == 2
+
+
+def test_what_compile_can_not_do_is_refused():
+    model = model_of(None)
+    with pytest.raises(TypeError, match=r"saved is 'all'; it is a fp8compile\.SavedAsCodes"):
+        f8.compile(model, saved="all")
+    with pytest.raises(ValueError, match="a choice of Inductor's partitioner, and the backend is 'aot_eager'"):
+        f8.compile(model, saved=SAVED, backend="aot_eager")
+    with pytest.raises(ValueError, match="Inductor takes one partitioner"):
+        f8.compile(model, saved=SAVED, options={"custom_partitioner_fn": partitioner(SAVED)})
+
+    def inside(x):
+        with f8.saved_as_codes():
+            return model(x)
+
+    with pytest.raises(Exception, match="Dynamo is tracing this context"):
+        torch.compile(inside, fullgraph=True, backend="eager")(tokens())
+
+
+# ---------------------------------------------------------------------------------- ranks
+
+
+def kept_on_a_rank(placement):
+    """Bytes that one of two ranks keeps, exact and by each door, with Inductor's decompositions."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh, found = DeviceMesh("cpu", torch.arange(2)), []
+    for door in (None, "partitioner", "context"):
+        torch._dynamo.reset()
+        model, x = model_of("rowwise"), tokens()
+        if placement == "graph_fsdp":
+            model = f8.parallel.graph_fsdp(model, mesh)
+        else:
+            column, row = f8.parallel.ColwiseParallel(), f8.parallel.RowwiseParallel()
+            for block in model:
+                parallelize_module(block, mesh, {"gate": column, "up": column, "down": row})
+        call = torch.compile(model, fullgraph=True, backend=graphs_only)
+        try:
+            with opened(door, SAVED):
+                y = call(x)
+        except Exception as error:
+            found.append(str(error))
+            continue
+        given = {t.untyped_storage()._cdata for t in (x, y)}
+        held = {t.untyped_storage()._cdata: t for t in y.grad_fn.saved_tensors if t.dtype is not torch.float32}
+        found.append(sum(t.untyped_storage().nbytes() for key, t in held.items() if key not in given))
+        y.float().sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("placement", ["tensor_parallel", "graph_fsdp"])
+def test_a_rank_keeps_codes_of_its_own_part(placement):
+    with fake_rank(0, 2) as elsewhere:
+        exact, kept, refused = elsewhere.submit(kept_on_a_rank, placement).result()
+    hidden = H // 2 if placement == "tensor_parallel" else H
+    packed, rows = TOKENS * D + 4 * TOKENS * hidden, 5 * TOKENS
+    assert exact - kept == packed * BF16 - (packed + rows * BF16)
+    assert "which PyTorch loses where it inlines hooks" in refused

@@ -1,0 +1,39 @@
+"""Notes in a traced graph: with which block a recipe quantizes a layer's input or gradient.
+
+Decompositions leave no quantizer in a graph. Whoever packs a tensor that the forward saves wants the block of the
+casts beside it, because Inductor then packs the tensor in the kernel that computes their amaxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["block_noted", "noted_block"]
+
+KEY = "fp8compile_block"
+
+
+@contextmanager
+def block_noted(block: tuple[int, int]) -> Iterator[None]:
+    """Note the block on all nodes that are traced in this context, unless its elements lie in a column."""
+    if block[1] == 1:
+        yield
+        return
+    from torch.fx import traceback
+
+    meta: dict[str, Any] = traceback.current_meta
+    before = meta.get("custom")
+    meta["custom"] = {**(before or {}), KEY: block}
+    try:
+        yield
+    finally:
+        meta.pop("custom")
+        if before is not None:
+            meta["custom"] = before
+
+
+def noted_block(node: Any) -> tuple[int, int] | None:
+    """The block that was noted on a node of a graph; None if there is none."""
+    return node.meta.get("custom", {}).get(KEY)

@@ -1,0 +1,144 @@
+"""AdamW whose moments are codes: two bytes a parameter and their scales, where float32 moments take eight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp8compile.optim.advance import Rule
+from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
+from fp8compile.optim.moments import CODES
+from fp8compile.quantizers.scale_rules import exact_root
+
+__all__ = ["AdamW"]
+
+
+def _rule(
+    parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """AdamW of one parameter (Loshchilov and Hutter 2019, arXiv:1711.05101), in float32."""
+    exp_avg, exp_avg_sq = moments
+    lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
+    grad = grad * sign
+    exp_avg = exp_avg * beta1 + grad * rest1
+    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2
+    update = (exp_avg / correction1) / (exact_root(exp_avg_sq) / root_correction2 + eps)
+    return parameter * (1 - lr * decay) - lr * update, (exp_avg, exp_avg_sq)
+
+
+class AdamW(MomentOptimizer):
+    """AdamW in the shape of ``torch.optim.AdamW``, with moments that are e4m3 codes between steps.
+
+    A step reads the codes, computes in float32, and rounds once. All parameters are one compiled graph, in which
+    float32 moments never reach memory; learning rates and other numbers are inputs of the graph, so that schedules do
+    not recompile. ``exp_avg_sq`` is stored as its root, and a value above 0 never has the code 0
+    (``fp8compile.quantizers.RootScaling``).
+
+    A block is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096 elements, one dim, or rows
+    of fewer than 16 elements.
+
+    The state of a parameter has ``exp_avg_codes``, ``exp_avg_scale``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scale``,
+    or ``exp_avg`` and ``exp_avg_sq`` where values are kept: plain tensors, DTensors if the parameter is one.
+
+    Args:
+        params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them. Each option below may
+            differ between groups, but ``backend``.
+        lr: Learning rate, a float or a tensor of one element.
+        betas: Decay rates of the two moments, each at least 0 and below 1.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        amsgrad: Only False.
+        maximize: Whether the objective is maximized.
+        foreach: Not True: the step is one graph for all parameters.
+        capturable: Only False: the host counts the steps, so that a CUDA graph around a step is not possible.
+        differentiable: Only False.
+        fused: Not True: the graph is fused already.
+        exp_avg_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
+        exp_avg_sq_dtype: The same for the second moment.
+        rounding: Rounding of moments to codes. ``"stochastic"``: up or down at random. ``"nearest"``: a change of less
+            than half the distance between codes is lost in each step, so that with ``betas[1]`` near 1 the second
+            moment only follows the largest value of its block.
+        seed: Seed of stochastic rounding. The noise is a function of seed, position in the whole parameter, and value:
+            a resumed run rounds as before, on any number of ranks.
+        bf16_stochastic_round: Whether bfloat16 parameters are rounded stochastically too, as torchao names it.
+        backend: Backend of ``torch.compile`` for the step; None runs it op by op, with float32 moments of one
+            parameter at a time.
+
+    Raises:
+        TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or no floating point tensor.
+        ValueError: An option has a value that is not allowed, or ranks cut a parameter within a block.
+    """
+
+    moments: ClassVar[dict[str, bool]] = {"exp_avg": False, "exp_avg_sq": True}
+    rule: ClassVar[Rule] = staticmethod(_rule)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,  # the place that it has in torch.optim
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        exp_avg_dtype: torch.dtype = CODES,
+        exp_avg_sq_dtype: torch.dtype = CODES,
+        rounding: str = "stochastic",
+        seed: int = 0,
+        bf16_stochastic_round: bool = False,
+        backend: Backend = "inductor",
+    ) -> None:
+        refused = {
+            "amsgrad": (amsgrad, "a third moment, a maximum, has no codes here"),
+            "foreach": (foreach, "the step is one compiled graph for all parameters already"),
+            "fused": (fused, "the step is one compiled graph for all parameters already"),
+            "capturable": (capturable, "the host counts the steps; torch.optim.AdamW can be captured"),
+            "differentiable": (differentiable, "codes have no derivative"),
+        }
+        for name, (given, reason) in refused.items():
+            if given:
+                raise ValueError(f"AdamW: {name} is {given}; {reason}. Leave it out.")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "exp_avg_dtype": exp_avg_dtype,
+            "exp_avg_sq_dtype": exp_avg_sq_dtype,
+            "rounding": rounding,
+            "seed": seed,
+            "bf16_stochastic_round": bf16_stochastic_round,
+        }
+        super().__init__(params, defaults, backend)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Check the options and the parameters of a group."""
+        for name in ("lr", "eps", "weight_decay"):
+            check_number("AdamW", name, group[name])
+        for index, beta in enumerate(group["betas"]):
+            check_number("AdamW", f"betas[{index}]", beta, below=1.0)
+        super().check_group(group)
+
+    def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
+        """The rule's numbers after the learning rate, each computed in float64 and rounded to float32."""
+        beta1, beta2 = map(float, group["betas"])
+        return (
+            float(group["weight_decay"]),
+            -1.0 if group["maximize"] else 1.0,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 - beta1**step,
+            (1 - beta2**step) ** 0.5,
+            float(group["eps"]),
+        )

@@ -1,0 +1,118 @@
+"""advance: one step of all parameters as one function of tensors, which torch.compile makes one graph of.
+
+A rule is a function of float32 tensors of one parameter; this file reads moments out of their codes before it, and
+writes them back as codes after it. What changes from step to step, such as the learning rate, is in the tensor
+``scalars``, so that no step recompiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import ops
+from fp8compile._compat import asks_a_constant
+from fp8compile.optim.moments import quantized
+from fp8compile.quantizers import CurrentScaling
+from fp8compile.quantizers.stochastic_rounding import noise, positions
+
+__all__ = ["Job", "Rule", "advance"]
+
+# (parameter, gradient, moments, scalars) -> (what is written, new moments); all float32
+Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One parameter in a step: this rank's part of each tensor.
+
+    Attributes:
+        shape: The shape in which the rule sees the parameter, ``MomentRows.local``.
+        parameter: The parameter, any floating point dtype.
+        grad: Its gradient, any floating point dtype.
+        target: What the rule's first result is written to: the parameter, or another tensor of as many elements.
+        moments: For each moment its values, or codes and scale.
+        quantizers: For each moment its quantizer; None if values are kept.
+        place: What `MomentRows.place` returned.
+        bf16_seed: Seed of stochastic rounding of a bfloat16 target; None rounds to the nearest.
+    """
+
+    shape: tuple[int, ...]
+    parameter: Tensor
+    grad: Tensor
+    target: Tensor
+    moments: tuple[tuple[Tensor, ...], ...]
+    quantizers: tuple[CurrentScaling | None, ...]
+    place: tuple[Tensor, ...] = ()
+    bf16_seed: int | None = None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The fields as a tuple, as `advance` takes them: Dynamo guards on a tuple's entries at little cost."""
+        own = self.parameter.detach(), self.grad.detach(), self.target.detach()
+        return self.shape, own, self.moments, self.quantizers, self.place, self.bf16_seed
+
+
+def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> None:
+    """Run a rule for each parameter, and write parameters and moments in place.
+
+    Args:
+        rule: The optimizer's arithmetic.
+        scalars: A row for each job, float32. Its first entry is 1, or 0 for a parameter without gradient in this step,
+            whose tensors then stay as they are. The second is the count of steps, by which noise differs from step to
+            step. The rule gets the others.
+        jobs: What `Job.arguments` returned.
+    """
+    for row, (shape, (parameter, grad, target), moments, quantizers, place, seed) in zip(scalars, jobs, strict=True):
+        active, step, *numbers = row.unbind()
+        before = [
+            parts[0].float().reshape(shape)
+            if quantizer is None
+            else ops.dequantize(parts[0].view(shape), parts[1], quantizer, torch.float32)
+            for parts, quantizer in zip(moments, quantizers, strict=True)
+        ]
+        values = parameter.float().reshape(shape), grad.float().reshape(shape)
+        result, after = rule(*values, before, numbers)
+        noisy = seed is not None or not all(map(is_local, quantizers))
+        matrix = math.prod(shape[:-1]), math.prod(shape[-1:])
+        place = _of_step(place or positions(matrix, parameter.device), step) if noisy else ()
+        for parts, quantizer, moment in zip(moments, quantizers, after, strict=True):
+            found = (moment,) if quantizer is None else quantized(moment, quantizer, place)
+            for part, new in zip(parts, found, strict=True):
+                _write(part, new, active)
+        if seed is not None and target.dtype == torch.bfloat16:
+            result = _rounded_to_bfloat16(result, seed, *place)
+        _write(target, result, active)
+
+
+@asks_a_constant
+def is_local(quantizer: CurrentScaling | None) -> bool:
+    """Whether codes do not depend on their place."""
+    return quantizer is None or quantizer.is_local()
+
+
+def _of_step(place: tuple[Tensor, ...], step: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of rows and columns with the count of steps in their upper 32 bits.
+
+    Without it, values that stay as they are would be rounded in the same direction in every step.
+    """
+    rows, columns = place
+    return rows + step.to(torch.int64) * 2**32, columns
+
+
+def _write(target: Tensor, values: Tensor, active: Tensor) -> None:
+    target.copy_(torch.where(active > 0, values.reshape(target.shape).to(target.dtype), target))
+
+
+def _rounded_to_bfloat16(x: Tensor, seed: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """Round float32 values up or down at random, so that the expected error is 0; the result is float32 still.
+
+    A value that bfloat16 has stays, infinities too; a NaN stays one.
+    """
+    matrix = x.reshape(len(rows), len(columns)).contiguous()
+    below = (noise(matrix, seed, rows, columns) * 65536.0).to(torch.int32)  # less than the 16 bits that are cut
+    return ((matrix.view(torch.int32) + below) & -65536).view(torch.float32).view(x.shape)

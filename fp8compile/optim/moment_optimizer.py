@@ -1,0 +1,211 @@
+"""MomentOptimizer: what optimizers whose moments are codes have in common: their state, its files, and the step.
+
+param_groups, state --host--> jobs, a row of scalars for each --advance, one graph for all--> parameters, state
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fp8compile._compat import compiled_alone, is_dtensor, local_itself, untraced
+from fp8compile.optim.advance import Job, Rule, advance
+from fp8compile.optim.moments import CODES, STORED, MomentRows, StoredMoment
+from fp8compile.quantizers.stochastic_rounding import check_rounding
+from fp8compile.tensor import SOURCE_DTYPES, has_codes, shown
+
+__all__ = ["MomentOptimizer"]
+
+Backend = str | Callable[..., Any] | None
+OURS = ("rounding", "seed", "bf16_stochastic_round")  # options of how state is kept, which no checkpoint changes
+
+
+class MomentOptimizer(Optimizer):
+    """Base of optimizers whose moments are codes. A subclass has names of moments, a rule, and its scalars.
+
+    Attributes:
+        moments: Names of the moments, each with whether it is never negative.
+        rule: The arithmetic of a step of one parameter.
+    """
+
+    moments: ClassVar[dict[str, bool]]
+    rule: ClassVar[Rule]
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: Backend) -> None:
+        self._backend = backend
+        self._compiled: Callable[..., None] | None = None
+        self._places: dict[Tensor, tuple[Tensor, ...]] = {}  # of parameters that ranks cut, which stay where they are
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_backend": self._backend, "_compiled": None, "_places": {}}
+
+    # ------------------------------------------------------------------ groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as ``torch.optim`` does; what the group does not say are the optimizer's defaults.
+
+        Raises:
+            TypeError: A parameter is quantized, or no real floating point tensor.
+            ValueError: An option has a value that is not allowed, or ranks cut a parameter within a block.
+        """
+        super().add_param_group(param_group)
+        try:
+            self.check_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Check the options and the parameters of a group."""
+        owner = type(self).__name__
+        for option in self._dtype_options():
+            if group[option] not in STORED:
+                allowed = ", ".join(map(str, STORED))
+                raise ValueError(f"{owner}: {option} is {group[option]}; it is one of {allowed}.")
+        check_rounding(owner, group["rounding"], group["seed"])
+        for p in group["params"]:
+            if has_codes(local_itself(p)):
+                raise TypeError(
+                    f"{owner}: a parameter is codes, and a step would round it without a master. Wrap the optimizer: "
+                    f"fp8compile.MasterWeights(fp8compile.optim.{owner}, params, lr=...)."
+                )
+            if p.dtype not in SOURCE_DTYPES:
+                raise TypeError(f"{owner}: a parameter is {p.dtype}; it is float32, bfloat16 or float16.")
+            if any(each.dtype == CODES for each in self._stored(group)):
+                MomentRows.of(p).check_blocks()
+
+    def _dtype_options(self) -> list[str]:
+        return [f"{name}_dtype" for name in self.moments]
+
+    def _stored(self, group: dict[str, Any]) -> list[StoredMoment]:
+        return [StoredMoment.of_group(name, group, root=root) for name, root in self.moments.items()]
+
+    # ------------------------------------------------------------------ a step
+
+    def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
+        """The numbers that the rule gets after the learning rate, given the count of steps with this one."""
+        raise NotImplementedError
+
+    @untraced
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run one step; returns what ``closure`` returns, which is called first, with gradients enabled.
+
+        A parameter without gradient stays as it is, and so does its state.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for device in dict.fromkeys(p.device for group in self.param_groups for p in group["params"]):
+            self._advance(device)
+        return loss
+
+    def _advance(self, device: torch.device) -> None:
+        jobs: list[Job] = []
+        rows: list[tuple[float, ...]] = []
+        rates: list[tuple[int, int, Tensor]] = []
+        for group in self.param_groups:
+            first, rate = len(jobs), group["lr"]
+            for p in self._with_state(group, device):
+                state, active = self.state[p], p.grad is not None
+                state["step"] += active
+                numbers = self.scalars(group, float(state["step"])) if active else ()
+                jobs.append(self.job(p, group))
+                known = 0.0 if isinstance(rate, Tensor) else float(rate)
+                rows.append((float(active), float(state["step"]), known, *numbers))
+            if isinstance(rate, Tensor):
+                rates.append((first, len(jobs), rate))
+        if not jobs:
+            return
+        width = max(map(len, rows))
+        scalars = torch.tensor([(*row, *(1.0,) * (width - len(row))) for row in rows]).to(device)
+        for first, last, rate in rates:  # without a synchronization, if the rate is on the device
+            scalars[first:last, 2] = rate
+        self.advance(scalars, [each.arguments() for each in jobs])
+
+    def _with_state(self, group: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
+        """Parameters of a group that have or get a state: those that have had a gradient once."""
+        for p in group["params"]:
+            if p.device != device or (p.grad is None and not self.state.get(p)):
+                continue
+            if p.grad is not None and p.grad.is_sparse:
+                raise TypeError(f"{type(self).__name__}: a gradient is sparse; it is dense.")
+            if not self.state.get(p):
+                rows = MomentRows.of(p)
+                self.state[p] = {"step": torch.tensor(0.0)}
+                for each in self._stored(group):
+                    self.state[p].update(each.zeros(p, rows))
+            yield p
+
+    def job(self, p: Tensor, group: dict[str, Any]) -> Job:
+        """What a step reads and writes for a parameter."""
+        rows, local, state = MomentRows.of(p), local_itself(p), self.state[p]
+        stored = self._stored(group)
+        quantizers = tuple(each.quantizer_for(rows) for each in stored)
+        is_local = all(each is None or each.is_local() for each in quantizers) and not group["bf16_stochastic_round"]
+        if not is_local and p not in self._places:
+            self._places[p] = rows.place(local.device, group["seed"])
+        return Job(
+            shape=rows.local,
+            parameter=local,
+            grad=torch.zeros_like(local) if p.grad is None else local_itself(p.grad),
+            target=local,
+            moments=tuple(tuple(local_itself(state[key]) for key in each.keys(rows)) for each in stored),
+            quantizers=quantizers,
+            place=() if is_local else self._places[p],
+            bf16_seed=group["seed"] if group["bf16_stochastic_round"] else None,
+        )
+
+    def advance(self, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> None:
+        """Run the rule on all jobs, as one graph of ``backend``."""
+        if self._compiled is None:
+            own = partial(advance, type(self).rule)
+            self._compiled = own if self._backend is None else compiled_alone(advance, type(self).rule, self._backend)
+        self._compiled(scalars, jobs)
+
+    # ------------------------------------------------------------------ files
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that ``state_dict`` returned, of this optimizer or of the one of ``torch.optim``.
+
+        Codes stay as they are. Values, such as those of ``torch.optim.AdamW``, become codes by rounding once. How this
+        optimizer keeps its moments does not change.
+        """
+        kept = [{name: group[name] for name in (*self._dtype_options(), *OURS)} for group in self.param_groups]
+        before = [dict(group) for group in self.param_groups]
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.clear()
+        places = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for group, own, old in zip(self.param_groups, kept, before, strict=True):
+            for name, value in old.items():
+                group.setdefault(name, value)
+            group.update(own)
+        owners = [(p, group) for group in self.param_groups for p in group["params"]]
+        for (p, group), index in zip(owners, places, strict=True):
+            state = state_dict["state"].get(index)
+            if not state:
+                continue
+            rows = MomentRows.of(p)
+            self.state[p] = {"step": torch.as_tensor(float(state["step"]))}
+            for each in self._stored(group):
+                self.state[p].update(each.loaded(state, p, rows))
+
+
+def check_number(owner: str, name: str, value: Any, *, below: float = math.inf) -> None:
+    """Raise a ValueError unless a hyperparameter is a number from 0 to below ``below``, or a tensor of one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or is_dtensor(value):
+            raise ValueError(f"{owner}: {name} has shape {tuple(value.shape)}; a tensor has one element.")
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < below:
+        most = "" if below == math.inf else f" and is below {below:g}"
+        raise ValueError(f"{owner}: {name} is {shown(value)}; it is at least 0{most}.")

@@ -1,0 +1,195 @@
+"""How a moment of a parameter lies in an optimizer's state: as values, or as codes and scales of blocks of a row.
+
+    parameter (N, K)        exp_avg_codes (N, K) uint8     exp_avg_scale (N, ceil(K / 128)) float32
+    (E, N, K)               (E, N, K)                      (E, N, ceil(K / 128))
+    (N, 64, 3, 3)           (N, 64, 3, 3)                  (N, 5): trailing dims make one row of 576
+
+A block lies within one row, so that rows which FSDP2 shards have their scales with them: codes and scales are plain
+tensors, cut as the parameter is, and any number of ranks loads them to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import ops
+from fp8compile._compat import local_itself
+from fp8compile.layout.cuts import DimSharding
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.nn.local import wrapped_like
+from fp8compile.ops.layer.quantize import positions
+from fp8compile.quantizers import CurrentScaling, RootScaling
+from fp8compile.quantizers.blocks import grid_shape
+from fp8compile.tensor import sharding_of
+
+__all__ = ["CODES", "STORED", "MomentRows", "StoredMoment", "quantized"]
+
+CODES = torch.float8_e4m3fn
+STORED = (torch.float32, torch.bfloat16, CODES)  # dtypes of moments in the state
+BLOCK = (1, 128)  # values of a row that share a scale: 1 + 4 / 128 bytes a value
+# Moments of fewer values stay float32, as in bitsandbytes and torchao: norms and biases, which save nothing.
+SMALLEST = 4096
+SHORTEST_ROW = 16  # a shorter row stays float32, because its scale would cost more than a quarter of a byte a value
+
+
+@dataclass(frozen=True)
+class MomentRows:
+    """A parameter as its moments see it: as rows, along which blocks lie.
+
+    Attributes:
+        local: Shape of this rank's part of the view as rows.
+        whole: Shape of the view of the whole parameter.
+        cuts: How ranks cut the view.
+    """
+
+    local: tuple[int, ...]
+    whole: tuple[int, ...]
+    cuts: tuple[DimSharding, ...]
+
+    @staticmethod
+    def of(parameter: Tensor) -> MomentRows:
+        """The rows of a parameter.
+
+        Raises:
+            ValueError: Ranks cut a dim that is merged into a row, but is not the first of the merged dims.
+        """
+        whole, local = _as_rows(parameter.shape), tuple(local_itself(parameter).shape)
+        last = max(len(whole) - 1, 0)
+        inner = math.prod(parameter.shape[last + 1 :])
+        cuts = []
+        for cut in sharding_of(parameter):
+            if cut.dim > last:
+                raise ValueError(
+                    f"moments: ranks cut a parameter of shape {tuple(parameter.shape)} along dim {cut.dim}; dims from "
+                    f"{last} on are one row of its moments. Cut dim {last} or one before it."
+                )
+            sizes = tuple(size * inner for size in cut.sizes) if cut.dim == last else cut.sizes
+            cuts.append(DimSharding(cut.group, cut.rank, cut.dim, sizes))
+        return MomentRows((*local[:last], math.prod(local[last:])) if local else (), whole, tuple(cuts))
+
+    def are_small(self) -> bool:
+        """Whether moments stay float32, whatever was asked for; the same on every number of ranks."""
+        return len(self.whole) < 2 or math.prod(self.whole) < SMALLEST or self.whole[-1] < SHORTEST_ROW
+
+    def check_blocks(self) -> None:
+        """Raise a ValueError if ranks cut rows within a block."""
+        for cut in self.cuts if not self.are_small() else ():
+            ends = [sum(cut.sizes[: rank + 1]) for rank in range(len(cut.sizes))]
+            if cut.dim == len(self.whole) - 1 and any(end % BLOCK[1] for end in ends if end < cut.total):
+                raise ValueError(
+                    f"moments as codes: ranks cut rows of {cut.total} values to {cut.sizes}, so that a block of "
+                    f"{BLOCK[1]} would lie on two of them. Cut another dim, or multiples of {BLOCK[1]}; or give this "
+                    "parameter a group whose moments are values, such as exp_avg_dtype=torch.float32."
+                )
+
+    def place(self, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+        """Positions of this rank's rows and columns in the whole, int64, for stochastic rounding; () if it has all.
+
+        They are the arguments ``rows`` and ``columns`` of `fp8compile.ops.cast`.
+        """
+        if not self.cuts:
+            return ()
+        without_memory = torch.empty((), device=device).expand(self.local)
+        one_by_one = CurrentScaling(block=(1, 1), rounding="stochastic", seed=seed)
+        return positions(Plain(without_memory, TensorLayout(self.cuts)), one_by_one)
+
+
+def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """Merge trailing dims into one until a row has a block, but never the first dim, which FSDP2 cuts."""
+    rows = tuple(shape)
+    while len(rows) > 2 and rows[-1] < BLOCK[1]:
+        rows = (*rows[:-2], rows[-2] * rows[-1])
+    return rows
+
+
+@dataclass(frozen=True)
+class StoredMoment:
+    """One moment of an optimizer in the state of its parameters.
+
+    Attributes:
+        name: Its key, as in ``torch.optim``: ``exp_avg``. Codes have the keys ``exp_avg_codes`` and ``exp_avg_scale``,
+            so that nobody takes codes for values.
+        dtype: ``torch.float8_e4m3fn`` for codes, else the dtype of the values.
+        quantizer: How its values become codes.
+    """
+
+    name: str
+    dtype: torch.dtype
+    quantizer: CurrentScaling
+
+    @staticmethod
+    def of_group(name: str, group: dict[str, Any], *, root: bool) -> StoredMoment:
+        """The moment as a parameter group of an optimizer asks for it; ``root`` if it is never negative."""
+        kind = RootScaling if root else CurrentScaling
+        quantizer = kind(block=BLOCK, rounding=group["rounding"], seed=group["seed"])
+        return StoredMoment(name, group[f"{name}_dtype"], quantizer)
+
+    def quantizer_for(self, rows: MomentRows) -> CurrentScaling | None:
+        """The quantizer of the moment of a parameter with these rows; None if its values are kept."""
+        return self.quantizer if self.dtype == CODES and not rows.are_small() else None
+
+    def keys(self, rows: MomentRows) -> tuple[str, ...]:
+        """The keys of the tensors in the state."""
+        return (self.name,) if self.quantizer_for(rows) is None else self.keys_of_codes()
+
+    def keys_of_codes(self) -> tuple[str, str]:
+        """The keys of codes and scales."""
+        return f"{self.name}_codes", f"{self.name}_scale"
+
+    def zeros(self, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
+        """The state of a moment of zeros; DTensors that are cut as the parameter, if that is one."""
+        local = local_itself(parameter)
+        if self.quantizer_for(rows) is None:
+            return self._of_values(torch.zeros(local.shape, device=local.device), parameter, rows)
+        codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+        return self._of_codes(codes, torch.ones(grid_shape(rows.local, BLOCK), device=local.device), parameter, rows)
+
+    def _of_values(self, values: Tensor, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
+        dtype = torch.float32 if rows.are_small() else self.dtype
+        return {self.name: wrapped_like(values.to(dtype, copy=True), parameter)}
+
+    def _of_codes(self, codes: Tensor, scale: Tensor, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
+        whole = torch.empty(grid_shape(rows.whole, BLOCK), device="meta")
+        found = wrapped_like(codes, parameter), wrapped_like(scale, parameter, whole)
+        return dict(zip(self.keys_of_codes(), found, strict=True))
+
+    def loaded(self, state: dict[str, Any], parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
+        """This moment out of a saved state, which it shares no memory with.
+
+        Codes stay codes; values become codes, and codes values, if that is how this moment is kept.
+
+        Raises:
+            KeyError: The state has neither codes nor values of the moment.
+        """
+        device, quantizer = parameter.device, self.quantizer_for(rows)
+        if all(key in state for key in self.keys_of_codes()):
+            codes, scale = (local_itself(state[key]).detach().to(device, copy=True) for key in self.keys_of_codes())
+            if quantizer is not None:
+                return self._of_codes(codes, scale, parameter, rows)
+            values = ops.dequantize(codes.view(rows.local), scale, self.quantizer, torch.float32).view(codes.shape)
+            return self._of_values(values, parameter, rows)
+        if self.name not in state:
+            raise KeyError(
+                f"moments: the saved state of a parameter has {sorted(state)}, and neither {self.name} nor "
+                f"{' and '.join(self.keys_of_codes())}. Load the state of an optimizer with the same moments."
+            )
+        values = local_itself(state[self.name]).detach().to(device)
+        if quantizer is None:
+            return self._of_values(values, parameter, rows)
+        codes, scale = quantized(values.float().reshape(rows.local), quantizer, rows.place(device, quantizer.seed))
+        return self._of_codes(codes.view(values.shape), scale, parameter, rows)
+
+
+def quantized(values: Tensor, quantizer: CurrentScaling, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a moment's rows, float32.
+
+    No block is cut, so that ranks exchange nothing. ``place`` is what `MomentRows.place` returned.
+    """
+    multiplier, scale = ops.scale(ops.amax(values, quantizer), quantizer)
+    return ops.cast(values, multiplier, quantizer, *place), scale

@@ -1,0 +1,157 @@
+"""Muon whose momentum is codes: one byte a parameter and its scales, where a float32 momentum takes four.
+
+momentum codes --one graph for all--> momentum codes, update bfloat16 --gather--> orthogonalize --> this rank's part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp8compile._compat import is_dtensor, local_itself, muon_lr, orthogonalized, untraced
+from fp8compile.nn.local import placed_like, wrapped_like
+from fp8compile.optim.advance import Job, Rule
+from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
+from fp8compile.optim.moments import CODES
+
+__all__ = ["Muon"]
+
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+def _rule(
+    parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Momentum of one parameter, as torch.optim.Muon: an average of gradients, and Nesterov's look ahead."""
+    _, momentum, rest, look_ahead = scalars
+    (buffer,) = moments
+    buffer = buffer * momentum + grad * rest
+    return grad + look_ahead * (buffer - grad), (buffer,)
+
+
+class Muon(MomentOptimizer):
+    """Muon in the shape of ``torch.optim.Muon``, with a momentum that is e4m3 codes between steps.
+
+    The momentum of all parameters is one compiled graph; PyTorch's own function orthogonalizes each update. A matrix
+    that ranks share is gathered in bfloat16 for that, once a step, and each rank keeps its part.
+
+    The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` for matrices of fewer
+    than 4096 elements or rows of fewer than 16. Blocks, rounding, seed and files are those of ``AdamW``.
+
+    Args:
+        params: Matrices, or groups of them. Give embeddings, norms and biases to another optimizer.
+        lr: Learning rate, a float or a tensor of one element.
+        weight_decay: Decoupled weight decay.
+        momentum: Decay rate of the momentum, at least 0 and below 1.
+        nesterov: Whether the update looks one step ahead.
+        ns_coefficients: Coefficients of the Newton-Schulz iteration.
+        eps: The least norm that an update is divided by.
+        ns_steps: Number of Newton-Schulz iterations.
+        adjust_lr_fn: None or ``"original"``, or ``"match_rms_adamw"``.
+        momentum_buffer_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
+        rounding: Rounding of the momentum to codes, ``"stochastic"`` or ``"nearest"``.
+        seed: Seed of stochastic rounding.
+        backend: Backend of ``torch.compile`` for the momentum; None runs it op by op.
+
+    Raises:
+        TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or no floating point tensor.
+        ValueError: A parameter is no matrix, an option has a value that is not allowed, or ranks cut a parameter
+            within a block.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
+    """
+
+    moments: ClassVar[dict[str, bool]] = {"momentum_buffer": False}
+    rule: ClassVar[Rule] = staticmethod(_rule)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,  # the place that it has in torch.optim
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        momentum_buffer_dtype: torch.dtype = CODES,
+        rounding: str = "stochastic",
+        seed: int = 0,
+        backend: Backend = "inductor",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "momentum_buffer_dtype": momentum_buffer_dtype,
+            "rounding": rounding,
+            "seed": seed,
+            "bf16_stochastic_round": False,
+        }
+        super().__init__(params, defaults, backend)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Check the options and the parameters of a group."""
+        for name in ("lr", "eps", "weight_decay"):
+            check_number("Muon", name, group[name])
+        check_number("Muon", "momentum", group["momentum"], below=1.0)
+        if group["adjust_lr_fn"] not in ADJUSTMENTS:
+            raise ValueError(f"Muon: adjust_lr_fn is {group['adjust_lr_fn']!r}; it is one of {ADJUSTMENTS}.")
+        for p in group["params"]:
+            if p.ndim != 2:
+                raise ValueError(
+                    f"Muon: a parameter has shape {tuple(p.shape)}; it is a matrix. Give others to another optimizer, "
+                    "such as fp8compile.optim.AdamW."
+                )
+        super().check_group(group)
+
+    def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
+        """The rule's numbers after the learning rate, each computed in float64 and rounded to float32."""
+        momentum = float(group["momentum"])
+        return momentum, 1 - momentum, momentum if group["nesterov"] else 1.0
+
+    def job(self, p: Tensor, group: dict[str, Any]) -> Job:
+        """What a step reads and writes for a parameter; the target is the update, bfloat16."""
+        found = super().job(p, group)
+        self._updates[p] = torch.empty(found.parameter.shape, dtype=torch.bfloat16, device=p.device)
+        return replace(found, target=self._updates[p])
+
+    @untraced
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run one step; returns what ``closure`` returns, which is called first, with gradients enabled.
+
+        A parameter without gradient stays as it is, and so does its state.
+        """
+        self._updates: dict[Tensor, Tensor] = {}
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._apply(p, self._updates.pop(p), group)
+        self._updates.clear()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of ``torch.optim.Muon``, which does not count steps."""
+        state = {index: {"step": 0.0, **each} for index, each in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})
+
+    def _apply(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+        whole: Any = wrapped_like(update, p)
+        whole = whole.full_tensor() if is_dtensor(whole) else whole
+        found = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        part, local, lr = local_itself(placed_like(found, p)), local_itself(p), float(group["lr"])
+        local.mul_(1 - lr * float(group["weight_decay"]))
+        local.add_(part, alpha=-muon_lr(lr, group["adjust_lr_fn"], p.shape))

@@ -1,0 +1,8 @@
+"""Tensors that the forward saves for the backward, as codes: the value, the context and the partitioner."""
+
+from fp8compile.saved_tensors.choice import SavedAsCodes
+from fp8compile.saved_tensors.hooks import saved_as_codes
+from fp8compile.saved_tensors.partition import partitioner
+from fp8compile.saved_tensors.saved_tensor import SavedTensor
+
+__all__ = ["SavedAsCodes", "SavedTensor", "partitioner", "saved_as_codes"]

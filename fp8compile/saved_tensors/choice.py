@@ -1,0 +1,121 @@
+"""SavedAsCodes: which tensors the forward saves as codes, and by which quantizer, as one immutable value."""
+
+from __future__ import annotations
+
+import inspect
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer
+from fp8compile.quantizers.constant import module_source, source_salt
+from fp8compile.saved_tensors.saved_tensor import DEFAULT_KINDS, KINDS, SMALLEST, SavedTensor
+
+__all__ = ["SavedAsCodes"]
+
+Filter = tuple[str, ...] | Callable[[SavedTensor], bool] | None
+ALONE = (1, 128)  # the block if no recipe quantizes anything beside a tensor
+WHOLE, ROW = (-1, -1), (1, -1)
+
+
+@dataclass(frozen=True)
+class SavedAsCodes:
+    """Save tensors for the backward as codes and scales, which become values again where the backward reads them.
+
+    Give it to ``fp8compile.compile(model, saved=...)``, or to ``fp8compile.saved_as_codes(...)``, a context around a
+    call. The forward's results stay the same, bit for bit. Gradients are those of the rounded tensors.
+
+    Attributes:
+        quantizer: Makes the codes, over the last dim of each tensor and all other dims together. None is e4m3 with
+            scales that are powers of two, in the blocks of the recipe that quantizes beside the tensor: whole rows for
+            rowwise, tensorwise and delayed recipes, otherwise the recipe's own blocks; 1 x 128 where there is no
+            recipe, and in eager mode.
+        filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple has some of the
+            kinds of `SavedTensor`, and then only tensors of at least 65,536 elements become codes. A function takes a
+            `SavedTensor` and returns whether it becomes codes, whatever its size.
+
+    Raises:
+        TypeError: ``quantizer`` is not a quantizer, or ``filter`` is neither a tuple nor a function.
+        ValueError: The quantizer can't quantize a tensor of three dims by itself, or a kind is not known.
+    """
+
+    quantizer: Quantizer | None = None
+    filter: Filter = None
+
+    def __post_init__(self) -> None:
+        self._check_quantizer()
+        if self.filter is None or (callable(self.filter) and not isinstance(self.filter, type)):
+            return
+        if not isinstance(self.filter, tuple):
+            raise TypeError(
+                f"SavedAsCodes: filter is {self.filter!r}; it is None, a tuple of kinds, {KINDS}, or a function that "
+                "takes a fp8compile.SavedTensor and returns a bool."
+            )
+        if unknown := [kind for kind in self.filter if kind not in KINDS]:
+            raise ValueError(f"SavedAsCodes: filter has the kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}.")
+
+    def _check_quantizer(self) -> None:
+        quantizer = self.quantizer
+        if quantizer is None:
+            return
+        if not isinstance(quantizer, Quantizer):
+            raise TypeError(
+                f"SavedAsCodes: quantizer is {quantizer!r}; it is a quantizer, such as "
+                "fp8compile.CurrentScaling(...), or None for e4m3 in the blocks of the recipe."
+            )
+        if isinstance(quantizer, DelayedScaling):
+            raise ValueError(
+                f"SavedAsCodes: {quantizer!r} takes its scale from earlier steps, and a saved tensor has no history. "
+                "Take fp8compile.CurrentScaling."
+            )
+        shape = (2, 16, 256)
+        try:
+            codes = quantizer.codes_shape(shape)
+            keeps_dims = tuple(quantizer.values_shape(codes)) == shape
+        except ValueError:
+            keeps_dims = False
+        if not keeps_dims:
+            raise ValueError(
+                f"SavedAsCodes: {quantizer!r} does not quantize a tensor of three dims, such as {shape}, along its "
+                "rows. Saved tensors have any number of dims: take blocks and pairs of codes along rows, as "
+                "fp8compile.TwoLevelScaling() has."
+            )
+
+    def chooses(self, tensor: SavedTensor) -> bool:
+        """Whether a tensor is saved as codes."""
+        if self.filter is None or isinstance(self.filter, tuple):
+            kinds = DEFAULT_KINDS if self.filter is None else self.filter
+            return tensor.kind in kinds and tensor.nbytes >= SMALLEST * tensor.dtype.itemsize
+        return bool(self.filter(tensor))
+
+    def quantizer_for(self, block: tuple[int, int] | None) -> Quantizer:
+        """The quantizer of a tensor; ``block`` is that of the recipe beside it, or None."""
+        if self.quantizer is not None:
+            return self.quantizer
+        return _powers_of_two(ALONE if block is None else ROW if block == WHOLE else block)
+
+    def uuid(self) -> str:
+        """A text for keys of compile caches: equal if value and sources are equal, in any process.
+
+        A filter that closes over other values has a new text in each process, because nothing tells their values.
+        """
+        chosen = repr(self.filter) if not callable(self.filter) else _source_of(self.filter)
+        return f"SavedAsCodes {source_salt(SavedAsCodes)} {self.quantizer!r} {chosen}"
+
+
+@lru_cache
+def _powers_of_two(block: tuple[int, int]) -> CurrentScaling:
+    return CurrentScaling(block=block, scale="pow2")
+
+
+@lru_cache
+def _source_of(function: Callable[..., Any]) -> str:
+    """A text that changes with a function's source; unique to this process if its values can't be told."""
+    if not inspect.isfunction(function) or function.__closure__ or function.__defaults__:
+        return uuid.uuid4().hex
+    import hashlib
+
+    found = hashlib.sha256(module_source(function.__module__) + function.__code__.co_code)
+    return f"{function.__module__}.{function.__qualname__} {function.__code__.co_consts!r} {found.hexdigest()}"

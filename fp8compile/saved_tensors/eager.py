@@ -1,0 +1,165 @@
+"""Saved tensors in eager mode: autograd asks for each of them before the operator that saves it runs.
+
+The hook returns a `Kept`, which still has the tensor. The next operator tells what it is. Then the codes take the
+tensor's place.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp8compile import _compat
+from fp8compile.saved_tensors.choice import SavedAsCodes
+from fp8compile.saved_tensors.operators import COPIES, NONLINEAR, NORMS, SUMS, VIEWS, kind_of_call, operator_name
+from fp8compile.saved_tensors.packing import PYTHON_OF_STEPS, Packing
+from fp8compile.saved_tensors.saved_tensor import SavedTensor
+
+__all__ = ["Kept", "Watch", "packed_in_eager"]
+
+WATCHES = threading.local()
+
+
+class Kept:
+    """What autograd keeps in place of a tensor: the tensor until its kind is known, then the tensor or its codes."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value: Tensor | None = value
+        self.version = value._version
+        self.square: Tensor | None = None  # the result of the operator that squared it
+        self.packing: Packing | None = None
+        self.parts: tuple[Tensor, ...] = ()
+        self.spec: Any = None  # of a DTensor
+
+    def settle(self, kind: str, saved: SavedAsCodes) -> None:
+        """Pack the tensor, or keep it as it is."""
+        value, self.square = self.value, None
+        if value is None or value._version != self.version:
+            return
+        local = _compat.local_itself(value)
+        if not saved.chooses(SavedTensor(kind=kind, shape=tuple(local.shape), dtype=local.dtype)):
+            return
+        packing = Packing.of(local, saved.quantizer_for(None))
+        if packing is None:
+            return
+        with torch.no_grad():
+            self.parts = packing.pack(local.detach(), PYTHON_OF_STEPS)
+        self.packing, self.spec = packing, value._spec if _compat.is_dtensor(value) else None
+        self.value = None
+
+    def tensor(self) -> Tensor:
+        """The tensor, for the backward."""
+        if self.value is not None:
+            if self.value._version != self.version:
+                raise RuntimeError(
+                    f"saved_as_codes: a tensor of shape {tuple(self.value.shape)} that the backward reads was written "
+                    "to in place after the forward saved it. Write out of place, or clone the tensor first."
+                )
+            return self.value
+        assert self.packing is not None, "a tensor that is gone was packed"
+        local = self.packing.unpack(self.parts)
+        return local if self.spec is None else _compat.dtensor_of(local, self.spec)
+
+
+class Watch(_compat.OnlookingMode):
+    """Sees the operators that run in a context, and tells by them what saved tensors are."""
+
+    supports_higher_order_operators = True  # a compiled region may run as one
+
+    def __init__(self, saved: SavedAsCodes) -> None:
+        super().__init__()
+        self.saved = saved
+        self.pending: list[Kept] = []
+        # A tensor that two operators save is packed once. Neither keys nor values keep anything alive.
+        self.known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __enter__(self) -> Any:
+        _watches().append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        _watches().remove(self)
+        return super().__exit__(*error)
+
+    def keep(self, x: Tensor) -> Any:
+        """What autograd keeps in place of ``x``."""
+        kept = self.known[x]() if x in self.known else None
+        if kept is not None and kept.version == x._version:
+            return kept
+        kept = Kept(x)
+        self.known[x] = weakref.ref(kept)
+        if _compat.saved_by_checkpoint():
+            kept.settle("checkpoint", self.saved)
+        else:
+            self.pending.append(kept)
+        return kept
+
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Settle the tensors that were saved since the operator before, and call this one."""
+        if not self.pending or operator_name(func) in VIEWS | COPIES:
+            return func(*args, **kwargs)
+        pending, self.pending = self.pending, []
+        for kept in pending:
+            if (kind := _kind(func, args, kept)) is None:
+                self.pending.append(kept)
+            else:
+                kept.settle(kind, self.saved)
+        result = func(*args, **kwargs)
+        for kept in self.pending:
+            kept.square = result
+        return result
+
+    def settle(self) -> None:
+        """Settle the tensors that no operator took."""
+        for kept in self.pending:
+            kept.settle("other", self.saved)
+        self.pending = []
+
+
+def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
+    """The kind of a saved tensor by the next operator; None if that squares it: the sum of a norm may follow."""
+    name, x = operator_name(func), kept.value
+    if kept.square is not None:
+        return "norm" if name in SUMS and args[0] is kept.square and len(args) > 1 else "other"
+    given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    if not any(each is x for each in given):
+        return "other"
+    if (name == "pow" and args[1] == 2) or name == "square" or (name == "mul" and args[0] is args[1]):
+        return None
+    if name in SUMS or (name in NORMS and args[0] is x):
+        return "norm"
+    if name in NONLINEAR or (name == "mul" and all(isinstance(each, Tensor) and each.ndim > 1 for each in args)):
+        return "activation"
+    return kind_of_call(func) or "other"
+
+
+def _watches() -> list[Watch]:
+    if not hasattr(WATCHES, "active"):
+        WATCHES.active = []
+    found: list[Watch] = WATCHES.active
+    return found
+
+
+def _may_be_packed(x: Tensor) -> bool:
+    """Whether the forward made a floating-point tensor of rows, and not its caller; saved results have no history."""
+    is_callers = x._base is not None and x._base.is_leaf and x._base.requires_grad  # a part of a parameter
+    return (
+        x.grad_fn is not None
+        and not is_callers
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and x.ndim > 1
+        and x.shape[-1] > 1
+        and type(_compat.local_itself(x)) is Tensor
+        and not _compat.is_traced(_compat.local_itself(x))
+    )
+
+
+def packed_in_eager(x: Tensor, saved: SavedAsCodes) -> Any:
+    """What autograd keeps in place of ``x``; ``x`` itself if the context was left or ``x`` is never packed."""
+    watch = next((each for each in reversed(_watches()) if each.saved == saved), None)
+    return watch.keep(x) if watch is not None and _may_be_packed(x) else x

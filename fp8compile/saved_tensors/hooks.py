@@ -1,0 +1,130 @@
+"""saved_as_codes: a context in which calls save tensors as codes, compiled by any backend or in eager mode.
+
+PyTorch's hooks on saved tensors are graphs here. AOTAutograd inlines them into the graphs of a compiled call, which
+the hooks' identities guard. In eager mode autograd calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fp8compile import _compat
+from fp8compile.quantizers import Quantizer
+from fp8compile.saved_tensors.choice import Filter, SavedAsCodes
+from fp8compile.saved_tensors.eager import Watch, packed_in_eager
+from fp8compile.saved_tensors.packing import Packing
+from fp8compile.saved_tensors.partition import packing_of
+
+__all__ = ["saved_as_codes"]
+
+PACKING = "fp8compile_packing"  # in the meta of a saved node
+GRAPHS: set[fx.Graph] = set()  # of our hooks
+VALUES: dict[str, SavedAsCodes] = {}  # by the text that stands for them in graphs
+
+
+@contextmanager
+def saved_as_codes(
+    saved: SavedAsCodes | None = None, *, quantizer: Quantizer | None = None, filter: Filter = None
+) -> Iterator[None]:
+    """Save tensors as codes in this context: those of compiled calls, of any backend, and those of eager code.
+
+    Put it around the call of a model; the backward may run outside. A compiled call in the context is compiled apart
+    from one outside. What compiled regions save is packed behind them, by kernels of its own;
+    ``fp8compile.compile(model, saved=...)`` packs it inside of them. Make a filter once: a function that is made anew
+    for each call has the call compiled again.
+
+    Args:
+        saved: Which tensors become codes, and how; or give the fields of `SavedAsCodes`.
+        quantizer: See `SavedAsCodes`.
+        filter: See `SavedAsCodes`.
+
+    Raises:
+        TypeError: Both a value and fields are given, or an argument is of another type.
+        ValueError: See `SavedAsCodes`.
+        RuntimeError: Dynamo traces the context itself, or hooks of others on saved tensors are active, such as those
+            of ``save_on_cpu`` and of a checkpointed region.
+        NotImplementedError: A compiled forward saves what hooks lose, such as the mesh of tensor parallelism.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "saved_as_codes: Dynamo is tracing this context, and it traces no hooks on saved tensors. Put the context "
+            "around the call of the compiled model, or take fp8compile.compile(model, saved=...)."
+        )
+    if saved is not None and not isinstance(saved, SavedAsCodes):
+        raise TypeError(f"saved_as_codes: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or leave it out.")
+    if saved is not None and (quantizer is not None or filter is not None):
+        raise TypeError("saved_as_codes: a SavedAsCodes has its quantizer and filter. Give the value or the fields.")
+    _check_hooks_around()
+    value = saved or SavedAsCodes(quantizer, filter)
+    with Watch(value) as watch, torch.autograd.graph.saved_tensors_hooks(*_hooks(value)):
+        yield
+        watch.settle()
+
+
+def _check_hooks_around() -> None:
+    around = _compat.active_saved_tensor_hooks()
+    if around is not None and getattr(around[0], "graph", None) not in GRAPHS:
+        raise RuntimeError(
+            f"saved_as_codes: other hooks on saved tensors are active, {around[0]!r}, and autograd calls the "
+            "innermost ones alone. Put this context around a checkpointed region and not into it. To offload codes, "
+            "call a model of fp8compile.compile(model, saved=...) in the context of the other hooks."
+        )
+
+
+@cache
+def _hooks(saved: SavedAsCodes) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two hooks of a value; the same ones for equal values, because compiled calls are guarded by identity."""
+    name = saved.uuid()
+    VALUES[name] = saved
+    return _as_graph(pack_hook, name), _as_graph(unpack_hook, name)
+
+
+def _as_graph(function: Any, name: str) -> fx.GraphModule:
+    graph = fx.Graph()
+    call = graph.call_function(function, (graph.placeholder("x"), name))
+    # without both marks AOTAutograd's cache is bypassed
+    call.meta.update(is_wrapped=True, user_cache_hash=f"{function.__name__} {name}")
+    graph.output(call)
+    GRAPHS.add(graph)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _traced_packing(saved: SavedAsCodes) -> Any:
+    """The packing of the tensor that AOTAutograd asks for, None to leave it; NotImplemented outside AOTAutograd."""
+    context = _compat.saved_tensor_context()
+    if context is None:
+        return NotImplemented
+    node, backward = context["_node"], context["_bw_graph"]
+    if (lost := _compat.lost_by_hooks(backward)) is not None:
+        raise NotImplementedError(
+            f"saved_as_codes: this compiled forward saves {lost}, which PyTorch loses where it inlines hooks on saved "
+            "tensors. Leave the context out, and take fp8compile.compile(model, saved=fp8compile.SavedAsCodes(...))."
+        )
+    # asked once: the operators of the packing, which PyTorch puts into the graph, read the node too
+    if PACKING not in node.meta:
+        place = next((each for each in backward.find_nodes(op="placeholder") if each.name == node.name), None)
+        node.meta[PACKING] = None if place is None else packing_of(node, place, saved)
+    packing: Packing | None = node.meta[PACKING]
+    return packing
+
+
+def pack_hook(x: Tensor, name: str) -> Any:
+    """What is kept in place of a saved tensor; ``name`` stands for a value in `VALUES`."""
+    packing = _traced_packing(VALUES[name])
+    if packing is NotImplemented:
+        return packed_in_eager(x, VALUES[name])
+    return x if packing is None else packing.pack(x)
+
+
+def unpack_hook(kept: Any, name: str) -> Tensor:
+    """The saved tensor, from what `pack_hook` returned."""
+    if isinstance(kept, Tensor):  # it was not packed
+        return kept
+    packing = _traced_packing(VALUES[name])
+    return kept.tensor() if packing is NotImplemented else packing.unpack(kept)

@@ -1,0 +1,114 @@
+"""The one rule by which a saved tensor becomes codes and values again, in graphs and in eager mode.
+
+x --amax, scale, cast--> codes, scales --saved--> codes times scales, rounded once to the dtype of x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8compile._compat import any_is_zero, statically_true
+from fp8compile.formats import Float8Format
+from fp8compile.layout.quantized import Plain
+from fp8compile.ops.dequantize import dequantize
+from fp8compile.ops.layer.quantize import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_part
+from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers.blocks import as_matrix, expand_blocks, from_matrix
+from fp8compile.target import target_of
+
+__all__ = ["OPS_OF_STEPS", "PYTHON_OF_STEPS", "Packing"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one saved tensor is packed.
+
+    Attributes:
+        quantizer: Makes the codes of the tensor, after ``for_shape``.
+        order: The order of dims in which the tensor's elements lie in memory. Codes are made in this order, so that
+            values that are made of them have the strides of the tensor.
+        dtype: Dtype of the tensor.
+    """
+
+    quantizer: Quantizer
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor, quantizer: Quantizer) -> Packing | None:
+        """The packing of a tensor by a quantizer; None if the tensor has gaps in memory, or no elements."""
+        order = _memory_order(x)
+        if order is None or x.ndim == 0 or any_is_zero(x.shape):
+            return None
+        return Packing(quantizer.for_shape([x.shape[dim] for dim in order]), order, x.dtype)
+
+    def pack(self, x: Tensor, steps: Steps = OPS_OF_STEPS) -> tuple[Tensor, ...]:
+        """Quantize the tensor; returns codes, scales and the outer scale if there is one.
+
+        Scales that are powers of two are stored in bfloat16, which has all of them.
+        """
+        found = quantize_part(Plain(x.permute(self.order)), self.quantizer, steps)
+        if _is_exact(self.quantizer):
+            return found.codes, found.scale_values().to(torch.bfloat16)
+        return found.parts()
+
+    def unpack(self, parts: Sequence[Tensor]) -> Tensor:
+        """The values of codes and scales that `pack` returned: ``quantizer.dequantize``, rounded once to the dtype.
+
+        A code times a power of two needs no rounding. The product is then one operator, which Inductor repeats in each
+        kernel that reads the values.
+        """
+        codes, scale, *outer = parts
+        if _is_exact(self.quantizer):
+            wide = torch.float32 if self.dtype is torch.float16 else self.dtype  # float16 has not all of the scales
+            numbers = codes.view(self.quantizer.element_format().dtype)  # type: ignore[union-attr]  # of float8
+            values = _times(numbers.to(wide), scale.to(wide), self.quantizer.block).to(self.dtype)
+        else:
+            values = dequantize(codes, scale, self.quantizer, self.dtype, *outer)
+        return values.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+def _is_exact(quantizer: Quantizer) -> bool:
+    """Whether all scales are powers of two, so that a code times its scale is a bfloat16 number."""
+    return (
+        type(quantizer) is CurrentScaling
+        and quantizer.scale != "fp32"
+        and isinstance(quantizer.element_format(), Float8Format)
+    )
+
+
+def _times(numbers: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Multiply each number by the scale of its block."""
+    columns = block[1]
+    if block[0] == 1 and columns == -1:
+        return numbers * scale
+    size = numbers.shape[-1]
+    # Inductor's C++ backend can't split a loop at the end of a block, see `quantizers.blocks`
+    if block[0] == 1 and statically_true(size % columns == 0) and target_of(numbers.device).type != "cpu":
+        return (numbers.unflatten(-1, (-1, columns)) * scale.unsqueeze(-1)).flatten(-2)
+    values = as_matrix(numbers) * expand_blocks(scale, numbers.shape, block)
+    return from_matrix(values, numbers.shape)
+
+
+def _memory_order(x: Tensor) -> tuple[int, ...] | None:
+    """The order of dims in which a tensor's elements lie one after the other; None if it leaves gaps or overlaps."""
+    strides = list(x.stride())
+    orders = [tuple(range(x.ndim))]
+    if all(isinstance(stride, int) for stride in strides):
+        orders.append(tuple(sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))))
+    orders += [(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2), (0, 2, 1, 3)] if x.ndim > 1 else []
+    return next((order for order in orders if len(order) == x.ndim and _is_dense(x, order)), None)
+
+
+def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
+    expected = 1
+    for dim in reversed(order):
+        size = x.shape[dim]
+        if not (statically_true(size == 1) or statically_true(x.stride(dim) == expected)):
+            return False
+        expected = expected * size
+    return True

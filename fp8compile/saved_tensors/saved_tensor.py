@@ -1,0 +1,49 @@
+"""SavedTensor: what is known of a tensor that the forward saves for the backward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["DEFAULT_KINDS", "KINDS", "SMALLEST", "SavedTensor"]
+
+KINDS = ("norm", "activation", "checkpoint", "attention", "gemm", "other")
+# Their codes move gradients least, and generated kernels read them, so that no kernel has to write them again.
+DEFAULT_KINDS = ("norm", "activation", "checkpoint")
+# Smaller tensors save little. 65,536 elements in bfloat16 are 128 KiB, and codes save half of it.
+SMALLEST = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A floating-point tensor that the forward makes and saves for the backward.
+
+    Statistics (means, amaxes, the sums of attention), random states and a graph's own arguments are no such tensors.
+
+    Attributes:
+        kind: What reads it.
+
+            - ``"norm"``: an input of a norm over the last dim, or a term of the sum that is its input.
+            - ``"activation"``: an input of SiLU, GELU, sigmoid or tanh, or a tensor that the result multiplies.
+            - ``"checkpoint"``: an input of a checkpointed region.
+            - ``"attention"``: the backward of an attention reads it.
+            - ``"gemm"``: a product of the backward reads it, or a layer that quantizes it.
+            - ``"other"``: anything else, such as a tensor that the backward of an unknown operator reads.
+        shape: Its shape. A dynamic size is the one that the graph was traced with.
+        dtype: Its dtype.
+        module: Fully qualified name of the module that makes it, as Dynamo knows it; empty if nobody knows.
+        made_by: Name of the operator that makes it, such as ``"add"``; empty in eager mode.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    module: str = ""
+    made_by: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
