@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from fp8compile.nn.candidates import is_converted
-from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.saved_tensors import SavedAsCodes, SavedTensor
+from fp8compile.saved_tensors.packing import Packing
+from fp8compile.saved_tensors.reading import block_beside, described
 from fp8compile.testing.explain.module_stack import Names, module_of_stack
 from fp8compile.testing.gpu.graphs import GpuGraph, kept_nodes
 from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch, operator_of
 
-__all__ = ["KeptTensor", "Recipes", "kept_tensors"]
+__all__ = ["KeptTensor", "kept_tensors"]
 
-VALUES = (torch.bfloat16, torch.float16, torch.float32)
-SCALE_BYTES = 2  # a scale that is a power of two is a bfloat16 number
-WHOLE, ROW, ALONE = (-1, -1), (1, -1), (1, 128)
+CODES = SavedAsCodes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +32,14 @@ class KeptTensor:
         shape: Its shape.
         dtype: Its dtype.
         bytes: Bytes of its storage, which other tensors may share.
-        block: The rows and columns that share a scale of its codes, -1 for the whole row. They are those of the recipe
-            of the layers beside it, 1 x 128 where there are none. None if it can't become codes: it is no matrix of
-            floating-point values, or it is a statistic, or codes already.
-        code_bytes: Bytes of its e4m3 codes and their bfloat16 scales; None if it can't become codes.
+        saved: The tensor as a filter of `fp8compile.SavedAsCodes` sees it; None if it never becomes codes.
+        block: The rows and columns that share a scale of its codes, by ``SavedAsCodes()``; None if it never becomes
+            codes.
+        code_bytes: Bytes of these codes and their scales; None if it never becomes codes.
         moved: Bytes that a step reads and writes more at least, if codes are kept in its place; negative if it moves
             fewer. The forward writes the codes in a kernel that has the values at hand. Each generated kernel of the
             backward reads codes instead of values. If a library's call reads the tensor, a kernel before it makes
-            the values again. None if it can't become codes, or if the code is not for a GPU.
+            the values again. None if it never becomes codes, or if the code is not for a GPU.
     """
 
     module: str
@@ -52,50 +49,10 @@ class KeptTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
+    saved: SavedTensor | None
     block: tuple[int, int] | None
     code_bytes: int | None
     moved: int | None
-
-
-class Recipes:
-    """The recipes of a model's converted layers, asked by the name of a module beside them."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        modules = () if model is None else model.named_modules()
-        self._recipes: dict[str, Recipe] = {name: each.recipe for name, each in modules if is_converted(each)}
-
-    def block_beside(self, module: str) -> tuple[int, int]:
-        """The block for codes of a tensor that a module makes.
-
-        The recipe is that of the module itself, or of the first converted layer in the closest module around it.
-        """
-        parts = module.split(".") if module else []
-        for length in range(len(parts), -1, -1):
-            around = ".".join(parts[:length])
-            for name, recipe in self._recipes.items():
-                if not around or name == around or name.startswith(f"{around}."):
-                    return _block(recipe)
-        return ALONE
-
-
-def _block(recipe: Recipe) -> tuple[int, int]:
-    """Blocks along rows: those in which the recipe quantizes a layer's input, whole rows for whole tensors."""
-    quantizers = next((found for gemm in GEMMS if (found := recipe.quantizers(gemm)) is not None), None)
-    block = ALONE if quantizers is None else quantizers[0].block
-    return ROW if block == WHOLE else block if block[0] == 1 else ALONE
-
-
-def _code_bytes(shape: tuple[int, ...], block: tuple[int, int]) -> int:
-    rows, columns = math.prod(shape[:-1]), shape[-1]
-    blocks = 1 if block[1] == -1 else -(-columns // block[1])
-    return rows * (columns + SCALE_BYTES * blocks)
-
-
-def _may_be_codes(made: fx.Node, value: Tensor) -> bool:
-    """Whether a saved tensor has rows of values. A scale of columns and a row's statistic are no such tensors."""
-    is_beside = made.target is operator.getitem and made.args[1] != 0  # such as the sums of attention
-    is_matrix = value.ndim > 1 and value.shape[-1] > 1 and math.prod(value.shape[:-1]) > 1
-    return is_matrix and value.dtype in VALUES and not is_beside
 
 
 def _maker(node: fx.Node) -> fx.Node:
@@ -136,8 +93,19 @@ def _launches_by_input(scheduled: Schedule) -> list[list[ScheduledLaunch]]:
     return [[launch for launch in scheduled.launches if name in launch.read] for name in names]
 
 
+def _packed(node: fx.Node, place: fx.Node, saved: SavedTensor | None) -> tuple[tuple[int, int] | None, int | None]:
+    """The block and the bytes of a saved tensor's codes by ``SavedAsCodes()``; None for both if there are none."""
+    value = node.meta["val"]
+    packing = None if saved is None else Packing.of(value, CODES.quantizer_for(block_beside(node, place)))
+    if packing is None:
+        return None, None
+    with value.fake_mode, torch.no_grad():
+        parts = packing.pack(value)
+    return packing.quantizer.block, sum(part.numel() * part.element_size() for part in parts)
+
+
 def kept_tensors(
-    forward: GpuGraph, backward: GpuGraph, scheduled: Schedule | None, names: Names, recipes: Recipes
+    forward: GpuGraph, backward: GpuGraph, scheduled: Schedule | None, names: Names
 ) -> Iterator[KeptTensor]:
     """The tensors that a forward keeps for its backward, one for each storage, in the order of its outputs.
 
@@ -146,7 +114,6 @@ def kept_tensors(
         backward: The backward graph.
         scheduled: The backward's code for a GPU; None for a CPU.
         names: Names of the model's modules.
-        recipes: Recipes of the model's layers.
     """
     places = backward.graph.graph.find_nodes(op="placeholder")
     by_name: Mapping[str, int] = {node.name: at for at, node in enumerate(places)}
@@ -156,17 +123,17 @@ def kept_tensors(
         if at is None:  # an output for the runtime, such as the new value of a buffer
             continue
         value, readers, made = node.meta["val"], _readers(places[at]), _maker(node)
-        module, size = module_of_stack(made, names) or "", value.untyped_storage().nbytes()
-        block = recipes.block_beside(module) if _may_be_codes(made, value) else None
-        codes = None if block is None else _code_bytes(tuple(value.shape), block)
+        saved, size = described(node, places[at]), value.untyped_storage().nbytes()
+        block, codes = _packed(node, places[at], saved)
         yield KeptTensor(
-            module=module,
+            module=module_of_stack(made, names) or "",
             made_by=operator_of(made),
             read_in=tuple(dict.fromkeys(filter(None, (module_of_stack(each, names) for each in readers)))),
             read_by=tuple(dict.fromkeys(map(operator_of, readers))),
             shape=tuple(value.shape),
             dtype=value.dtype,
             bytes=size,
+            saved=None if codes is None else saved,
             block=block,
             code_bytes=codes,
             moved=None if codes is None or reads is None else _moved(size, codes, reads[at]),

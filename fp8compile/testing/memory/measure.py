@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8compile.nn.model_type import check_model
 from fp8compile.nn.parameter_uses.first_forward import untold
+from fp8compile.saved_tensors import SavedAsCodes, partitioner
 from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.equal_blocks import EqualBlocks, equal_blocks, longest_list, shortened
 from fp8compile.testing.explain.gpu import unconverted
@@ -27,7 +28,7 @@ from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import is_compiled
 from fp8compile.testing.graphs.without_values import without_values
 from fp8compile.testing.memory.allocations import Run, Wrapper, run_wrappers
-from fp8compile.testing.memory.kept import KeptTensor, Recipes, kept_tensors
+from fp8compile.testing.memory.kept import KeptTensor, kept_tensors
 from fp8compile.testing.memory.report import MemoryReport
 
 __all__ = ["memory_beside_unconverted", "memory_of_call", "memory_report"]
@@ -47,12 +48,13 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of a model or of a function; ``gpu`` is None for the CPU."""
+    """A call of a model or of a function, and what its code is generated for; ``gpu`` is None for the CPU."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     gpu: Gpu | None
+    saved: SavedAsCodes | None
 
     @property
     def model(self) -> nn.Module:
@@ -61,8 +63,12 @@ class _Call:
 
     def generated(self) -> _Found:
         """Generate the code, and run its wrappers."""
+        from torch._inductor import config
+
         fn, kwargs = self.fn, self.kwargs
-        graphs = gpu_graphs((lambda *args: fn(*args, **kwargs)) if kwargs else fn, self.args, self.gpu)
+        options = {} if self.saved is None else {"custom_partitioner_fn": partitioner(self.saved)}
+        with config.patch(options):
+            graphs = gpu_graphs((lambda *args: fn(*args, **kwargs)) if kwargs else fn, self.args, self.gpu)
         if len(graphs) < 2:
             raise ValueError(
                 "memory_report: this call has no backward, so nothing is kept for it. A parameter or an argument has "
@@ -74,7 +80,7 @@ class _Call:
         wrappers = [self._wrapper(graph) for graph in graphs]
         run = run_wrappers(graphs, wrappers, self._is_parameter(forward), CPU if self.gpu is None else "cuda")
         on_gpu = wrappers[1] if isinstance(wrappers[1], Schedule) else None
-        kept = kept_tensors(forward, backward, on_gpu, Names.of(self.model), Recipes(self.model))
+        kept = kept_tensors(forward, backward, on_gpu, Names.of(self.model))
         return _Found(run, tuple(kept))
 
     def _wrapper(self, graph: GpuGraph) -> Wrapper:
@@ -151,7 +157,10 @@ def _kept_in_all(blocks: EqualBlocks, three: Sequence[KeptTensor]) -> Iterator[K
         numbers = {0: range(1), 1: range(1, blocks.count - 1)}.get(number, range(blocks.count - 1, blocks.count))
         for each in numbers:
             readers = tuple(_moved_name(blocks, name, each - number) for name in tensor.read_in)
-            yield replace(tensor, module=blocks.layer(each, inside), read_in=readers)
+            saved = tensor.saved
+            if saved is not None:
+                saved = replace(saved, module=_moved_name(blocks, saved.module, each - number))
+            yield replace(tensor, module=blocks.layer(each, inside), read_in=readers, saved=saved)
 
 
 def _moved_name(blocks: EqualBlocks, name: str, by: int) -> str:
@@ -196,6 +205,7 @@ def memory_of_call(
     *,
     arch: str = "h200",
     optimizer: Optimizer = torch.optim.AdamW,
+    saved: SavedAsCodes | None = None,
 ) -> MemoryReport:
     """`memory_report` of a call with keyword arguments."""
     if not isinstance(fn, nn.Module) and not callable(fn):
@@ -203,7 +213,9 @@ def memory_of_call(
     if is_compiled(fn):
         raise TypeError("memory_report: model is compiled already; pass what torch.compile was given.")
     gpu = None if arch == CPU else _gpu(arch)
-    call = _Call(fn=fn, args=args, kwargs=kwargs, gpu=gpu)
+    if saved is not None and not isinstance(saved, SavedAsCodes):
+        raise TypeError(f"memory_report: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or None.")
+    call = _Call(fn=fn, args=args, kwargs=kwargs, gpu=gpu, saved=saved)
     model = call.model
     state = _optimizer_bytes(_trained(model), optimizer)
     try:
@@ -247,6 +259,7 @@ def memory_report(
     *args: Any,
     arch: str = "h200",
     optimizer: Optimizer = torch.optim.AdamW,
+    saved: SavedAsCodes | None = None,
 ) -> MemoryReport:
     """What a training step of ``model(*args)`` will hold in memory, and what its forward keeps for its backward.
 
@@ -262,14 +275,15 @@ def memory_report(
             bytes moved are not known.
         optimizer: Makes the optimizer from a list of parameters, such as a class of ``torch.optim``. Its state is
             counted in the dtype of the parameters; None for no optimizer.
+        saved: Which of the kept tensors are codes, as ``fp8compile.compile(model, saved=...)`` takes it.
 
     Returns:
         The report.
 
     Raises:
         ValueError: There is no such GPU, or the call has no backward.
-        TypeError: ``model`` can't be called, or is compiled.
+        TypeError: ``model`` can't be called, or is compiled; or ``saved`` is no `fp8compile.SavedAsCodes`.
         NotImplementedError: Blocks of the model are compiled as regions (`fp8compile.compile`).
         ModuleNotFoundError: Triton is not installed, and ``arch`` is a GPU.
     """
-    return memory_of_call(model, args, {}, arch=arch, optimizer=optimizer)
+    return memory_of_call(model, args, {}, arch=arch, optimizer=optimizer, saved=saved)
