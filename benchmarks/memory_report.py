@@ -85,9 +85,7 @@ def real_peaks(call: Callable[[], Any]) -> tuple[Any, int, int, int]:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = call()
-    events = sorted(
-        profiled.profiler.kineto_results.events(), key=lambda each: (each.start_ns(), -each.duration_ns())
-    )
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda each: (each.start_ns(), -each.duration_ns()))
     held = most = most_between = inside_until = 0
     for event in events:
         between = event.start_ns() > inside_until

@@ -32,7 +32,7 @@ def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
     first = next(iter(reports.values()))
     columns, *rows = moment_cells(reports)
     counted = dict.fromkeys(each.counted for each in reports.values() if each.counted)
-    lines = (MOMENTS, *(f"{each} are equal: generated 3 and 4 at a time, then counted." for each in counted))
+    lines = (MOMENTS, *(f"{each} are equal: generated 2, 3 and 4 at a time, then counted." for each in counted))
     numbers = tuple(range(1, 1 + len(reports)))
     yield Section(
         title=f"memory of a training step, {first.device}", lines=lines, columns=columns, rows=rows, numbers=numbers

@@ -30,6 +30,7 @@ from fp8compile.testing.graphs.without_values import without_values
 from fp8compile.testing.memory.allocations import Run, Wrapper, run_wrappers
 from fp8compile.testing.memory.kept import KeptTensor, kept_tensors
 from fp8compile.testing.memory.report import MemoryReport
+from fp8compile.testing.memory.timeline import largest_of_blocks
 
 __all__ = ["memory_beside_unconverted", "memory_of_call", "memory_report"]
 
@@ -169,20 +170,20 @@ def _moved_name(blocks: EqualBlocks, name: str, by: int) -> str:
 
 
 def _counted(call: _Call, blocks: EqualBlocks) -> MemoryReport | None:
-    """The report of a model with equal blocks, by the code of 3 and of 4 of them; None if that differs otherwise."""
+    """The report of a model with equal blocks, by the code of 2, 3 and 4 of them; None if it depends on how many."""
     found = []
-    for count in (3, 4):
+    for count in (2, 3, 4):
         with shortened(call.model, blocks, count):
             log.info("%d of %d equal blocks of %s", count, blocks.count, blocks.name or "the model")
             found.append(call.generated())
-    three, four = found
-    forward = three.run.forward.largest_of_blocks(four.run.forward, blocks.count)
-    backward = three.run.backward.largest_of_blocks(four.run.backward, blocks.count)
-    of_four = tuple(_kept_in_all(replace(blocks, count=4), three.kept))
-    if forward is None or backward is None or sorted(map(repr, of_four)) != sorted(map(repr, four.kept)):
+    forward = largest_of_blocks([each.run.forward for each in found], blocks.count)
+    backward = largest_of_blocks([each.run.backward for each in found], blocks.count)
+    _, three, four = (each.kept for each in found)
+    of_four = _kept_in_all(replace(blocks, count=4), three)
+    if forward is None or backward is None or sorted(map(repr, of_four)) != sorted(map(repr, four)):
         log.info("generating code for each block, because it depends on how many there are")
         return None
-    kept = tuple(_kept_in_all(blocks, three.kept))
+    kept = tuple(_kept_in_all(blocks, three))
     return _report(call, forward=forward, backward=backward, kept=kept, counted=str(blocks))
 
 
@@ -266,7 +267,7 @@ def memory_report(
     The model is traced with ``fullgraph=True``, Inductor generates the code for a GPU, and the code's allocations are
     run without memory and without kernels. Nothing is computed, so the model may be on the meta device, and a GPU is
     not needed. All earlier compiled graphs are dropped (``torch._dynamo.reset``). Ten equal blocks or more, such as a
-    transformer's layers, are generated as 3 and 4, and counted if graphs and code prove that they are equal.
+    transformer's layers, are generated as 2, 3 and 4, and counted if graphs and code prove that they are equal.
 
     Args:
         model: A module, not compiled, or a function. The parameters and buffers of a function are its arguments.

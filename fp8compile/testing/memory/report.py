@@ -78,7 +78,7 @@ class MemoryReport:
         lines = [f"memory of a training step, {self.device}", ""]
         lines += table_lines(columns, rows, width=width, right=(1,))
         if self.counted:
-            lines += paragraph(f"{self.counted} are equal: generated 3 and 4 at a time, then counted.", width=width)
+            lines += paragraph(f"{self.counted} are equal: generated 2, 3 and 4 at a time, then counted.", width=width)
         heads, *kept = kept_cells(self)
         lines += ["", "kept for the backward", ""]
         lines += table_lines(list(map(str, heads)), kept, width=width, right=KEPT_NUMBERS)

@@ -1,18 +1,17 @@
 """What a graph's run holds in memory from its first allocation to its last, and the largest moment of it.
 
-Equal blocks: a model of N blocks allocates and frees what one of 3 blocks does, and the part of its middle block N - 2
-times. Models of 3 and of 4 blocks have the same changes up to the end of their first middle block, and from the begin
-of their last middle block on. In both parts, what is held grows by the same bytes with each block more. It changes by
-the same bytes from one middle block to the next too, so no moment in between is larger than the largest one in them.
+Equal blocks: the moment in which a backward of N blocks has done b of them holds what is kept for N - b blocks and the
+gradients of b blocks, beside the same temporaries for each b. So one block more adds to it what one keeps, or what one
+has of gradients, or something between. The largest moment stays the largest for any number of blocks if it grows by no
+less than the run's begin, where all blocks are kept, and its end, where all gradients are made. In a forward likewise.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["OWNERS", "Moment", "Timeline"]
+__all__ = ["OWNERS", "Moment", "Timeline", "largest_of_blocks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,36 +72,24 @@ class Timeline:
 
     def largest(self) -> Moment:
         """The first of the largest moments."""
-        return _largest(self.moments())
-
-    def largest_of_blocks(self, more: Timeline, count: int) -> Moment | None:
-        """The largest moment of a model with this number of equal blocks.
-
-        Args:
-            more: The timeline of the model with 4 blocks. This one is that with 3.
-            count: Number of blocks, 3 or more.
-
-        Returns:
-            The moment; None if the two timelines are not those of equal blocks.
-        """
-        begin = _in_common(self.changes, more.changes)
-        end = _in_common(self.changes[::-1], more.changes[::-1])
-        middle = len(more.changes) - len(self.changes)
-        if middle < 0 or begin + end < len(self.changes) + middle:
-            return None
-        few, many = self.moments(), more.moments()
-        pairs = itertools.chain(
-            zip(few[: begin + 1], many[: begin + 1], strict=True),
-            zip(few[-end - 1 :], many[-end - 1 :], strict=True),
-        )
-        return _largest(three.plus(count - 3, four, three) for three, four in pairs)
+        return max(self.moments(), key=lambda each: each.bytes)
 
 
-def _largest(moments: Iterable[Moment]) -> Moment:
-    return max(moments, key=lambda each: each.bytes)
+def largest_of_blocks(runs: Sequence[Timeline], count: int) -> Moment | None:
+    """The largest moment of a model with equal blocks.
 
+    Args:
+        runs: The runs of the model with 2, 3 and 4 blocks.
+        count: Number of blocks.
 
-def _in_common(few: Sequence[Change], more: Sequence[Change]) -> int:
-    """Number of changes at the start that both have."""
-    differing: Iterator[int] = (at for at, (a, b) in enumerate(zip(few, more, strict=False)) if a != b)
-    return next(differing, min(len(few), len(more)))
+    Returns:
+        The moment; None if it depends otherwise on how many blocks there are.
+    """
+    largest = [each.largest() for each in runs]
+    if largest[0].plus(2, largest[1], largest[0]) != largest[2]:
+        return None
+    ends = [(each.start.bytes, each.moments()[-1].bytes) for each in runs[:2]]
+    growth = largest[1].bytes - largest[0].bytes
+    if any(growth < more - few for few, more in zip(*ends, strict=True)):
+        return None
+    return largest[0].plus(count - 2, largest[1], largest[0])

@@ -50,7 +50,7 @@ def test_numbers_that_can_be_told_by_hand():
 def test_a_kept_tensor_has_maker_reader_and_codes():
     report = memory_report(Two(), torch.randn(M, D), arch="cpu")
     up, silu = sorted(report.kept, key=lambda each: each.module, reverse=True)
-    assert (up.module, up.made_by, up.read_in) == ("up", "aten.addmm", ("",) or up.read_in)
+    assert (up.module, up.made_by) == ("up", "aten.addmm")
     assert "aten.silu_backward" in up.read_by
     assert (up.shape, up.dtype, up.bytes) == ((M, H), torch.float32, 4 * M * H)
     assert (up.block, up.code_bytes, up.moved) == ((1, 128), M * H + 2 * M, None)
@@ -68,9 +68,9 @@ def test_kept_bytes_are_those_that_the_compiled_graph_keeps(recipe):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
     expected = saved_bytes(compiled, model, x)
     report = memory_report(model, x, arch="cpu")
-    assert report.kept_bytes == expected == report.forward.kept + sum(
-        0 for _ in ()
-    ), f"{report.kept_bytes} {expected} {report.forward}"
+    assert report.kept_bytes == expected == report.forward.kept + sum(0 for _ in ()), (
+        f"{report.kept_bytes} {expected} {report.forward}"
+    )
 
 
 def test_the_optimizer_is_counted_by_a_step_of_it():
