@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile as f8
 from benchmarks.mlp import Mlp
 from fp8compile import _compat
-from fp8compile.testing import Recording, gpu_kernels, run_gpu_program
+from fp8compile.testing import Recording, gpu_kernels, memory_report, run_gpu_program
 
 BLOCKS = 3
 
@@ -305,7 +305,7 @@ def test_a_function_is_no_model():
 def test_code_of_a_gpu_is_not_looked_into_behind_a_region():
     model = stack()
     f8.compile(model)
-    for look in (gpu_kernels, run_gpu_program):
+    for look in (gpu_kernels, memory_report, run_gpu_program):
         with pytest.raises(Exception, match=r"the code of regions .* is not looked into"):
             look(model, rows_of(16, 32))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer
 from fp8compile.quantizers.constant import module_source, source_salt
@@ -15,9 +15,33 @@ from fp8compile.saved_tensors.saved_tensor import DEFAULT_KINDS, KINDS, SMALLEST
 
 __all__ = ["SavedAsCodes"]
 
-Filter = tuple[str, ...] | Callable[[SavedTensor], bool] | None
+Filter = tuple[str | SavedTensor, ...] | Callable[[SavedTensor], bool] | None
 ALONE = (1, 128)  # the block if no recipe quantizes anything beside a tensor
 WHOLE, ROW = (-1, -1), (1, -1)
+
+
+class KeptRow(Protocol):
+    """A tensor that a model keeps, as `fp8compile.testing.KeptTensor`."""
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes."""
+
+    @property
+    def code_bytes(self) -> int | None:
+        """Bytes of its codes; None if it never becomes codes."""
+
+    @property
+    def saved(self) -> SavedTensor | None:
+        """The tensor; None if it never becomes codes."""
+
+
+class KeptReport(Protocol):
+    """What a model keeps, as `fp8compile.testing.MemoryReport`."""
+
+    @property
+    def kept(self) -> Sequence[KeptRow]:
+        """The tensors."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +57,10 @@ class SavedAsCodes:
             rowwise, tensorwise and delayed recipes, otherwise the recipe's own blocks; 1 x 128 where there is no
             recipe, and in eager mode.
         filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple has some of the
-            kinds of `SavedTensor`, and then only tensors of at least 65,536 elements become codes. A function takes a
-            `SavedTensor` and returns whether it becomes codes, whatever its size.
+            kinds of `SavedTensor`, and then only tensors of at least 65,536 elements become codes. It may also have a
+            `SavedTensor` itself, whatever its size, which stands for those of equal layers too: numbers in the names
+            of their modules don't count. A function takes a `SavedTensor` and returns whether it becomes codes,
+            whatever its size.
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``filter`` is neither a tuple nor a function.
@@ -53,7 +79,7 @@ class SavedAsCodes:
                 f"SavedAsCodes: filter is {self.filter!r}; it is None, a tuple of kinds, {KINDS}, or a function that "
                 "takes a fp8compile.SavedTensor and returns a bool."
             )
-        if unknown := [kind for kind in self.filter if kind not in KINDS]:
+        if unknown := [each for each in self.filter if not isinstance(each, SavedTensor) and each not in KINDS]:
             raise ValueError(f"SavedAsCodes: filter has the kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}.")
 
     def _check_quantizer(self) -> None:
@@ -86,9 +112,48 @@ class SavedAsCodes:
     def chooses(self, tensor: SavedTensor) -> bool:
         """Whether a tensor is saved as codes."""
         if self.filter is None or isinstance(self.filter, tuple):
-            kinds = DEFAULT_KINDS if self.filter is None else self.filter
-            return tensor.kind in kinds and tensor.nbytes >= SMALLEST * tensor.dtype.itemsize
+            chosen = DEFAULT_KINDS if self.filter is None else self.filter
+            if tensor.kind in chosen and tensor.nbytes >= SMALLEST * tensor.dtype.itemsize:
+                return True
+            return any(tensor.is_like(each) for each in chosen if isinstance(each, SavedTensor))
         return bool(self.filter(tensor))
+
+    @staticmethod
+    def for_budget(report: KeptReport, budget: int) -> SavedAsCodes:
+        """The value that keeps no more than so many bytes for the backward, and moves gradients least.
+
+        Kinds of tensors become codes in the order of `SavedTensor`, whose codes move gradients least first; within a
+        kind, those that save the most bytes first. Equal layers are treated alike.
+
+        Args:
+            report: What the model keeps, by ``fp8compile.testing.memory_report``.
+            budget: The most bytes that it may keep.
+
+        Returns:
+            A value whose filter has the tensors that become codes; none if the model fits the budget as it is.
+
+        Raises:
+            ValueError: The model keeps more even if all tensors become codes.
+        """
+        classes: dict[SavedTensor, int] = {}  # bytes that codes save, by one tensor of the equal ones
+        for each in report.kept:
+            if each.saved is not None and each.code_bytes is not None:
+                like = next((one for one in classes if one.is_like(each.saved)), each.saved)
+                classes[like] = classes.get(like, 0) + each.bytes - each.code_bytes
+        kept = sum(each.bytes for each in report.kept)
+        chosen: list[SavedTensor] = []
+        for tensor, saves in sorted(classes.items(), key=lambda each: (KINDS.index(each[0].kind), -each[1])):
+            if kept <= budget:
+                break
+            if saves > 0:
+                kept -= saves
+                chosen.append(tensor)
+        if kept > budget:
+            raise ValueError(
+                f"SavedAsCodes.for_budget: the budget is {budget:,} bytes, and with {len(chosen)} kinds of tensors "
+                f"as codes {kept:,} bytes are kept. Take fewer tokens, checkpointing, or a budget of that size."
+            )
+        return SavedAsCodes(filter=tuple(chosen))
 
     def quantizer_for(self, block: tuple[int, int] | None) -> Quantizer:
         """The quantizer of a tensor; ``block`` is that of the recipe beside it, or None."""

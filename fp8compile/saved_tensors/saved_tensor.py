@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,3 +47,12 @@ class SavedTensor:
     def nbytes(self) -> int:
         """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def is_like(self, other: SavedTensor) -> bool:
+        """Whether two tensors differ in nothing but numbers in their modules' names, as those of equal layers do."""
+        mine, others = (_unnumbered(each.module) for each in (self, other))
+        return mine == others and replace(self, module="") == replace(other, module="")
+
+
+def _unnumbered(module: str) -> tuple[str, ...]:
+    return tuple("" if part.isdecimal() else part for part in module.split("."))

@@ -4,6 +4,7 @@ graphs/       graphs, breaks and recompiles of any model under torch.compile; im
 contracts/    checks for authors of operators and quantizers
 gpu/          a GPU's code on a machine without a GPU
 explain/      reports on each FP8 layer of a model
+memory/       what a training step holds in memory
 numerics/     advice on recipes; where FP8, or ranks, change the values of a model
 """
 
@@ -31,6 +32,7 @@ from fp8compile.testing.graphs import (
     graph_report,
     snapshot,
 )
+from fp8compile.testing.memory import KeptTensor, MemoryReport, Moment, memory_report
 from fp8compile.testing.numerics import (
     Advice,
     Comparison,
@@ -59,8 +61,11 @@ __all__ = [
     "GraphBreak",
     "GraphInfo",
     "GraphReport",
+    "KeptTensor",
     "Launch",
     "LayerAdvice",
+    "MemoryReport",
+    "Moment",
     "RankComparison",
     "RankFinding",
     "Recompile",
@@ -83,6 +88,7 @@ __all__ = [
     "gemm_share",
     "gpu_kernels",
     "graph_report",
+    "memory_report",
     "run_gpu_program",
     "sends",
     "snapshot",

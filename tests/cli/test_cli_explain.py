@@ -1127,3 +1127,100 @@ def test_a_browser_shows_the_page(example, capsys, tmp_path):
     assert '<tr class="loud"><td>layer</td>' in shown
     assert "&lt;b&gt;&amp;[bold]" in shown
     assert shown.count("<section") == written_page(example, capsys).read_text().count("<section") == 4
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+def memory_report_of(kept_mb):
+    from fp8compile.testing import KeptTensor, MemoryReport, Moment
+
+    gate = KeptTensor(
+        module="layers.0.gate", made_by="fp8compile.linear", read_in=("layers.0",), read_by=("aten.silu",),
+        shape=(2048, 4096), dtype=torch.bfloat16, bytes=kept_mb * 10**6, saved=None, block=(1, -1),
+        code_bytes=kept_mb * 10**6 // 2, moved=-400_000,
+    )  # fmt: skip
+    moment = Moment(parameters=25_200_000, kept=gate.bytes, temporaries=1_000_000)
+    return MemoryReport(
+        device="NVIDIA H200", parameters=25_200_000, gradients=25_200_000, optimizer=50_300_000, kept=(gate,),
+        forward=moment, backward=moment,
+    )  # fmt: skip
+
+
+MEMORY = """\
+memory of a training step, NVIDIA H200
+MB (10**6 bytes) that the program asks for, by the code that Inductor generates;
+  nothing was run. The optimizer is AdamW with moments in the parameters' dtype.
+  Workspaces of libraries and gaps between tensors come on top.
+                              this model  without FP8
+----------------------------  ----------  -----------
+parameters, buffers                 25.2         25.2
+their gradients                     25.2         25.2
+optimizer                           50.3         50.3
+kept for the backward               17.0         34.0
+largest moment, forward             43.2         60.2
+  parameters, buffers               25.2         25.2
+  kept for the backward             17.0         34.0
+  temporaries                        1.0          1.0
+largest moment, backward            43.2         60.2
+  parameters, buffers               25.2         25.2
+  kept for the backward             17.0         34.0
+  temporaries                        1.0          1.0
+the step, with the optimizer       100.7        110.5
+
+kept for the backward
+What the forward of this model makes and saves. As codes: e4m3 with scales, in
+  the blocks of the recipe beside the tensor. Moved: MB that a step reads and
+  writes more at least, if codes are kept instead.
+made in        read by  shape                   MB  as codes  moved
+-------------  -------  --------------------  ----  --------  -----
+layers.0.gate  silu     2048 x 4096 bfloat16  17.0       8.5   -0.4
+"""
+
+
+def test_memory_is_two_tables_of_80_columns(monkeypatch, capsys):
+    from fp8compile.cli.explain.memory import memory_sections
+    from fp8compile.cli.terminal import print_sections
+
+    monkeypatch.setenv("COLUMNS", "80")
+    print_sections(memory_sections({"this model": memory_report_of(17), "without FP8": memory_report_of(34)}))
+    assert capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").strip() == MEMORY.strip()
+
+
+MEMORY_TARGET = """
+import torch, fp8compile as f8
+
+def example():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.SiLU(), torch.nn.Linear(96, 64)).bfloat16()
+    return f8.convert(model, f8.recipes.rowwise(), filter="*"), torch.randn(32, 64, dtype=torch.bfloat16)
+"""
+
+
+@needs_triton
+@triton_warns
+def test_explain_prints_memory_beside_the_model_without_fp8(tmp_path, monkeypatch, capsys):
+    (tmp_path / "it.py").write_text(MEMORY_TARGET)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["explain", "--memory", str(tmp_path / "it.py")]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown[shown.index("memory of a training step") :].splitlines())) <= 80
+    head = next(line for line in shown.splitlines() if line.split() == ["this", "model", "without", "FP8"])
+    assert shown.index("launches on") < shown.index("memory of a training step") < shown.index(head)
+
+
+@pytest.mark.parametrize("flag", ["--no-gpu", "--html page.html", "--tp 2"])
+def test_memory_with_flags_that_leave_nothing_to_generate_is_refused(flag, tmp_path, capsys):
+    (tmp_path / "it.py").write_text(MEMORY_TARGET)
+    assert main(["explain", "--memory", str(tmp_path / "it.py"), *flag.split()]) == 2
+    assert f"--memory doesn't go with {flag.split()[0]}" in capsys.readouterr().err
+
+
+def test_memory_of_a_call_without_backward_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(explain_flags, "_steps", lambda parsed, target: (explained(each) for each in [target]))
+    (tmp_path / "it.py").write_text(MEMORY_TARGET.replace('filter="*")', 'filter="*").requires_grad_(False)'))
+    assert main(["explain", "--memory", str(tmp_path / "it.py")]) == 2
+    assert "--memory: memory_report: this call has no backward" in capsys.readouterr().err
+
+
+def explained(target):
+    return explain(target.model, target.args, gpu=None)

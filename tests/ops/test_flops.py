@@ -90,6 +90,37 @@ def test_formulas_are_there_whichever_import_comes_first(imports):
     assert sorted(result.stdout.split()) == sorted(f"fp8compile.{name}" for name in names)
 
 
+GROUPS = 4
+GROUPED = {  # shapes, and multiplications of a group's rows, columns and contracted dim together
+    "rows": ((TOKENS, K), (GROUPS, K, H), TOKENS * K * H),
+    "columns": ((GROUPS, TOKENS, K), (K, H), TOKENS * K * H),
+    "contracted": ((TOKENS, K), (K, H), TOKENS * K * H),
+    "batch": ((GROUPS, TOKENS, K), (GROUPS, K, H), GROUPS * TOKENS * K * H),
+}
+
+
+@pytest.mark.parametrize(("a", "b", "products"), GROUPED.values(), ids=GROUPED)
+def test_grouped_products_of_pytorch_are_not_free(a, b, products):
+    """PyTorch's memory budget repeats in the backward what has no formula."""
+    ends = None if len(a) == len(b) == 3 else torch.zeros(GROUPS, dtype=torch.int32, device="meta")
+    operands = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in (a, b))
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.aten._grouped_mm(*operands, ends)
+    assert counter.get_total_flops() == 2 * products
+
+
+def test_two_codes_of_four_bits_a_byte_are_two():
+    from torch.utils.flop_counter import flop_registry
+
+    codes = torch.empty(TOKENS, K // 2, dtype=torch.uint8, device="meta").view(torch.float4_e2m1fn_x2)
+    other = torch.empty(H, K // 2, dtype=torch.uint8, device="meta").view(torch.float4_e2m1fn_x2).t()
+    wide = torch.empty(TOKENS, K, dtype=torch.float8_e4m3fn, device="meta"), torch.empty(K, H, device="meta")
+    names = ("_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+    for op in (getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)):
+        assert flop_registry[op](codes, other, out_val=None) == 2 * TOKENS * K * H
+        assert flop_registry[op](*wide, out_val=None) == 2 * TOKENS * K * H
+
+
 def test_importing_fp8compile_does_not_import_the_counter():
     program = "import sys, fp8compile; print('torch.utils.flop_counter' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -128,6 +128,7 @@ ROOMS = {
     "contracts": {"graphs", "bits"},
     "gpu": {"graphs", "bits", "_compat", "target"},
     "explain": {"graphs", "gpu"},
+    "memory": {"graphs", "gpu", "explain"},
     "numerics": {"graphs", "gpu", "explain", "bits"},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import sys
 from collections.abc import Generator
@@ -16,7 +17,9 @@ from fp8compile.cli.known_gpus import GPUS
 from fp8compile.cli.user_code import running
 
 if TYPE_CHECKING:
+    from fp8compile.cli.explain.target import Target
     from fp8compile.testing.explain import Explanation
+    from fp8compile.testing.memory import MemoryReport
 
 __all__ = ["add_parser"]
 
@@ -45,13 +48,16 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("target", metavar="TARGET", help=TARGET)
     names = f"{', '.join(recipes.names())}, or an installed package's"
-    recipe = (
-        f"convert the model by this recipe first, in place of its own if it has one: {names}; or a call, in quotes"
-    )
+    recipe = f"convert the model by this recipe, in place of its own: {names}; or the text of a call"
     parser.add_argument("--recipe", metavar="NAME", help=recipe)
     parser.add_argument("--experts", metavar="NAME", help="with --recipe: another recipe for modules called experts")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="generate code for this GPU (default h200)")
     parser.add_argument("--no-gpu", action="store_true", help="leave out generated code and least times")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="add what a training step holds in memory, beside the model without FP8; takes minutes more",
+    )
     parser.add_argument(
         "--tp",
         type=int,
@@ -93,31 +99,57 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
-    """Explain the model. Output of the user's code goes to standard error, so that standard output has only ours."""
-    from fp8compile.cli.explain.ranks import check_spread, pretended_ranks
+def _target(parsed: argparse.Namespace) -> Target:
+    """Load the model and its inputs. Output of the user's code goes to standard error, ours to standard output."""
+    from fp8compile.cli.explain.ranks import check_spread
     from fp8compile.cli.explain.target import load_target
+
+    with contextlib.redirect_stdout(sys.stderr):
+        log.info("loading %s", parsed.target)
+        target = load_target(parsed.target)
+        if parsed.recipe is not None:
+            _convert(target.model, parsed.recipe, parsed.experts)
+        if parsed.tp is not None:
+            check_spread(target, parsed.tp)
+        return target
+
+
+def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation, None, None]:
+    """Explain the model."""
     from fp8compile.testing.explain import explain_in_steps
 
-    with pretended_ranks(parsed.tp):
-        with contextlib.redirect_stdout(sys.stderr):
-            log.info("loading %s", parsed.target)
-            target = load_target(parsed.target)
-            if parsed.recipe is not None:
-                _convert(target.model, parsed.recipe, parsed.experts)
-            if parsed.tp is not None:
-                check_spread(target, parsed.tp)
-            log.info("calling it once, with tensors that have no values")
-            values = target.try_out()
-        gpu = None if parsed.no_gpu else parsed.gpu
-        steps = explain_in_steps(target.model, target.args, target.kwargs, gpu=gpu, values=values)
-        with contextlib.closing(steps):
-            while True:
-                with contextlib.redirect_stdout(sys.stderr), running(f"{parsed.target}: {COMPILING}"):
-                    found = next(steps, None)
-                if found is None:
-                    return
-                yield found
+    with contextlib.redirect_stdout(sys.stderr):
+        log.info("calling it once, with tensors that have no values")
+        values = target.try_out()
+    gpu = None if parsed.no_gpu else parsed.gpu
+    steps = explain_in_steps(target.model, target.args, target.kwargs, gpu=gpu, values=values)
+    with contextlib.closing(steps):
+        while True:
+            with contextlib.redirect_stdout(sys.stderr), running(f"{parsed.target}: {COMPILING}"):
+                found = next(steps, None)
+            if found is None:
+                return
+            yield found
+
+
+def _memory(parsed: argparse.Namespace, target: Target) -> dict[str, MemoryReport]:
+    """The memory of a training step, by the model's name in the table: as TARGET gives it, and without FP8."""
+    from fp8compile.testing.memory import memory_beside_unconverted
+
+    log.info("generating code for its memory")
+    with contextlib.redirect_stdout(sys.stderr), running(f"{parsed.target}: {COMPILING}"):
+        try:
+            return memory_beside_unconverted(target.model, target.args, target.kwargs, arch=parsed.gpu)
+        except (ValueError, NotImplementedError, ModuleNotFoundError) as error:
+            raise UserError(f"--memory: {error}") from error
+
+
+def _check_flags(parsed: argparse.Namespace) -> None:
+    if parsed.experts is not None and (parsed.recipe is None or parsed.mesh is not None):
+        raise UserError("--experts goes with --recipe, and not with --mesh; there TARGET converts the model")
+    for flag, given in (("--tp", parsed.tp), ("--no-gpu", parsed.no_gpu), ("--html", parsed.html)):
+        if parsed.memory and given:
+            raise UserError(f"--memory doesn't go with {flag}; leave one of them out")
 
 
 def _check(found: Explanation) -> None:
@@ -134,6 +166,7 @@ def _run_on_mesh(parsed: argparse.Namespace) -> int:
         ("--tp", parsed.tp),
         ("--html", parsed.html),
         ("--no-gpu", parsed.no_gpu),
+        ("--memory", parsed.memory),
     ):
         if given:
             raise UserError(f"--mesh doesn't go with {flag}; leave one of them out")
@@ -150,27 +183,37 @@ def _run_on_mesh(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    if parsed.experts is not None and (parsed.recipe is None or parsed.mesh is not None):
-        raise UserError("--experts goes with --recipe, and not with --mesh; there TARGET converts the model")
+    _check_flags(parsed)
     if parsed.mesh is not None:
         return _run_on_mesh(parsed)
     if parsed.html is not None:
         _check_writable(Path(parsed.html))
+    from fp8compile.cli.explain.ranks import pretended_ranks
     from fp8compile.cli.explain.sections import gpu_sections, graph_sections
     from fp8compile.cli.terminal import print_sections
 
-    with contextlib.closing(_steps(parsed)) as steps:
-        found = next(steps)
+    memory: dict[str, MemoryReport] = {}
+    with pretended_ranks(parsed.tp):
+        target = _target(parsed)
+        with contextlib.closing(_steps(parsed, target)) as steps:
+            found = next(steps)
+            if not parsed.json:
+                print_sections(graph_sections(found))  # before minutes go into code for a GPU
+            found = next(steps, found)
         if not parsed.json:
-            print_sections(graph_sections(found))  # before minutes go into code for a GPU
-        found = next(steps, found)
+            print_sections(gpu_sections(found))  # likewise, before minutes go into the code for memory
+        if parsed.memory:
+            memory = _memory(parsed, target)
     if parsed.html is not None:
         from fp8compile.cli.explain.html import page
 
         Path(parsed.html).write_text(page(found, parsed.target), encoding="utf-8")
     if parsed.json:
-        print(found.to_json(), flush=True)
-    else:
-        print_sections(gpu_sections(found))
+        more = {"memory": {name: each.to_dict() for name, each in memory.items()}} if memory else {}
+        print(json.dumps({**found.to_dict(), **more}, indent=1), flush=True)
+    elif memory:
+        from fp8compile.cli.explain.memory import memory_sections
+
+        print_sections(memory_sections(memory))
     _check(found)
     return 0

@@ -2,6 +2,10 @@
 
 With them `FlopCounterMode`, and tools that measure utilization by it, count a converted model like the unconverted
 one. Quantizing counts nothing, because `FlopCounterMode` counts products only.
+
+PyTorch 2.11 to 2.15 have no formulas for their own grouped products and for ``_scaled_mm_v2``. Its partitioner takes
+operators without formula for free: with `torch._functorch.config.activation_memory_budget` below 1 it multiplies
+experts again in the backward. So those products get formulas here, unless PyTorch has them.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.groups.grouped_mm import grouped_mm
@@ -77,11 +82,30 @@ FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
 }
 
 
+def _by_pytorch(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of PyTorch's own product.
+
+    Shapes are (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n). An operand without
+    the dim g is split into groups along its rows, its columns or the contracted dim.
+    """
+    rows = a.shape[-2] if b.ndim == 2 else a.shape[:-1].numel()
+    packed = 2 if a.dtype is torch.float4_e2m1fn_x2 else 1  # codes a byte, along k
+    return 2 * rows * packed * a.shape[-1] * b.shape[-1]
+
+
+# Operators of PyTorch's that it multiplies by, and counts as nothing.
+UNCOUNTED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2")
+
+
 def _register() -> None:
-    from torch.utils.flop_counter import register_flop_formula
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for op, formula in FLOP_FORMULAS.items():
         register_flop_formula(op.overloadpacket)(formula)
+    for name in UNCOUNTED:
+        product = getattr(torch.ops.aten, name, None)
+        if product is not None and product not in flop_registry:
+            register_flop_formula(product, get_raw=True)(_by_pytorch)
 
 
 # importing torch.utils.flop_counter costs 0.15 s, which `import fp8compile` must not pay

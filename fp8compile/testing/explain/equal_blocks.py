@@ -25,7 +25,7 @@ from fp8compile.tables import folded_names
 from fp8compile.testing.explain.capture import Recorded, record
 from fp8compile.testing.graphs.compiler_log import one_line
 
-__all__ = ["FEWEST", "EqualBlocks", "equal_blocks", "shortened"]
+__all__ = ["FEWEST", "EqualBlocks", "equal_blocks", "longest_list", "shortened"]
 
 log: logging.Logger = logging.getLogger(__name__)
 FEWEST = 10  # blocks; with fewer, code for 2, 3 and 4 of them is no less work
@@ -83,7 +83,7 @@ def _block_key(block: nn.Module) -> Key:
     )
 
 
-def _longest(model: nn.Module) -> EqualBlocks | None:
+def longest_list(model: nn.Module) -> EqualBlocks | None:
     """The longest list of blocks that look equal without a call; None if there is none."""
     found = []
     for name, module in model.named_modules():
@@ -157,7 +157,7 @@ def equal_blocks(
         kwargs: Keyword arguments of the call.
         whole: The graphs of that call.
     """
-    blocks = _longest(model)
+    blocks = longest_list(model)
     if blocks is None:
         return None
     log.info("comparing the %d blocks of %s", blocks.count, blocks.name or "the model")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from torch import Tensor, fx
@@ -84,17 +83,11 @@ class _Product:
     is_linear: bool
 
 
-def _grouped_flops(a: Sequence[int], b: Sequence[int]) -> int:
-    """Operations of a grouped product of operands with shapes ``a`` and ``b``.
-
-    Shapes are (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n). An operand without
-    the dim g is split into groups along its rows, its columns or the contracted dim.
-    """
-    return 2 * prod(a[-2:] if len(b) == 2 else a) * b[-1]
-
-
 def flop_formulas() -> dict[str, Callable[..., int]]:
-    """Formulas of operations by the operator's name: PyTorch's registry, and formulas that some versions lack."""
+    """Formulas of operations by the operator's name: PyTorch's registry, and formulas that some versions lack.
+
+    Those of PyTorch's grouped products and of ``_scaled_mm_v2`` are in the registry, see `fp8compile.ops.layer.flops`.
+    """
     from torch.utils.flop_counter import flop_registry
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
@@ -105,16 +98,10 @@ def flop_formulas() -> dict[str, Callable[..., int]]:
         # scores again, gradients of scores, v, q and k
         return 2 * q.shape[:-1].numel() * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
-    def grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-        return _grouped_flops(a.shape, b.shape)
-
-    found = {op_name(op): formula for op, formula in flop_registry.items()}
-    missing = {
+    found: dict[str, Callable[..., int]] = {op_name(op): formula for op, formula in flop_registry.items()}
+    missing: dict[str, Callable[..., int]] = {
         "aten::_scaled_dot_product_flash_attention_for_cpu": attention,  # PyTorch has these two from 2.15
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
-        "aten::_scaled_mm_v2": found["aten::mm"],
-        "aten::_grouped_mm": grouped,
-        "aten::_scaled_grouped_mm": grouped,
     }
     return missing | found
 

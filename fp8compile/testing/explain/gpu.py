@@ -29,7 +29,7 @@ from fp8compile.testing.gpu.graphs import gpu_graphs
 from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch, operator_of, schedule
 from fp8compile.testing.graphs.compiler_log import one_line
 
-__all__ = ["Cast", "GpuExplanation", "GraphCost", "explain_gpu", "missing_gemm"]
+__all__ = ["Cast", "GpuExplanation", "GraphCost", "explain_gpu", "missing_gemm", "unconverted"]
 
 log: logging.Logger = logging.getLogger(__name__)
 GEMM_OF = {op._opname: gemm.name for op, gemm in ops.LAYER_OPS.items()}
@@ -276,13 +276,18 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(str(error))[:200]}"
 
 
-def _unconverted(call: _ModelCall, blocks: EqualBlocks | None) -> tuple[tuple[GraphCost, ...], str]:
-    model = call.model
+def unconverted(model: nn.Module) -> nn.Module | None:
+    """A copy of a model without FP8, with the same parameters and buffers; None if nothing is converted."""
     if not any(is_converted(module) for module in model.modules()):
-        return (), ""
+        return None
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return revert(copy.deepcopy(model, shared))  # nothing is computed, so nobody writes to them
+
+
+def _unconverted(call: _ModelCall, blocks: EqualBlocks | None) -> tuple[tuple[GraphCost, ...], str]:
     try:
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        plain = revert(copy.deepcopy(model, shared))  # nothing is computed, so nobody writes to them
+        if (plain := unconverted(call.model)) is None:
+            return (), ""
         return _costs(replace(call, model=plain, what="the same model unconverted"), blocks)[0][0], ""
     except Exception as error:  # the model can't be copied or reverted; the report goes on without this part
         return (), _said(error)

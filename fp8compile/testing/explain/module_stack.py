@@ -10,7 +10,7 @@ from torch import fx, nn
 from fp8compile._compat import module_path
 from fp8compile.nn.report import conversion_report
 
-__all__ = ["Names", "layer_of_stack"]
+__all__ = ["Names", "layer_of_stack", "module_of_stack"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,14 @@ def _module(path: str, modules: Mapping[str, str]) -> str | None:
     return ending.pop() if len(ending) == 1 else None
 
 
+def module_of_stack(node: fx.Node, names: Names) -> str | None:
+    """The innermost module that was being called when a node was traced; None if that isn't known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    found = (_module(module_path(text), names.modules) for text, _ in reversed(list(stack.values())))
+    return next((module for module in found if module is not None), None)
+
+
 def layer_of_stack(node: fx.Node, names: Names) -> str | None:
     """The layer that was being called when a node was traced; None if the innermost module is no layer."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    for text, _ in reversed(list(stack.values())):
-        module = _module(module_path(text), names.modules)
-        if module is not None:
-            return module if module in names.layers else None
-    return None
+    module = module_of_stack(node, names)
+    return module if module in names.layers else None

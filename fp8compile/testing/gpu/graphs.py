@@ -7,7 +7,8 @@ While graphs are traced, our ops make the choices that they make on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_has_no_region",
     "gpu_graphs",
     "kept_bytes",
+    "kept_nodes",
     "partition",
     "returned_outputs",
 ]
@@ -43,12 +45,15 @@ class GpuGraph:
             the other outputs, which are saved for backward.
         called_with: The tensors that a forward was called with, subclasses included, by which parameters can be found
             again. Empty for a backward.
+        donated: For a backward, positions of the arguments that nobody else reads, so that Inductor may write other
+            tensors to their memory; None for a forward.
     """
 
     graph: fx.GraphModule
     inputs: list[Any]
     returned: tuple[int, ...]
     called_with: tuple[Any, ...] = ()
+    donated: tuple[int, ...] | None = None
 
 
 def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
@@ -63,6 +68,12 @@ def returned_outputs() -> tuple[int, ...]:
     assert meta is not None, "AOTAutograd compiles a graph"
     first = meta.num_mutated_inp_runtime_indices
     return tuple(range(first, first + meta.num_outputs))
+
+
+def _donated() -> tuple[int, ...]:
+    """Positions of the backward's arguments that it may overwrite; call it while AOTAutograd compiles the forward."""
+    meta = torch._guards.TracingContext.get().fw_metadata
+    return tuple(getattr(meta, "bw_donated_idxs", None) or ())
 
 
 def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
@@ -98,13 +109,13 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
     return (config.custom_partitioner_fn or min_cut_rematerialization_partition)(joint, inputs, **kwargs)
 
 
-def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
+def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> list[GpuGraph]:
     """Trace ``fn(*args)`` with ``fullgraph=True``, without computing. All earlier compiled graphs are dropped.
 
     Args:
         fn: A module or function.
         args: The arguments of ``fn``, on the CPU.
-        gpu: The GPU that ``fn`` is traced for.
+        gpu: The GPU that ``fn`` is traced for; None for this machine's CPU.
 
     Returns:
         The graphs of the forward and, if an output requires grad, of the backward.
@@ -124,6 +135,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
         return keep_forward(graph, inputs, all_outputs(graph))
 
     def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        backwards[-1] = replace(backwards[-1], donated=_donated())  # AOTAutograd has cut the joint graph before
         return keep_forward(graph, inputs, returned_outputs())
 
     def keep_forward(graph: fx.GraphModule, inputs: list[Any], returned: tuple[int, ...]) -> Callable[..., Any]:
@@ -153,7 +165,8 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
 
     torch._dynamo.reset()
     # kept_state restores buffers, because values that are written to them are not computed here either
-    with kept_state(fn, args), pretend_target(gpu.target), pretend_flex_attention():
+    target = nullcontext() if gpu is None else pretend_target(gpu.target)
+    with kept_state(fn, args), target, pretend_flex_attention():
         torch.compile(fn, fullgraph=True, backend=watched)(*args)
     torch._dynamo.reset()
     for each in forwards + backwards:
@@ -161,18 +174,22 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
     return forwards + backwards
 
 
-def kept_bytes(forward: GpuGraph) -> int:
-    """Bytes that the forward saves for the backward, without its own arguments; each storage counts once."""
+def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
+    """The outputs of a forward that are saved for the backward, without its own arguments; one for each storage."""
     nodes = forward.graph.graph.find_nodes(op="placeholder")
     seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
-    kept = 0
     for place, node in enumerate(outputs):
         value = getattr(node, "meta", {}).get("val")
         if isinstance(value, Tensor) and value.untyped_storage()._cdata not in seen:
             seen.add(value.untyped_storage()._cdata)
-            kept += 0 if place in forward.returned else value.untyped_storage().nbytes()
-    return kept
+            if place not in forward.returned:
+                yield node
+
+
+def kept_bytes(forward: GpuGraph) -> int:
+    """Bytes that the forward saves for the backward, without its own arguments; each storage counts once."""
+    return sum(node.meta["val"].untyped_storage().nbytes() for node in kept_nodes(forward))
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:

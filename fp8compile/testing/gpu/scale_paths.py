@@ -79,12 +79,12 @@ def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) ->
     return found
 
 
-def _arguments(call: str) -> list[str | None]:
-    """The buffers that a launch gets as arguments, by position; None for a size."""
+def _arguments(call: str, inputs: set[str]) -> list[str | None]:
+    """The buffers and inputs of the graph that a launch gets as arguments, by position; None for a size."""
     statement: Any = ast.parse(call).body[0]
     given = statement.value.args
     names = [[each.id for each in ast.walk(argument) if isinstance(each, ast.Name)] for argument in given]
-    return [next((name for name in each if name.startswith(("buf", "arg"))), None) for each in names]
+    return [next((name for name in each if name.startswith("buf") or name in inputs), None) for each in names]
 
 
 def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: set[fx.Node]) -> set[int]:
@@ -92,11 +92,12 @@ def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: s
     wanted = {name for name in launch.made if scheduled.holder(name) in nodes}
     if not wanted:
         return set()
-    arguments = _arguments(call)
+    inputs = {node.name for node in scheduled.lowered.find_nodes(op="placeholder")}
+    arguments = _arguments(call, inputs)
     if wanted <= set(arguments):
         return {position for position, name in enumerate(arguments) if name in wanted}
     # a state that changes in place is written through an argument of the graph
-    found = {position for position, name in enumerate(arguments) if name in wanted or str(name).startswith("arg")}
+    found = {position for position, name in enumerate(arguments) if name in wanted or name in inputs}
     if not found:
         raise _unknown_form(f"{launch.name} makes {', '.join(sorted(wanted))}, and is called as {call}")
     return found

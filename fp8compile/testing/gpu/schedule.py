@@ -8,7 +8,6 @@ The machine needs no GPU. Nothing is launched, computed or allocated, so a layer
 from __future__ import annotations
 
 import ast
-import copy
 import itertools
 import logging
 import operator
@@ -17,22 +16,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
 from fp8compile.testing.gpu.graphs import GpuGraph
+from fp8compile.testing.gpu.lowering import SOURCE, constants_of, take_code
 from fp8compile.testing.gpu.templates import chosen_templates
 
 __all__ = ["Schedule", "ScheduledLaunch", "is_fused_addition", "operator_of", "schedule", "taken_from"]
 
 log: logging.Logger = logging.getLogger(__name__)
 SECONDS_BETWEEN = 5  # between lines that say which kernel is being generated
-SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which the second tracing keeps
 GPU = torch.device("cuda", 0)
 LAUNCH = re.compile(
     r"^\s+(?:\w+ = )?(?:(?P<triton>\w+)\.run|extern_kernels\.(?P<extern>\w+)|"
@@ -341,7 +339,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
     mutated = tuple(lowering.mutated_input_idxs)
     parts = [part.node for node in nodes if not _is_called(node) for part in node.get_nodes()]
     placed = {part.get_name(): _node_of(part) for part in parts}
-    constants = {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
+    constants = constants_of(lowering)
     total += sum(map(_unread_bytes, called))
     # what passes from one kernel of a node to the next; and what nodes would pass that are not printed
     total += sum(each.get_read_write_buffers_sizes() for each in called)
@@ -351,42 +349,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
     )
 
 
-# ---------------------------------------------------------------------------------- lowering
-
-
-def _on_gpu(value: Any) -> Any:
-    """An empty tensor on the GPU with the sizes and strides of a tensor; any other value is returned unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
-
-
-def _shape_env(inputs: Sequence[Any]) -> Any:
-    """The environment of a graph's symbolic sizes; without it Inductor would make new symbols."""
-    sizes = (size for value in inputs for size in (value.size() if isinstance(value, Tensor) else (value,)))
-    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
-
-
-def _device_argument(node: fx.Node) -> str | None:
-    """The name of an operator's device argument, if it has one that is not given by position."""
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return "device" if "device" in names[len(node.args) :] else None
-
-
-def _moved(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph whose device arguments name the GPU. Each node notes its name in ``meta["custom"]``."""
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-
-    graph = copy.deepcopy(graph)
-    view_to_reshape(graph)  # as Inductor does: views were traced for other strides than saved tensors have
-    for node in graph.graph.nodes:
-        node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: node.name}
-        node.args = fx.node.map_aggregate(node.args, lambda each: GPU if isinstance(each, torch.device) else each)
-        if (name := _device_argument(node)) is not None:
-            node.kwargs = {**node.kwargs, name: GPU}
-    graph.recompile()
-    return graph
+# ---------------------------------------------------------------------------------- by lowering for a GPU
 
 
 def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
@@ -416,43 +379,22 @@ def schedule(made_for: GpuGraph, gpu: Gpu, template: int | None = None) -> Sched
         ModuleNotFoundError: Triton is not installed.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """
-    from torch._inductor import compile_fx, config
-    from torch._inductor.graph import GraphLowering
+    from torch._inductor import config
     from torch._inductor.scheduler import Scheduler
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     found: list[Schedule] = []
     sources = {node.name: node for node in made_for.graph.graph.nodes}
-    moved = _moved(made_for.graph)
 
-    def take(lowering: GraphLowering) -> SimpleNamespace:
-        code, _ = lowering.codegen()
-        source: Any = getattr(code, "value", code)
+    def take(lowering: Any, source: str) -> None:
         total, counts, _ = lowering.count_bytes()
         found.append(_schedule([node for node, _ in counts], source, total, sources, lowering))
-        return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(made_for.inputs))
-    context = torch._guards.TracingContext(mode)
-    context.output_strides = []
     with (
         pretend_gpu(gpu),
-        mock.patch.object(GraphLowering, "compile_to_module", take),
         mock.patch.object(Scheduler, "enter_context", _telling(Scheduler.enter_context)),
         # kernel names without operators, so that kernels with equal code are one kernel
-        config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
-        torch._guards.tracing(context),
-        mode,
+        config.patch({"triton.descriptive_names": False}),
         chosen_templates(template) as choices,
     ):
-        fakes = [_on_gpu(value) for value in made_for.inputs]
-        with fx.traceback.preserve_node_meta():  # keeps SOURCE: which node each one was before the second tracing
-            graph = make_fx(fx.Interpreter(moved).run)(*fakes)
-        graph.graph.eliminate_dead_code()  # results of an operator that nobody takes, which not all lowerings have
-        output = graph.graph.output_node()
-        outputs: Any = output.args[0]
-        output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]
-        compile_fx.compile_fx_inner(graph, fakes)
-    strides: Any = context.output_strides  # filled while it compiled
-    return replace(found[0], output_strides=tuple(strides), templates=choices.most)
+        strides = take_code(made_for, GPU, take)
+    return replace(found[0], output_strides=strides, templates=choices.most)

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+from fp8compile.testing.gpu.loaded import LoadedWrapper, StandIns
 from fp8compile.testing.gpu.program.arithmetic import STORED_AS
 from fp8compile.testing.gpu.program.interpreter import Interpreter
 from fp8compile.testing.gpu.program.libraries import operator_called
@@ -193,10 +192,9 @@ class Program:
         self.library_calls: list[str] = []
         self.configurations = 1
         self.way: Way = Way("forwards", None)
-        self._scope: dict[str, Any] = {"__name__": "generated", **found.constants}
-        with pretend_gpu(self.gpu), self._pretend_runtime():
-            exec(compile(found.source, "generated", "exec"), self._scope)
-        self._scope["extern_kernels"] = self.products
+        stand_ins = StandIns(_Kernels(self), self.products, self._empty)
+        with pretend_gpu(self.gpu):
+            self._call = LoadedWrapper(found.source, found.constants, stand_ins)
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
         """Run the wrapper and return its results. It empties the list of arguments, as on a GPU."""
@@ -204,8 +202,8 @@ class Program:
         self.products.called = []
         target = pretend_target(self.gpu.target)
         running = self.interpreter.active(way.order, way.configuration or 0)
-        with torch.no_grad(), self._pretend_runtime(), running, target, _Dispatch(self):
-            return list(self._scope["call"](args))
+        with running, target, _Dispatch(self):
+            return self._call(args)
 
     @property
     def has_templates(self) -> bool:
@@ -222,20 +220,3 @@ class Program:
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
             return poisoned(size, stride, dtype, self.poison)
-
-    @contextmanager
-    def _pretend_runtime(self) -> Iterator[None]:
-        """Replace the functions of a GPU's runtime that the wrapper uses, while this context lasts."""
-        nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
-        answers = (
-            (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
-            (torch._C._dynamo.guards, "_empty_strided_cuda", self._empty),
-            (torch.cuda, "_DeviceGuard", lambda device: nullcontext()),
-            (torch.cuda, "set_device", nothing),
-            (torch.cuda, "synchronize", nothing),
-        )
-        with ExitStack() as stack:
-            for owner, name, value in answers:
-                stack.enter_context(mock.patch.object(owner, name, value, create=True))
-            stack.enter_context(mock.patch("torch._inductor.async_compile.AsyncCompile", return_value=_Kernels(self)))
-            yield

@@ -1,0 +1,43 @@
+"""The sections of `fp8compile explain --memory`: what a training step holds in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fp8compile.cli.section import Section
+from fp8compile.testing.memory.report import KEPT_NUMBERS, kept_cells, moment_cells
+
+if TYPE_CHECKING:
+    from fp8compile.testing.memory import MemoryReport
+
+__all__ = ["memory_sections"]
+
+MOMENTS = (
+    "MB (10**6 bytes) that the program asks for, by the code that Inductor generates; nothing was run. The optimizer "
+    "is AdamW with moments in the parameters' dtype. Workspaces of libraries and gaps between tensors come on top."
+)
+KEPT = (
+    "What the forward of this model makes and saves. As codes: e4m3 with scales, in the blocks of the recipe beside "
+    "the tensor. Moved: MB that a step reads and writes more at least, if codes are kept instead."
+)
+
+
+def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
+    """The sections, for the terminal.
+
+    Args:
+        reports: A report for each column of the first table, by the column's name. The second table is of the first.
+    """
+    first = next(iter(reports.values()))
+    columns, *rows = moment_cells(reports)
+    counted = dict.fromkeys(each.counted for each in reports.values() if each.counted)
+    lines = (MOMENTS, *(f"{each} are equal: generated 2, 3 and 4 at a time, then counted." for each in counted))
+    numbers = tuple(range(1, 1 + len(reports)))
+    yield Section(
+        title=f"memory of a training step, {first.device}", lines=lines, columns=columns, rows=rows, numbers=numbers
+    )
+    heads, *kept = kept_cells(first)
+    yield Section(
+        title="kept for the backward", lines=(KEPT,), columns=tuple(map(str, heads)), rows=kept, numbers=KEPT_NUMBERS
+    )

@@ -1,0 +1,78 @@
+"""Loads a wrapper that Inductor generated, and calls it with other kernels, products and memory than its device's.
+
+what the wrapper uses      what it gets here
+async_compile              `StandIns.kernels`
+extern_kernels             `StandIns.products`
+empty_strided_DEVICE       `StandIns.empty`
+a GPU's runtime            functions that do nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+__all__ = ["LoadedWrapper", "StandIns"]
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """What a wrapper gets in place of its device.
+
+    Attributes:
+        kernels: In place of Inductor's ``AsyncCompile``.
+        products: In place of Inductor's ``extern_kernels``.
+        empty: Allocates memory of the device, given sizes, strides and a dtype.
+        device: Type of the device, "cuda" or "cpu".
+    """
+
+    kernels: Any
+    products: Any
+    empty: Callable[[Any, Any, torch.dtype], Tensor]
+    device: str = "cuda"
+
+
+class LoadedWrapper:
+    """A generated wrapper.
+
+    Args:
+        source: The Python file that Inductor generated.
+        constants: Objects that the source names and doesn't define.
+        stand_ins: What it gets in place of its device.
+    """
+
+    def __init__(self, source: str, constants: Mapping[str, Any], stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
+        self._scope: dict[str, Any] = {"__name__": "generated", **constants}
+        with self._runtime():
+            exec(compile(source, "generated", "exec"), self._scope)
+        self._scope["extern_kernels"] = stand_ins.products
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Run the wrapper and return its results. It empties the list of arguments, as on its device."""
+        with torch.no_grad(), self._runtime():
+            return list(self._scope["call"](args))
+
+    @contextmanager
+    def _runtime(self) -> Iterator[None]:
+        """Replace the functions of a device's runtime that the wrapper uses, while this context lasts."""
+        nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
+        answers = (
+            (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+            (torch._C._dynamo.guards, f"_empty_strided_{self._stand_ins.device}", self._stand_ins.empty),
+            (torch.cuda, "_DeviceGuard", lambda device: nullcontext()),
+            (torch.cuda, "set_device", nothing),
+            (torch.cuda, "synchronize", nothing),
+        )
+        with ExitStack() as stack:
+            for owner, name, value in answers:
+                stack.enter_context(mock.patch.object(owner, name, value, create=True))
+            kernels = self._stand_ins.kernels
+            stack.enter_context(mock.patch("torch._inductor.async_compile.AsyncCompile", return_value=kernels))
+            yield

@@ -1,0 +1,121 @@
+"""Lets Inductor compile a graph for a device, and takes the generated code before anything loads it.
+
+graph on the CPU --traced again on fake tensors of the device--> lowered, fused, printed --> source
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.testing.gpu.graphs import GpuGraph
+
+__all__ = ["SOURCE", "constants_of", "take_code"]
+
+SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which the second tracing keeps
+
+
+def constants_of(lowering: Any) -> dict[str, Any]:
+    """Objects that generated code names and doesn't define: types of opaque values, tensors of the graph."""
+    return {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """An empty tensor on a device with the sizes and strides of a tensor; any other value is returned unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device.type)
+
+
+def _shape_env(inputs: Sequence[Any]) -> Any:
+    """The environment of a graph's symbolic sizes; without it Inductor would make new symbols."""
+    sizes = (size for value in inputs for size in (value.size() if isinstance(value, Tensor) else (value,)))
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
+def _device_argument(node: fx.Node) -> str | None:
+    """The name of an operator's device argument, if it has one that is not given by position."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return "device" if "device" in names[len(node.args) :] else None
+
+
+def _moved(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy of a graph whose device arguments name the device. Each node notes its name in ``meta["custom"]``."""
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    graph = copy.deepcopy(graph)
+    view_to_reshape(graph)  # as Inductor does: views were traced for other strides than saved tensors have
+    for node in graph.graph.nodes:
+        node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: node.name}
+        node.args = fx.node.map_aggregate(node.args, lambda each: device if isinstance(each, torch.device) else each)
+        if (name := _device_argument(node)) is not None:
+            node.kwargs = {**node.kwargs, name: device}
+    graph.recompile()
+    return graph
+
+
+def _name_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Name a graph's inputs as AOTAutograd does: by "primals" and "tangents" Inductor knows what a caller holds.
+
+    It orders a graph's operators for the smallest peak of memory, and counts what the graph itself can free.
+    """
+    for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
+        node._rename(name)  # to another name if a node has it
+        node.target = node.name
+
+
+def take_code(
+    made_for: GpuGraph, device: torch.device, take: Callable[[Any, str], None]
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Let Inductor compile a graph for a device, up to the step that would load the generated code.
+
+    Args:
+        made_for: A graph as `gpu_graphs` returns it.
+        device: The device. A GPU is pretended while this runs, see `pretend_gpu`.
+        take: Called once, with Inductor's ``GraphLowering`` and the Python source that it printed.
+
+    Returns:
+        Strides of each output; None if they aren't known.
+    """
+    from torch._inductor import compile_fx, config
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def taken(lowering: GraphLowering) -> SimpleNamespace:
+        code, _ = lowering.codegen()
+        source: Any = getattr(code, "value", code)
+        take(lowering, source)
+        return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
+
+    moved = _moved(made_for.graph, device)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(made_for.inputs))
+    context = torch._guards.TracingContext(mode)
+    context.output_strides = []
+    if made_for.donated is not None:
+        metadata: Any = SimpleNamespace(bw_donated_idxs=list(made_for.donated), static_input_indices=[])
+        context.fw_metadata = metadata
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", taken),
+        config.patch({"fx_graph_cache": False, "compile_threads": 1}),
+        torch._guards.tracing(context),
+        mode,
+    ):
+        fakes = [_on(device, value) for value in made_for.inputs]
+        with fx.traceback.preserve_node_meta():  # keeps SOURCE: which node each one was before the second tracing
+            graph = make_fx(fx.Interpreter(moved).run)(*fakes)
+        graph.graph.eliminate_dead_code()  # results of an operator that nobody takes, which not all lowerings have
+        _name_inputs(graph.graph, [node.name for node in made_for.graph.graph.find_nodes(op="placeholder")])
+        output = graph.graph.output_node()
+        outputs: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]
+        compile_fx.compile_fx_inner(graph, fakes, is_backward=made_for.donated is not None)
+    strides: Any = context.output_strides  # filled while it compiled
+    return tuple(strides)

@@ -1,0 +1,218 @@
+"""Runs the wrappers that Inductor generates on tensors without memory, and notes what they allocate and free.
+
+Kernels are left out. Who holds a tensor decides how long it lives, as in a real run: `del`, memory that is used again,
+views and arguments that the wrapper empties need no rules of their own.
+
+    forward    parameters and inputs are held from outside           results, kept tensors
+    backward   and what the forward returned, and its gradients      gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8compile.testing.gpu.graphs import GpuGraph
+from fp8compile.testing.gpu.loaded import LoadedWrapper, StandIns
+from fp8compile.testing.memory.timeline import OWNERS, Moment, Timeline
+
+__all__ = ["Run", "Wrapper", "run_wrappers"]
+
+META = torch.device("meta")
+
+
+class Wrapper(Protocol):
+    """Generated code of a graph, such as a `fp8compile.testing.gpu.schedule.Schedule`."""
+
+    @property
+    def source(self) -> str:
+        """The Python file."""
+
+    @property
+    def constants(self) -> Mapping[str, Any]:
+        """Objects that the source names and doesn't define."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A forward and its backward.
+
+    Attributes:
+        forward: What the forward allocated and freed.
+        backward: What the backward did.
+    """
+
+    forward: Timeline
+    backward: Timeline
+
+
+class _Nothing:
+    """Stands in for kernels and their compiler: has any attribute, may be called with anything."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+
+class _Products:
+    """Stands in for ``extern_kernels``: a product that is given its result's memory does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        from torch._inductor.select_algorithm import extern_kernels
+
+        product = getattr(extern_kernels, name)
+        return lambda *args, **kwargs: None if kwargs.get("out") is not None else product(*args, **kwargs)
+
+
+class _Ledger:
+    """Notes each storage when it is first seen, and when it is gone."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._sizes: list[int] = []
+        self._changes: list[tuple[int, int]] = []  # number of the storage, bytes more
+        self._owners: dict[int, str] = {}
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage, which is noted if it is new."""
+        self._sweep()
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._alive:
+            self._alive[storage._cdata] = StorageWeakRef(storage), len(self._sizes)
+            self._changes.append((len(self._sizes), storage.nbytes()))
+            self._sizes.append(storage.nbytes())
+        return self._alive[storage._cdata][1]
+
+    def give(self, owner: str, tensors: Iterable[Any]) -> None:
+        """Say whose the storages of tensors are, unless that was said before."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._owners.setdefault(self.number(tensor), owner)
+
+    def _sweep(self) -> None:
+        gone = [key for key, (storage, _) in self._alive.items() if storage.expired()]
+        for key in gone:
+            _, number = self._alive.pop(key)
+            self._changes.append((number, -self._sizes[number]))
+
+    def mark(self) -> int:
+        """The number of changes so far."""
+        self._sweep()
+        return len(self._changes)
+
+    def timeline(self, start: int, end: int) -> Timeline:
+        """The changes between two marks."""
+        changes = [(self._owners.get(number, "temporaries"), size) for number, size in self._changes]
+        held = dict.fromkeys(OWNERS, 0)
+        for owner, size in changes[:start]:
+            held[owner] += size
+        return Timeline(Moment(**held), tuple(changes[start:end]))
+
+
+class _Noting(TorchDispatchMode):
+    """Notes the results of operators, which are computed on the meta device."""
+
+    def __init__(self, ledger: _Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: META, (args, kwargs or {}))
+        result = op(*args, **kwargs)
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._ledger.number(each)
+        return result
+
+
+def _empty(value: Any) -> Any:
+    """A tensor without memory with the sizes and strides of a tensor; any other value is returned unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
+
+
+class _Caller:
+    """Calls wrappers, and notes their allocations in a ledger."""
+
+    def __init__(self, ledger: _Ledger, device: str) -> None:
+        self._ledger, self._device = ledger, device
+
+    def __call__(self, wrapper: Wrapper, args: list[Any]) -> list[Any]:
+        constants = {name: _empty(value) for name, value in wrapper.constants.items()}
+        with _strides_unchecked():
+            stand_ins = StandIns(_Nothing(), _Products(), self._allocate, self._device)
+            call = LoadedWrapper(wrapper.source, constants, stand_ins)
+            with _Noting(self._ledger):
+                return call(args)
+
+    def _allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=META)
+        self._ledger.number(tensor)
+        return tensor
+
+
+@contextmanager
+def _strides_unchecked() -> Iterator[None]:
+    """Let wrappers take arguments of any strides: Inductor may pad those of tensors that a forward saves."""
+    from unittest import mock
+
+    guards = torch._C._dynamo.guards
+    with mock.patch.multiple(guards, assert_size_stride=_Nothing(), assert_alignment=_Nothing(), create=True):
+        yield
+
+
+def run_wrappers(
+    graphs: Sequence[GpuGraph], wrappers: Sequence[Wrapper], is_parameter: Sequence[bool], device: str
+) -> Run:
+    """Run the generated code of a forward and its backward.
+
+    Args:
+        graphs: The forward graph, and the backward graph.
+        wrappers: Their code.
+        is_parameter: For each argument of the forward, whether it is a parameter or a buffer.
+        device: Type of the device that the code is for, "cuda" or "cpu".
+    """
+    forward, backward = graphs
+    ledger = _Ledger()
+    call = _Caller(ledger, device)
+    given = [_empty(value) for value in forward.inputs]  # the caller holds them to the end
+    ledger.give("parameters", (each for each, is_one in zip(given, is_parameter, strict=True) if is_one))
+    ledger.give("inputs", given)
+    before = ledger.mark()
+    outputs = call(wrappers[0], list(given))
+    middle = ledger.mark()
+
+    results = [outputs[at] for at in forward.returned]
+    ledger.give("results", results)
+    passed = _arguments(ledger, forward, backward, outputs)
+    del outputs
+    begin = ledger.mark()
+    gradients = call(wrappers[1], passed)
+    ledger.give("gradients", gradients)
+    end = ledger.mark()
+    return Run(ledger.timeline(before, middle), ledger.timeline(begin, end))
+
+
+def _arguments(ledger: _Ledger, forward: GpuGraph, backward: GpuGraph, outputs: Sequence[Any]) -> list[Any]:
+    """Arguments of the backward: what the forward saved for it, by the names of nodes, and gradients of results."""
+    (nodes,) = forward.graph.graph.find_nodes(op="output")[0].args
+    saved = {getattr(node, "name", None): value for node, value in zip(nodes, outputs, strict=True)}
+    found = []
+    for place in backward.graph.graph.find_nodes(op="placeholder"):
+        is_saved = place.name in saved
+        found.append(saved[place.name] if is_saved else _empty(place.meta["val"]))
+        ledger.give("kept" if is_saved else "results", found[-1:])
+    return found

@@ -1,0 +1,135 @@
+"""MemoryReport: what a training step holds in memory, as a value and as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fp8compile.tables import Cell, folded, paragraph, table_lines, terminal_width
+from fp8compile.testing.memory.kept import KeptTensor
+from fp8compile.testing.memory.timeline import OWNERS, Moment
+
+__all__ = ["KEPT_NUMBERS", "MemoryReport", "kept_cells", "moment_cells"]
+
+KEPT_NUMBERS = (3, 4, 5)  # columns of numbers in the table of kept tensors
+SMALLEST = 50_000  # bytes of a tensor that has a row of its own there
+MODEL = "(the model)"
+NAMES = {
+    "parameters": "parameters, buffers",
+    "inputs": "inputs",
+    "kept": "kept for the backward",
+    "results": "results, their gradients",
+    "gradients": "gradients made",
+    "temporaries": "temporaries",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """What one training step holds in memory; ``str`` gives tables.
+
+    Sizes are those that the program asks for. An allocator rounds them up and has gaps between them, and libraries
+    allocate workspaces of their own, which are not counted.
+
+    Attributes:
+        device: Name of the GPU, or "CPU".
+        parameters: Bytes of the parameters and buffers.
+        gradients: Bytes of the gradients of all parameters that need one, when the backward is over.
+        optimizer: Bytes of the optimizer's state.
+        kept: The tensors that the forward makes and saves for the backward. What it saves of its own arguments is
+            counted with these.
+        forward: The largest moment of the forward, without gradients and optimizer.
+        backward: The largest moment of the backward, without the optimizer. Gradients are those of this backward.
+        counted: Equal blocks that the numbers were counted for, such as "model.layers.{1..30}"; empty if code was
+            generated for the whole model.
+    """
+
+    device: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: tuple[KeptTensor, ...]
+    forward: Moment
+    backward: Moment
+    counted: str = ""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all kept tensors."""
+        return sum(each.bytes for each in self.kept)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the largest moment of a step: of forward and backward beside the optimizer, or of its update."""
+        update = self.parameters + self.gradients
+        return max(self.forward.bytes, self.backward.bytes, update) + self.optimizer
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists, strings and numbers, with its sums."""
+        sums = {"kept_bytes": self.kept_bytes, "step_bytes": self.step_bytes}
+        found: dict[str, Any] = json.loads(json.dumps({**asdict(self), **sums}, default=str))
+        return found
+
+    def __str__(self) -> str:
+        width = terminal_width()
+        columns, *rows = moment_cells({"MB": self})
+        lines = [f"memory of a training step, {self.device}", ""]
+        lines += table_lines(columns, rows, width=width, right=(1,))
+        if self.counted:
+            lines += paragraph(f"{self.counted} are equal: generated 2, 3 and 4 at a time, then counted.", width=width)
+        heads, *kept = kept_cells(self)
+        lines += ["", "kept for the backward", ""]
+        lines += table_lines(list(map(str, heads)), kept, width=width, right=KEPT_NUMBERS)
+        return "\n".join(lines)
+
+
+def _mb(number: int) -> str:
+    return f"{number / 1e6:,.1f}"
+
+
+def moment_cells(reports: dict[str, MemoryReport]) -> Iterator[tuple[str, ...]]:
+    """Cells of the table of sums and largest moments in MB, its head first; a column for each report by its name."""
+    each = list(reports.values())
+    yield "", *reports
+    yield "parameters, buffers", *(_mb(one.parameters) for one in each)
+    yield "their gradients", *(_mb(one.gradients) for one in each)
+    yield "optimizer", *(_mb(one.optimizer) for one in each)
+    yield "kept for the backward", *(_mb(one.kept_bytes) for one in each)
+    for name in ("forward", "backward"):
+        moments: list[Moment] = [getattr(one, name) for one in each]
+        yield f"largest moment, {name}", *(_mb(moment.bytes) for moment in moments)
+        for owner in OWNERS:
+            if any(getattr(moment, owner) for moment in moments):
+                yield f"\N{NO-BREAK SPACE} {NAMES[owner]}", *(_mb(getattr(moment, owner)) for moment in moments)
+    yield "the step, with the optimizer", *(_mb(one.step_bytes) for one in each)
+
+
+def _size(tensor: KeptTensor) -> str:
+    return f"{' x '.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _operators(names: tuple[str, ...]) -> str:
+    """Operators by their names alone: "silu, mul"."""
+    return ", ".join(dict.fromkeys(name.split(".")[1] if "." in name else name for name in names))
+
+
+def _content(tensor: KeptTensor) -> tuple[str, ...]:
+    codes = "-" if tensor.code_bytes is None else _mb(tensor.code_bytes)
+    moved = "-" if tensor.moved is None else f"{tensor.moved / 1e6:+,.1f}"
+    return _operators(tensor.read_by), _size(tensor), _mb(tensor.bytes), codes, moved
+
+
+def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
+    """Cells of the table of kept tensors, the largest first, its head before.
+
+    Tensors of equal layers are one row, each with the MB of one. What is less than 0.05 MB is one row at the end.
+    """
+    yield "made in", "read by", "shape", "MB", "as codes", "moved"
+    large = sorted((each for each in report.kept if each.bytes >= SMALLEST), key=lambda each: -each.bytes)
+    rows = folded((each.module or MODEL, _content(each)) for each in large)
+    yield from ((name, *content) for name, content in rows)
+    small = [each.bytes for each in report.kept if each.bytes < SMALLEST]
+    if small:
+        yield f"{len(small)} smaller ones", "", "", _mb(sum(small)), "-", "-"
