@@ -230,7 +230,7 @@ def _reads(parts: Sequence[Any], made: dict[str, Any]) -> Iterator[str]:
         yield from (name for name in names if name not in made)
 
 
-def _launch(node: Any, call: dict[str, str], kernel: str) -> ScheduledLaunch:
+def _launch(node: Any, call: dict[str, str], text: str) -> ScheduledLaunch:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -259,7 +259,7 @@ def _launch(node: Any, call: dict[str, str], kernel: str) -> ScheduledLaunch:
         made=made,
         read=tuple(_reads(parts, made)),
         arguments=_names(call["text"]) if call["triton"] else (),
-        is_template=name.startswith("triton_tem") and "tl.dot(" in kernel,  # our templates of casts have no product
+        is_template=name.startswith("triton_tem") and "tl.dot(" in text,  # our templates of casts have no product
     )
 
 
