@@ -52,6 +52,7 @@ class ScheduledLaunch:
             is None for a copy that Inductor makes to give a product's operand the layout that it needs.
         read: The buffers that it reads. For a product they are the operands in order.
         arguments: Names of the buffers that a Triton kernel is given, in order; other arguments are empty.
+        is_template: Whether it is one of Inductor's templates that multiply matrices in tiles.
     """
 
     name: str
@@ -61,11 +62,7 @@ class ScheduledLaunch:
     made: dict[str, fx.Node | None]
     read: tuple[str, ...]
     arguments: tuple[str, ...] = ()
-
-    @property
-    def is_template(self) -> bool:
-        """Whether it is one of Inductor's templates, which multiply matrices in tiles."""
-        return self.name.startswith("triton_tem")
+    is_template: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +120,7 @@ class Schedule:
 
     def kernel(self, name: str) -> str:
         """The source of a Triton kernel; empty for a call of a library."""
-        start = self.source.find(f"def {name}(")
-        return self.source[start : self.source.index("'''", start)] if start >= 0 else ""
+        return _kernel(self.source, name)
 
     def holder(self, name: str) -> fx.Node | None:
         """The node of the lowered graph whose value a buffer holds; None if that isn't known."""
@@ -209,6 +205,11 @@ def operator_of(node: fx.Node) -> str:
 # ---------------------------------------------------------------------------------- from Inductor's schedule
 
 
+def _kernel(source: str, name: str) -> str:
+    start = source.find(f"def {name}(")
+    return source[start : source.index("'''", start)] if start >= 0 else ""
+
+
 def _node_of(buffer: Any) -> fx.Node | None:
     """The node whose value a buffer holds; None if Inductor made the buffer while it lowered a product."""
     data: Any = getattr(buffer, "data", None)
@@ -227,7 +228,7 @@ def _reads(parts: Sequence[Any], made: dict[str, Any]) -> Iterator[str]:
         yield from (name for name in names if name not in made)
 
 
-def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
+def _launch(node: Any, call: dict[str, str], text: str) -> ScheduledLaunch:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -256,6 +257,7 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
         made=made,
         read=tuple(_reads(parts, made)),
         arguments=_names(call["text"]) if call["triton"] else (),
+        is_template=name.startswith("triton_tem") and "tl.dot(" in text,  # our templates of casts have no product
     )
 
 
@@ -326,7 +328,9 @@ def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
             f"gpu_kernels: {len(nodes)} kernels were scheduled, {len(calls)} calls found in the generated code: their "
             f"bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than is known here."
         )
-    return tuple(_launch(node, call) for node, call in zip(nodes, calls, strict=True))
+    return tuple(
+        _launch(node, call, _kernel(source, call["triton"] or "")) for node, call in zip(nodes, calls, strict=True)
+    )
 
 
 def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, fx.Node], lowering: Any) -> Schedule:
