@@ -247,7 +247,8 @@ def _kernels_of(node: Any) -> list[Any]:
     mixed = getattr(scheduler, "FusedMixOrderReductions", None)  # from PyTorch 2.10 on
     if mixed is None or not isinstance(node, mixed):
         return [node]
-    later = [each for each in node.node2.get_nodes() if not each.is_reduction()]
+    # once printed, the reductions of a mixed kernel say that they are none: ask what they were lowered from
+    later = [each for each in node.node2.get_nodes() if not each.node.get_reduction_type()]
     if not later:
         return [node]
     first = [each for each in node.get_nodes() if each not in later]
