@@ -1,13 +1,14 @@
 """The elements of an operand beside their codes and scales, for statistics of what a cast does to them.
 
-    operand                     values, codes, scales                       totals
-    a matrix                    (M, K)                                      (1,)
-    a stack                     (E, N, K)                                   (E,)
-    groups, codes along rows    (R, K), a row belongs to a group            (E,)
-    groups, codes along tokens  (C, K), a column of codes is a row here     (E,)
+    operand                     values, codes, scales                       pieces
+    a matrix                    (M, K)                                      (1, rows or blocks)
+    a stack                     (E, N, K)                                   (E, rows)
+    groups, codes along rows    (R, K), a row belongs to a group            (rows,)
+    groups, codes along tokens  (C, K), a column of codes is a row here     (rows,)
 
-A sum goes through a matrix as the cast does, so that Inductor makes one kernel of both: along rows, within the blocks
-of a row, or along columns. A second, small kernel adds the pieces.
+A sum goes through a matrix as the kernel that casts it does, so that Inductor makes one kernel of both: along rows, or
+within the blocks of a row. Tokens are cast along tokens by the kernel that makes their amaxes along features, if there
+is one; so their pieces are blocks of a row too. `fp8compile.ops.layer.second_stage` adds the pieces.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from fp8compile.ops.layer.over_ranks import as_operand
 from fp8compile.ops.layer.quantize import expanded_scales
 from fp8compile.ops.layer.quantize_groups import as_values_of_rows
 from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.blocks import Block, as_matrix
+from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import random_hadamard
 from fp8compile.scale_layouts import untiled
 
-__all__ = ["Elements", "elements_of", "elements_of_codes", "total"]
+__all__ = ["Elements", "elements_of", "elements_of_codes", "pieces_of"]
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class Elements:
         scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
             broadcasts against ``values``.
         format: Format of the codes.
-        block: Block of the quantizer, over a matrix as ``values`` has it.
+        block: Number of neighbours in a row that are counted together; -1 for a whole row.
         group: The group of each row; the number of groups for a row that belongs to none. None without groups.
-        numel: Number of elements, padding left out, shape (1,) or (E,), float64.
+        numel: Number of elements of each matrix, padding left out; of groups (E,) float64.
         has_values: Whether values are what was cast. If a weight is kept as codes, they are what the codes stand for.
     """
 
@@ -64,9 +65,9 @@ class Elements:
     codes: Tensor
     scale: Tensor
     format: Float8Format | Float4Format
-    block: Block
+    block: int
     group: Tensor | None
-    numel: Tensor
+    numel: Tensor | int
     has_values: bool = True
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
@@ -109,15 +110,15 @@ def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_to
     if part.layout.ends is not None:
         return _of_groups(part, found, along_tokens=along_tokens)
     values = part.local if part.layout.batch else as_matrix(part.local)
-    return _of_matrices(values, found, shape[-2] if part.layout.batch else None)
+    return _of_matrices(values, found, shape[-2] if part.layout.batch else None, along_tokens=along_tokens)
 
 
 def elements_of_codes(found: Quantized) -> Elements:
     """The elements of a weight that is kept as codes; see `elements_of`."""
-    return _of_matrices(None, found, None)
+    return _of_matrices(None, found, None, along_tokens=False)
 
 
-def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None) -> Elements:
+def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, along_tokens: bool) -> Elements:
     batch, (operand, *windows) = found.layout.batch, as_operand(found)
     scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
     codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
@@ -135,9 +136,8 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None) -> E
     elif rows is not None:
         scales = scales.expand(codes.shape)
         values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
-    numel = values.shape[batch:].numel()
-    count = torch.full((codes.shape[0] if batch else 1,), numel, dtype=torch.float64, device=codes.device)
-    return Elements(values.float(), codes, scales, fmt, quantizer.block, None, count, has_values)
+    numel, block = values.shape[batch:].numel(), quantizer.block[0 if along_tokens and quantizer.block[1] == 1 else 1]
+    return Elements(values.float(), codes, scales, fmt, -1 if block == 1 else block, None, numel, has_values)
 
 
 def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
@@ -180,7 +180,7 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
         else:
             group = torch.where(row >= 0, group, groups)
     values = _transformed(values.float(), quantizer)
-    return Elements(values, codes, scale, quantizer.element_format(), (1, quantizer.block[1]), group, numel)
+    return Elements(values, codes, scale, quantizer.element_format(), -1, group, numel)
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
@@ -190,19 +190,11 @@ def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor
     return untiled(found.scale, shape[1], shape[0] // rows).t()
 
 
-# ---------------------------------------------------------------------------------- totals
+# ---------------------------------------------------------------------------------- pieces
 
 
-def _reduced(values: Tensor, combine: str, dim: int) -> Tensor:
-    if combine == "max":
-        return values.amax(dim)
-    if values.dtype == torch.float64:
-        return values.sum(dim)
-    return values.sum(dim, dtype=torch.int32 if values.dtype in (torch.bool, torch.int32) else torch.float32)
-
-
-def total(elements: Elements, numbers: Sequence[Tensor], combine: str) -> Tensor:
-    """Reduce numbers of each element to one for a matrix, for each matrix of a stack, or for each group.
+def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tuple[Tensor, ...]:
+    """Reduce numbers of each element as the cast goes through memory: a piece for each row, or each block of a row.
 
     Args:
         elements: The elements.
@@ -210,30 +202,28 @@ def total(elements: Elements, numbers: Sequence[Tensor], combine: str) -> Tensor
         combine: ``"sum"`` or ``"max"``.
 
     Returns:
-        (numbers, E), and E is 1 for a matrix: float64 for sums, float32 for maxima, which are -inf without elements.
+        (E, pieces) each, and E is 1 for a matrix; (rows,) with groups.
     """
-    matrices, like = elements.numel.shape[0], elements.values
-    neutral, dtype = (0, torch.float64) if combine == "sum" else (-torch.inf, torch.float32)
-    if not numbers or guard_or_false(like.numel() == 0):
-        return like.new_full((len(numbers), matrices), neutral, dtype=dtype)
-    pieces = torch.stack([_pieces(each, combine, elements).to(dtype) for each in numbers])
-    if elements.group is not None:
-        groups = torch.arange(matrices, device=like.device).unsqueeze(1)
-        pieces = torch.where(groups == elements.group, pieces.unsqueeze(1), neutral)
-    if combine == "sum":
-        return pieces.sum(-1)
-    return pad(pieces, (0, 1), value=neutral).amax(-1)  # amax of no rows raises
+    return tuple(_pieces(each, combine, elements) for each in numbers)
 
 
 def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
-    """Reduce as the cast goes through memory: (rows,) with groups, else (E, pieces)."""
-    if elements.group is not None or each.ndim == 3:
-        return _reduced(each, combine, -1)
-    _, columns = elements.block
-    if columns == 1:
-        found = _reduced(each, combine, 0)
-    elif columns > 1 and guard_or_false(each.shape[1] % columns == 0):
-        found = _reduced(each.view(each.shape[0], -1, columns), combine, -1)
-    else:
-        found = _reduced(each, combine, -1)
-    return found.reshape(1, -1)
+    if elements.group is not None:
+        return _reduced(each, combine)
+    if guard_or_false(each.numel() == 0):
+        return each.new_empty((each.shape[0] if each.ndim == 3 else 1, 0), dtype=torch.float32)
+    if each.ndim == 3:
+        return _reduced(each, combine)
+    if (n := elements.block) > 1 and guard_or_false(each.shape[1] % n == 0):
+        each = each.view(each.shape[0], -1, n)
+    return _reduced(each, combine).reshape(1, -1)
+
+
+def _reduced(values: Tensor, combine: str) -> Tensor:
+    if combine == "max":
+        return values.amax(-1)
+    if values.dtype == torch.float64:
+        return values.sum(-1)
+    if values.dtype not in (torch.bool, torch.int32):
+        return values.sum(-1, dtype=torch.float32)
+    return values.sum(-1, dtype=torch.int32)

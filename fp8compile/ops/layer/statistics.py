@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.layer.elements import Elements
+from fp8compile.ops.layer.second_stage import FIRST_SUMS, NUMEL, PASSES, VALUED
 from fp8compile.quantizers.constant import salt_with
 
 __all__ = [
@@ -50,10 +51,6 @@ __all__ = [
     "totals_of",
 ]
 
-NUMEL = "numel"  # number of elements
-VALUED = "valued"  # number of elements of which values are known, and not only codes
-PASSES = "passes"  # how often all elements of the tensor were counted; a rank's part counts as a part of one
-FIRST_SUMS = (NUMEL, VALUED, PASSES)  # the first sums of every operand
 EXPONENTS = 32  # of e5m2; other formats have fewer
 
 
