@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 
 from fp8compile import inductor
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
+from fp8compile.ops.counts import COUNTED, pieces_of_counts
 from fp8compile.ops.inductor_hints import after
 from fp8compile.ops.layer.elements import Elements, elements_of, elements_of_codes, pieces_of
 from fp8compile.ops.layer.flat_arguments import flat
@@ -140,16 +141,33 @@ def _of_slot(seen: Seen, slot: str, operands: Operands, names: str, is_here: IsH
     if seen.part is None:
         found = seen.codes[slot]
         return _of_elements(elements_of_codes(found), found.layout, names, counts=seen.counts, first=first)
-    own, found = operands.own(seen.part, slot)
+    is_counted = all(each.name in COUNTED for columns in columns_of(names) for each in columns)
+    own, found = (replace(operands, counts=True) if is_counted else operands).own(seen.part, slot)
     if not is_here(slot, found):
         return None
+    if found.counts is not None:
+        return _of_counts(own, found.counts, names, counts=seen.counts)
     shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
     in_backward = operands.phase is Phase.BACKWARD
+    own = own if operands.phase is Phase.EAGER else replace(own, local=rounded(own.local, apart=in_backward))
     # the partitioner would count in the forward, which needs no tangent, and so cast there too
     with inductor.left_in_backward() if in_backward else nullcontext():
-        own = own if operands.phase is Phase.EAGER else replace(own, local=rounded(own.local, apart=in_backward))
         elements = elements_of(own, found, shape, along_tokens=along_tokens)
         return _of_elements(elements, own.layout, names, counts=seen.counts, first=first)
+
+
+def _of_counts(part: Plain, found: Tensor, names: str, *, counts: bool) -> Pieces:
+    """What a kernel has counted of a matrix."""
+    sums, maxima = columns_of(names)
+    return Pieces(
+        sums=tuple(pieces_of_counts(found, each.name) for each in sums),
+        maxima=tuple(pieces_of_counts(found, each.name) for each in maxima),
+        group=None,
+        numel=part.local.numel(),
+        has_values=True,
+        counts=counts,
+        layout=part.layout,
+    )
 
 
 def _of_elements(elements: Elements, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8compile.formats import limit_of
 from fp8compile.ops.layer.elements import Elements
 from fp8compile.ops.layer.second_stage import FIRST_SUMS, NUMEL, PASSES, VALUED
 from fp8compile.quantizers.constant import salt_with
@@ -92,9 +93,7 @@ class Statistic:
 
 
 def _beyond(seen: Elements) -> Tensor:
-    fmt = seen.format
-    limit = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
-    return (seen.magnitude() > seen.scale * limit) & (seen.scale > 0)
+    return (seen.magnitude() > seen.scale * limit_of(seen.format)) & (seen.scale > 0)
 
 
 def _is_subnormal(seen: Elements) -> Tensor:
