@@ -55,7 +55,7 @@ class Elements:
         scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
             broadcasts against ``values``.
         format: Format of the codes.
-        block: Number of neighbours in a row that are counted together; -1 for a whole row.
+        batch: Number of leading dims over which matrices are stacked.
         group: The group of each row; the number of groups for a row that belongs to none. None without groups.
         numel: Number of elements of each matrix, padding left out; of groups (E,) float64.
         has_values: Whether values are what was cast. If a weight is kept as codes, they are what the codes stand for.
@@ -65,7 +65,7 @@ class Elements:
     codes: Tensor
     scale: Tensor
     format: Float8Format | Float4Format
-    block: int
+    batch: int
     group: Tensor | None
     numel: Tensor | int
     has_values: bool = True
@@ -122,7 +122,7 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, a
     batch, (operand, *windows) = found.layout.batch, as_operand(found)
     scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
     codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
-    scales = expanded_scales(codes, scale, quantizer)
+    scales, scale_grid = expanded_scales(codes, scale, quantizer), None if batch else quantizer.scale_values(scale)
     if (outer := operand.outer_scale) is not None:
         scales = scales * (outer.view(-1, 1, 1) if batch else outer)
     for dim, window in zip(SIDES, windows, strict=True):
@@ -136,8 +136,24 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, a
     elif rows is not None:
         scales = scales.expand(codes.shape)
         values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
-    numel, block = values.shape[batch:].numel(), quantizer.block[0 if along_tokens and quantizer.block[1] == 1 else 1]
-    return Elements(values.float(), codes, scales, fmt, -1 if block == 1 else block, None, numel, has_values)
+    numel, n = values.shape[batch:].numel(), _run(quantizer, along_tokens=along_tokens)
+    if not batch and n > 1 and guard_or_false(values.shape[1] % n == 0) and guard_or_false(numel > 0):
+        # a block a row, in one form for all readers: PyTorch 2.13 fuses no two nodes if one reads a buffer in two forms
+        of_block = quantizer.block == (1, n)
+        scales = scale_grid.reshape(-1, 1) if of_block else scales.expand(codes.shape).reshape(-1, n)
+        values, codes = values.reshape(-1, n), codes.reshape(-1, n)
+    return Elements(values.float(), codes, scales, fmt, batch, None, numel, has_values)
+
+
+def _run(quantizer: Quantizer, *, along_tokens: bool) -> int:
+    """How many neighbours in a row are counted together, because one kernel makes their amax and their codes; or -1.
+
+    With an outer scale every code waits for the amax of the whole tensor.
+    """
+    rows, columns = quantizer.block
+    if quantizer.has_outer_scale() or (columns == 1 and not along_tokens) or rows == columns:
+        return -1
+    return rows if columns == 1 else columns
 
 
 def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
@@ -180,7 +196,7 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
         else:
             group = torch.where(row >= 0, group, groups)
     values = _transformed(values.float(), quantizer)
-    return Elements(values, codes, scale, quantizer.element_format(), -1, group, numel)
+    return Elements(values, codes, scale, quantizer.element_format(), 0, group, numel)
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
@@ -210,13 +226,10 @@ def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tu
 def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
     if elements.group is not None:
         return _reduced(each, combine)
+    matrices = each.shape[0] if elements.batch else 1
     if guard_or_false(each.numel() == 0):
-        return each.new_empty((each.shape[0] if each.ndim == 3 else 1, 0), dtype=torch.float32)
-    if each.ndim == 3:
-        return _reduced(each, combine)
-    if (n := elements.block) > 1 and guard_or_false(each.shape[1] % n == 0):
-        each = each.view(each.shape[0], -1, n)
-    return _reduced(each, combine).reshape(1, -1)
+        return each.new_empty((matrices, 0), dtype=torch.float32)
+    return _reduced(each, combine).reshape(matrices, -1)
 
 
 def _reduced(values: Tensor, combine: str) -> Tensor:

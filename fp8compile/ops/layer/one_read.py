@@ -166,9 +166,12 @@ def _outer_amaxes(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 
 
 def _both_packed(part: Plain, rows: Quantizer, columns: Quantizer, *, counts: bool) -> tuple[Quantized, Quantized]:
-    found = _PACKED[counts](*_outer_amaxes(part.local, rows, columns), rows, columns)
-    of_rows, of_columns = found[6] if counts else (None, None)
+    codes, scale, outer, *others = _PACKED[counts](*_outer_amaxes(part.local, rows, columns), rows, columns)
+    column_codes, column_scale, column_outer, *counted = others
+    of_rows, of_columns = counted[0] if counted else (None, None)
     return (
-        Quantized(*found[:2], quantizer=rows, outer_scale=found[2], counts=of_rows),
-        Quantized(*found[3:5], quantizer=columns, outer_scale=found[5], counts=of_columns),
+        Quantized(codes=codes, scale=scale, quantizer=rows, outer_scale=outer, counts=of_rows),
+        Quantized(
+            codes=column_codes, scale=column_scale, quantizer=columns, outer_scale=column_outer, counts=of_columns
+        ),
     )
