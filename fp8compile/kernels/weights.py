@@ -71,9 +71,7 @@ def rows_kernel(
         if counts_ptr is not None:
             _, scale = _scales(tl.max(of_row, 1)[:, None], R_MAX, R_EXPONENT, R_RULE, R_EPS)
             underflow += tl.sum(is_underflow(of_row, codes, 0x7F).to(tl.int32))
-            beyond += tl.sum(
-                is_beyond(of_row, _value_of_scale(scale, R_RULE), LIMIT).to(tl.int32)
-            )
+            beyond += tl.sum(is_beyond(of_row, _value_of_scale(scale, R_RULE), LIMIT).to(tl.int32))
     tl.atomic_max(column_amax_ptr + k, largest, k < K)
     if counts_ptr is not None:
         store_counts(counts_ptr, 0, tl.max(largest), underflow, beyond)

@@ -122,7 +122,7 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, a
     batch, (operand, *windows) = found.layout.batch, as_operand(found)
     scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
     codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
-    scales, scale_grid = expanded_scales(codes, scale, quantizer), None if batch else quantizer.scale_values(scale)
+    scale_grid, scales = quantizer.scale_values(scale), expanded_scales(codes, scale, quantizer)
     if (outer := operand.outer_scale) is not None:
         scales = scales * (outer.view(-1, 1, 1) if batch else outer)
     for dim, window in zip(SIDES, windows, strict=True):
@@ -138,8 +138,8 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, a
         values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
     numel, n = values.shape[batch:].numel(), _run(quantizer, along_tokens=along_tokens)
     if not batch and n > 1 and guard_or_false(values.shape[1] % n == 0) and guard_or_false(numel > 0):
-        # a block a row, in one form for all readers: PyTorch 2.13 fuses no two nodes if one reads a buffer in two forms
-        of_block = quantizer.block == (1, n)
+        # a block a row, as the cast reads it: PyTorch 2.13 fuses no two nodes if one reads a buffer in two forms
+        of_block = quantizer.block == (1, n) and not any(windows)
         scales = scale_grid.reshape(-1, 1) if of_block else scales.expand(codes.shape).reshape(-1, n)
         values, codes = values.reshape(-1, n), codes.reshape(-1, n)
     return Elements(values.float(), codes, scales, fmt, batch, None, numel, has_values)
@@ -212,6 +212,8 @@ def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor
 def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tuple[Tensor, ...]:
     """Reduce numbers of each element as the cast goes through memory: a piece for each row, or each block of a row.
 
+    Pieces of blocks are a part of what the cast writes, so counts have as few bytes as hold the size of a block.
+
     Args:
         elements: The elements.
         numbers: Tensors of the shape of ``elements.values``: bool or int32 to be counted, float32 or float64.
@@ -239,4 +241,6 @@ def _reduced(values: Tensor, combine: str) -> Tensor:
         return values.sum(-1)
     if values.dtype not in (torch.bool, torch.int32):
         return values.sum(-1, dtype=torch.float32)
-    return values.sum(-1, dtype=torch.int32)
+    size = values.shape[-1]
+    fits = values.dtype == torch.bool and isinstance(size, int) and size < 256
+    return values.sum(-1, dtype=torch.uint8 if fits else torch.int32)

@@ -40,7 +40,7 @@ from fp8compile.ops.layer.one_read import ALONG_ROWS
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
 from fp8compile.ops.layer.placements import Placement
 from fp8compile.ops.layer.second_stage import FIRST_SUMS, Pieces, Totals, rows_of
-from fp8compile.ops.layer.statistics import columns_of, counts_slot
+from fp8compile.ops.layer.statistics import Total, columns_of, counts_slot
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import TENSORS, Recipe
@@ -140,7 +140,8 @@ def counted(
 def _of_slot(seen: Seen, slot: str, operands: Operands, names: str, is_here: IsHere, first: int) -> Pieces | None:
     if seen.part is None:
         found = seen.codes[slot]
-        return _of_elements(elements_of_codes(found), found.layout, names, counts=seen.counts, first=first)
+        elements = elements_of_codes(found)
+        return _of_elements(elements, found.layout, names, torch.float32, counts=seen.counts, first=first)
     is_counted = all(each.name in COUNTED for columns in columns_of(names) for each in columns)
     own, found = (replace(operands, counts=True) if is_counted else operands).own(seen.part, slot)
     if not is_here(slot, found):
@@ -149,11 +150,12 @@ def _of_slot(seen: Seen, slot: str, operands: Operands, names: str, is_here: IsH
         return _of_counts(own, found.counts, names, counts=seen.counts)
     shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
     in_backward = operands.phase is Phase.BACKWARD
+    dtype = torch.float32 if found.quantizer.transform() else own.local.dtype
     own = own if operands.phase is Phase.EAGER else replace(own, local=rounded(own.local, apart=in_backward))
     # the partitioner would count in the forward, which needs no tangent, and so cast there too
     with inductor.left_in_backward() if in_backward else nullcontext():
         elements = elements_of(own, found, shape, along_tokens=along_tokens)
-        return _of_elements(elements, own.layout, names, counts=seen.counts, first=first)
+        return _of_elements(elements, own.layout, names, dtype, counts=seen.counts, first=first)
 
 
 def _of_counts(part: Plain, found: Tensor, names: str, *, counts: bool) -> Pieces:
@@ -170,11 +172,19 @@ def _of_counts(part: Plain, found: Tensor, names: str, *, counts: bool) -> Piece
     )
 
 
-def _of_elements(elements: Elements, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
+def _numbers(total: Total, elements: Elements, dtype: torch.dtype) -> Tensor:
+    """A number of each element, in as few bytes as hold it: a magnitude of the values, in their own dtype."""
+    found = total.compute(elements)
+    return found.to(dtype) if total.is_magnitude else found
+
+
+def _of_elements(
+    elements: Elements, layout: TensorLayout, names: str, dtype: torch.dtype, *, counts: bool, first: int
+) -> Pieces:
     sums, maxima = columns_of(names)
     return Pieces(
         sums=pieces_of(elements, [each.compute(elements) for each in sums], "sum"),
-        maxima=pieces_of(elements, [each.compute(elements) for each in maxima], "max"),
+        maxima=pieces_of(elements, [_numbers(each, elements, dtype) for each in maxima], "max"),
         group=elements.group,
         numel=elements.numel,
         has_values=elements.has_values,

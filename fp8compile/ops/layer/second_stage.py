@@ -152,9 +152,8 @@ def _impl(
             *(_added(each, "max", group, len(size)) for each in most),
         ]
         place = first, matrices - first - len(size)
-        found.append(
-            (pad(torch.stack(columns) * counts, place), pad(torch.stack(largest)[1:], place, value=-torch.inf))
-        )
+        own = torch.stack(columns) if counts else torch.stack(columns).zero_()
+        found.append((pad(own, place), pad(torch.stack(largest)[1:], place, value=-torch.inf)))
     found.append((torch.zeros_like(found[0][0]), torch.full_like(found[0][1], -torch.inf)))
     return torch.stack([found[row][0] for row in rows]), torch.stack([found[row][1] for row in rows])
 

@@ -65,12 +65,14 @@ class Total:
             counted, or float32.
         combine: ``"sum"`` or ``"max"``.
         of_codes: Whether it is known without values, as those of a weight that is kept as codes.
+        is_magnitude: Whether each number is the magnitude of a value.
     """
 
     name: str
     compute: Callable[[Elements], Tensor]
     combine: str
     of_codes: bool = False
+    is_magnitude: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ EACH_EXPONENT = tuple(f"exponent_{field}" for field in range(1, EXPONENTS))
 TOTALS: dict[str, Total] = {
     total.name: total
     for total in (
-        Total("amax", lambda seen: seen.magnitude(), "max"),
+        Total("amax", lambda seen: seen.magnitude(), "max", is_magnitude=True),
         Total("underflow", lambda seen: (seen.decoded() == 0) & (seen.magnitude() > 0), "sum"),
         Total("saturation", _beyond, "sum"),
         Total("subnormal", _is_subnormal, "sum", of_codes=True),
