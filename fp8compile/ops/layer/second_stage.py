@@ -177,13 +177,13 @@ def _fake(
 
 def _samples() -> Iterator[tuple[Any, ...]]:
     counts, magnitudes = torch.arange(6, dtype=torch.int32), torch.arange(6.0)
-    matrix = [counts.view(1, 6), counts.view(1, 6) % 2], [magnitudes.view(1, 6)], [], [], [24], [0, 1, 1, 1, 2]
-    yield *matrix, [0, -1, 0], 1
-    yield *matrix, [0], 3
-    stack = [counts.view(2, 3)], [magnitudes.view(2, 3)], [], [], [12], [1, 0, 1, 1, 1]
-    yield *stack, [0, -1], 4
+    one = [0, 1, 1, 1, 2]  # flags of a matrix, of which this rank has a half
+    for turned in (counts.view(1, 6), counts.view(6, 1).t()):
+        yield [turned, turned % 2], [magnitudes.view(1, 6)], [], [], [24], one, [0, -1, 0], 1
+    yield [counts.view(2, 3)], [magnitudes.view(3, 2).t()], [], [], [12], [1, 0, 1, 1, 1], [0, -1], 4
     group, sizes = torch.tensor([0, 0, 1, 2, 3, 3]), torch.tensor([8.0, 4.0, 4.0], dtype=torch.float64)
-    yield [counts, counts.view(1, 6)], [], [group], [sizes], [0, 24], [0, 1, 1, 1, 1, 0, 1, 0, 1, 1], [1, 0], 3
+    flags = [*one, 0, 1, 0, 1, 1]  # another rank counts the second one's elements
+    yield [counts, counts.view(1, 6)], [], [group], [sizes], [0, 24], flags, [1, 0], 3
     yield [], [magnitudes[:0].view(1, 0)], [], [], [0], [0, 1, 1, 0, 0], [0], 1
 
 
