@@ -217,6 +217,16 @@ def element_format(name: str) -> Float8Format | Float4Format:
     return ELEMENT_FORMATS[name]
 
 
+def limit_of(fmt: Float8Format | Float4Format) -> float:
+    """The magnitude from which on a format with more exponents would round to more than this one's largest value."""
+    return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+
+
+def magnitude_of_code(fmt: Float8Format | Float4Format) -> int:
+    """A mask of the bits of a code without its sign."""
+    return (1 << (fmt.bits - 1)) - 1
+
+
 def pack(codes: Tensor, dim: int) -> Tensor:
     """Pack the codes (0 to 15, uint8) of two neighbours along ``dim`` into one byte, the first in the lower four bits.
 

@@ -14,7 +14,7 @@ from fp8compile.inductor.partitioner_marks import (
 from fp8compile.inductor.prologues import register_tile_kernel
 from fp8compile.inductor.registration import register_decomposition, register_fallback, register_lowering
 from fp8compile.inductor.row_groups import lower_largest_of_sums
-from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph
+from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph, once_with_more
 from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "never_recompute",
     "noted_block",
     "once_a_graph",
+    "once_with_more",
     "recomputed",
     "register_decomposition",
     "register_fallback",

@@ -8,14 +8,16 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from fp8compile._compat import graph_tracer, nodes_of
 from fp8compile.inductor.fusion import VIEWS
 from fp8compile.inductor.partitioner_marks import current_marks
 
-__all__ = ["constant", "once_a_graph"]
+__all__ = ["constant", "once_a_graph", "once_with_more"]
 
 RESULTS = "_fp8compile_results"  # attribute of a graph that is being traced
+ALIASES = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 # Padding counts as a part too: ranks whose parts begin inside a block pad, other ranks do not, and all of them must
 # send the same messages.
 PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
@@ -36,19 +38,63 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
 
     @wraps(fn)
     def once(*args: Any) -> Any:
-        # Dynamo can't trace graph_tracer(), and while it traces there are no graph nodes to share yet
-        if torch.compiler.is_dynamo_compiling() or graph_tracer() is None:
-            return fn(*args)
-        found = [_nodes_below(arg) if isinstance(arg, torch.Tensor) else [arg] for arg in args]
-        if any(len(each) != 1 for each in found):
-            return fn(*args)  # a tensor has no node in a graph, or nodes in several graphs
-        values = [value for (value,) in found]
-        graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
-        # the type is part of the key, because a functional tensor and the tensor that it wraps have the same node
-        key = (fn, _meaning(values), current_marks() if by_marks else None, type(args[0]))
-        return _remembered(graph, key, lambda: fn(*args))
+        place = _place(args, by_marks=by_marks)
+        return fn(*args) if place is None else _remembered(place[0], (fn, *place[1]), lambda: fn(*args))
 
     return once
+
+
+def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Wrap two ops, of which the second returns what the first returns, and more, so that a graph has one call.
+
+    A graph with calls of both for equal arguments has the call of ``more``, whichever was traced first.
+
+    Args:
+        plain: The op with fewer results. It takes the same arguments, as `once_a_graph` takes them.
+        more: The op with more results.
+
+    Returns:
+        The two calls.
+    """
+
+    @wraps(more)
+    def once(*args: Any) -> Any:
+        place = _place(args, by_marks=True)
+        if place is None:
+            return more(*args)
+        graph, key = place
+        return _remembered(graph, (more, *key), lambda: _in_place_of(graph, (plain, *key), more(*args)))
+
+    return once_a_graph(plain), once
+
+
+def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
+    """Let readers of an earlier call read the first results of a call that was just traced; returns ``found``."""
+    before: tuple[torch.Tensor, ...] | None = vars(graph).setdefault(RESULTS, {}).get(key)
+    if before is None:
+        vars(graph)[RESULTS][key] = found[: len(key[0]._schema.returns)]
+        return found
+    (old,), (new,) = ({_nodes_below(each)[0].args[0] for each in results} for results in (before, found))
+    new.args = old.args  # the same values, through nodes that are there already
+    old.prepend(new)
+    for reader in list(old.users):
+        reader.replace_input_with(old, new)
+    graph.erase_node(old)
+    return found
+
+
+def _place(args: tuple[Any, ...], *, by_marks: bool) -> tuple[torch.fx.Graph, tuple[Any, ...]] | None:
+    """The graph that is being traced, and a key for arguments; None if the call can't be shared."""
+    # Dynamo can't trace graph_tracer(), and while it traces there are no graph nodes to share yet
+    if torch.compiler.is_dynamo_compiling() or graph_tracer() is None:
+        return None
+    found = [_nodes_below(arg) if isinstance(arg, torch.Tensor) else [arg] for arg in args]
+    if any(len(each) != 1 for each in found):
+        return None  # a tensor has no node in a graph, or nodes in several graphs
+    values = [value for (value,) in found]
+    graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
+    # the type is part of the key, because a functional tensor and the tensor that it wraps have the same node
+    return graph, (_meaning(values), current_marks() if by_marks else None, type(args[0]))
 
 
 def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
@@ -84,8 +130,11 @@ def _nodes_below(tensor: torch.Tensor) -> list[Any]:
 def _meaning(value: Any) -> Any:
     """A key for an argument of a call, equal for arguments that stand for the same value.
 
-    A node is its own key. For a view, part or padded copy, the key is the operation and the key of its source.
+    A node is its own key. For a view, part or padded copy, the key is the operation and the key of its source. An
+    alias has the key of its source.
     """
+    while isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in ALIASES:
+        value = value.args[0]
     if isinstance(value, (list, tuple)):
         return tuple(map(_meaning, value))
     if isinstance(value, torch.SymInt):

@@ -11,12 +11,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
-from fp8compile.formats import E4M3, FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX
+from fp8compile.formats import E4M3, E5M2, FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX, limit_of
+from fp8compile.kernels.counts import is_beyond, is_underflow, store_counts
+from fp8compile.kernels.programs import TILE, tile_programs
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["WARPS", "both_directions", "both_kernel", "constants"]
 
-TILE = 128
 WARPS = 16  # a thread then has 120 registers on sm_90; with 8 warps it has 209
 RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 
@@ -27,6 +28,7 @@ HALF = tl.constexpr(1 << (FLOAT32_MANTISSA_BITS - 1))
 LARGEST = tl.constexpr(FLOAT32_MAX)
 NAN_CODE = tl.constexpr(0x7F)
 NAN_BITS = tl.constexpr(0x7FC00000)
+LIMIT_E4M3, LIMIT_E5M2 = tl.constexpr(limit_of(E4M3)), tl.constexpr(limit_of(E5M2))
 POW2, RCEIL, FLOOR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -93,11 +95,30 @@ def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
 
 
 @triton.jit
+def _value_of_scale(scale, RULE: tl.constexpr):
+    """The float32 that a stored scale stands for."""
+    if RULE == RCEIL or RULE == FLOOR:
+        return _power(scale.to(tl.int32))
+    return scale
+
+
+@triton.jit
+def _store_counts(
+    counts_ptr, direction: tl.constexpr, magnitude, codes, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr
+):
+    """Count the codes of one tile; ``scale`` are the stored scales of its blocks, broadcast to the tile's shape."""
+    underflow = is_underflow(magnitude, codes, 0x7F)
+    beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
+    store_counts(counts_ptr, direction, tl.max(magnitude), tl.sum(underflow.to(tl.int32)), tl.sum(beyond.to(tl.int32)))
+
+
+@triton.jit
 def both_kernel(
     x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, M, K,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
+    counts_ptr=None,
 ):  # fmt: skip
     """Quantize one tile of one matrix; rows beyond M and columns beyond K count as zeros, which change no amax."""
     BLOCKS: tl.constexpr = TILE // BLOCK
@@ -112,7 +133,11 @@ def both_kernel(
     row_amax = tl.max(tl.reshape(magnitude, (TILE, BLOCKS, BLOCK)), 2)
     multiplier, scale = _scales(row_amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-    tl.store(rows_ptr + at, _encode(x * spread, R_MAX, R_E4M3), is_inside)
+    codes = _encode(x * spread, R_MAX, R_E4M3)
+    tl.store(rows_ptr + at, codes, is_inside)
+    if counts_ptr is not None:
+        scales = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
+        _store_counts(counts_ptr, 0, magnitude, codes, scales, R_E4M3, R_RULE)
     block = first_k // BLOCK + tl.arange(0, BLOCKS)
     is_block = (m[:, None] < M) & (block[None, :] * BLOCK < K)
     all_rows = M * tl.num_programs(2)
@@ -121,8 +146,12 @@ def both_kernel(
     column_amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
     multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-    codes = tl.trans(_encode(x * spread, C_MAX, C_E4M3))
-    tl.store(columns_ptr + before * K + k[:, None] * M + m[None, :], codes, (k[:, None] < K) & (m[None, :] < M))
+    codes = _encode(x * spread, C_MAX, C_E4M3)
+    at_column = columns_ptr + before * K + k[:, None] * M + m[None, :]
+    tl.store(at_column, tl.trans(codes), (k[:, None] < K) & (m[None, :] < M))
+    if counts_ptr is not None:
+        scales = tl.reshape(tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
+        _store_counts(counts_ptr, 1, magnitude, codes, scales, C_E4M3, C_RULE)
     block = first_m // BLOCK + tl.arange(0, BLOCKS)
     is_block = (block[:, None] * BLOCK < M) & (k[None, :] < K)
     block += tl.program_id(2).to(tl.int64) * tl.cdiv(M, BLOCK)
@@ -150,6 +179,7 @@ def both_directions(
     rows: CurrentScaling,
     columns: CurrentScaling,
     outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    counts: Tensor | None = None,
 ) -> None:
     """Launch the kernel. The results are written to ``outputs``, in the layouts of `fp8compile.ops.quantize_both`.
 
@@ -158,7 +188,8 @@ def both_directions(
         rows: Quantizer along rows, block (1, n), n a divisor of 128.
         columns: Quantizer along columns, block (n, 1).
         outputs: Codes and scales along rows, then along columns.
+        counts: `fp8compile.ops.counts` of both directions, to be written; None to count nothing.
     """
-    *matrices, m, k = x.shape
-    grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE), *matrices)
-    both_kernel[grid](x, *outputs, m, k, **constants(rows, columns), num_warps=WARPS)
+    *_, m, k = x.shape
+    chosen = constants(rows, columns)
+    both_kernel[tile_programs(x.shape)](x, *outputs, m, k, **chosen, counts_ptr=counts, num_warps=WARPS)

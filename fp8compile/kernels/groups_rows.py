@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fp8compile.inductor import TileKernel, TileLaunch
 from fp8compile.kernels.groups import _groups_ended
+from fp8compile.kernels.programs import PROGRAMS
 from fp8compile.kernels.values import values, write
-from fp8compile.kernels.weights import PROGRAMS, ROW_WARPS, _quantized_rows, row_constants
+from fp8compile.kernels.weights import ROW_WARPS, _quantized_rows, row_constants
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["GROUP_ROWS", "group_row_constants", "group_rows_kernel", "rows_of_groups"]

@@ -19,8 +19,11 @@ from fp8compile.formats import (
     FLOAT32_MANTISSA_BITS,
     FLOAT32_MAX,
     FLOAT32_NAN,
+    limit_of,
 )
 from fp8compile.kernels.both_directions import _encode, _float
+from fp8compile.kernels.counts import is_beyond, store_counts
+from fp8compile.kernels.programs import PACKED_COLUMNS, PACKED_ROWS, packed_programs
 from fp8compile.kernels.stochastic_cvt import BY_HASH, BY_INSTRUCTION, _four_codes, _in_fours, rounding_of
 from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
@@ -30,12 +33,13 @@ from fp8compile.target import Target, target_of
 
 __all__ = ["WARPS", "both_packed", "both_packed_kernel", "constants"]
 
-GROUPS, COLUMNS = 4, 128  # a program has 4 groups of 16 rows, and 128 columns
+GROUPS, COLUMNS = PACKED_ROWS // GROUP, PACKED_COLUMNS  # a program has 4 groups of 16 rows, and 128 columns
 WARPS = 8
 
 SIXTEEN = tl.constexpr(GROUP)
 MASK, NAN_BITS = tl.constexpr(0xFFFFFFFF), tl.constexpr(FLOAT32_NAN)
 LARGEST_CODE = tl.constexpr(E2M1.max)
+LIMIT = tl.constexpr(limit_of(E2M1))
 LARGEST_SCALE = tl.constexpr(E4M3.max)
 LARGEST = tl.constexpr(FLOAT32_MAX)
 SIXTH = tl.constexpr(float.fromhex("0x1.555556p-3"))  # 1 / 6 in float32
@@ -231,11 +235,32 @@ def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr
 
 
 @triton.jit
+def _nonzero_codes(packed):
+    """How many of the sixteen codes of each int64 are not 0, whatever their sign."""
+    codes = packed.to(tl.uint64, bitcast=True) & 0x7777777777777777
+    found = ((codes + 0x7777777777777777) >> 3) & 0x1111111111111111
+    found = (found & 0x0F0F0F0F0F0F0F0F) + ((found >> 4) & 0x0F0F0F0F0F0F0F0F)
+    return ((found * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _counted(x, scale, outer_scale):
+    """Of some values and the e4m3 scales of their blocks: amax, number of those that are not 0, number beyond."""
+    magnitude = _magnitude(x)
+    is_value = (magnitude != 0) & (magnitude <= EXPONENT_MASK)  # the code of a NaN is 0, which is no underflow
+    beyond = is_beyond(magnitude, _decoded(scale) * outer_scale, LIMIT)
+    return tl.max(magnitude), tl.sum(is_value.to(tl.int32)), tl.sum(beyond.to(tl.int32))
+
+
+@triton.jit
 def _quantized_rows(
     x, m, k, M, K, codes_ptr, scales_ptr, outer,
     COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows in blocks along the rows; blocks beyond M and K get zeros as scales."""
+    """Quantize some rows in blocks along the rows; blocks beyond M and K get zeros as scales.
+
+    Returns the values of each block, its codes and its scale.
+    """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(m[:, None] * K + k[None, :], split)
@@ -244,6 +269,7 @@ def _quantized_rows(
     is_inside = (m[:, None] < M) & (block[None, :] < blocks)
     tl.store(codes_ptr + m[:, None] * blocks + block[None, :], packed, is_inside)
     _store_scales(scales_ptr, scale, m[:, None], block[None, :], M, blocks)
+    return x, packed, scale
 
 
 @triton.jit
@@ -288,7 +314,7 @@ def _packed_columns(
 def _columns(
     xs, group, k, M, K, codes_ptr, scales_ptr, outer,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
-    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
+    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr, counts_ptr, outer_scale,
 ):  # fmt: skip
     """Quantize sixteen rows of each group along columns, and store codes and scales."""
     packed, scale = _packed_columns(
@@ -298,6 +324,12 @@ def _columns(
     is_inside = (k[:, None] < K) & (group[None, :] < groups)
     tl.store(codes_ptr + k[:, None] * groups + group[None, :], tl.trans(packed), is_inside)
     _store_scales(scales_ptr, tl.trans(scale), k[:, None], group[None, :], K, groups)
+    if counts_ptr is not None:
+        amax, nonzero, beyond = 0, 0, 0
+        for j in tl.static_range(SIXTEEN):
+            of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
+            amax, nonzero, beyond = tl.maximum(amax, of_row), nonzero + has, beyond + too_large
+        store_counts(counts_ptr, 1, amax, nonzero - tl.sum(_nonzero_codes(packed)), beyond)
 
 
 @triton.jit
@@ -307,6 +339,7 @@ def both_packed_kernel(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
     R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
     C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr, C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+    counts_ptr=None,
 ):  # fmt: skip
     """Quantize one tile in both directions; M and K are multiples of 16, and elements beyond them count as zeros."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
@@ -320,16 +353,24 @@ def both_packed_kernel(
     _columns(
         xs, group, k, M, K, columns_ptr, column_scales_ptr, _outer(column_amax, IS_TE),
         GROUPS, COLUMNS, IS_TE, C_ROUNDING, C_SEED, C_TRANSFORM, C_NEGATIVE,
+        counts_ptr, _outer_scale(column_amax, IS_TE),
     )  # fmt: skip
 
     row_amax = tl.load(row_amax_ptr)
     outer = _outer(row_amax, IS_TE)
+    amax, underflow, beyond = 0, 0, 0
     for i in range(SIXTEEN):  # not unrolled: loads hit the cache, and the code is sixteen times shorter
         x = tl.load(at + i * K, is_inside, other=0.0).to(tl.float32)
-        _quantized_rows(
+        blocks, packed, scale = _quantized_rows(
             x, group * SIXTEEN + i, k, M, K, rows_ptr, row_scales_ptr, outer,
             COLUMNS, IS_TE, R_ROUNDING, R_SEED,
         )  # fmt: skip
+        if counts_ptr is not None:
+            of_row, nonzero, too_large = _counted(blocks, scale[:, :, None], _outer_scale(row_amax, IS_TE))
+            amax, beyond = tl.maximum(amax, of_row), beyond + too_large
+            underflow += nonzero - tl.sum(_nonzero_codes(packed))
+    if counts_ptr is not None:
+        store_counts(counts_ptr, 0, amax, underflow, beyond)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(row_outer_ptr, _outer_scale(row_amax, IS_TE))
         tl.store(column_outer_ptr, _outer_scale(column_amax, IS_TE))
@@ -356,15 +397,16 @@ def both_packed(
     rows: TwoLevelScaling,
     columns: TwoLevelScaling,
     outputs: tuple[Tensor, ...],
+    counts: Tensor | None = None,
 ) -> None:
     """Launch the kernel for blocks (1, 16) and (16, 1); sizes of ``x`` are multiples of 16, and not 0.
 
     ``outer_amaxes`` are for codes along rows and for codes along columns; they differ if columns are transformed.
     ``outputs`` are codes, scales in tiles and outer scale along rows, then along columns; contiguous, codes as int64.
+    ``counts`` are those of `fp8compile.ops.counts` of both directions, to be written; None to count nothing.
     """
     m, k = x.shape
-    # programs must cover whole tiles of scales, 128 rows by 4 blocks each
-    rows_of_programs = TILE_ROWS // (GROUPS * GROUP)
-    grid = (triton.cdiv(m, TILE_ROWS) * rows_of_programs, triton.cdiv(k, COLUMNS))
     chosen = constants(rows, columns, target_of(x.device))
-    both_packed_kernel[grid](x, *outer_amaxes, *outputs, m, k, **chosen, num_warps=WARPS)
+    both_packed_kernel[packed_programs(x.shape)](
+        x, *outer_amaxes, *outputs, m, k, **chosen, counts_ptr=counts, num_warps=WARPS
+    )

@@ -84,6 +84,8 @@ class Quantized:
         layout: How the codes lie.
         has_scales_of_whole: Whether ``scale`` has the rows, and the columns, of the whole tensor's grid, because ranks
             cut blocks along that side.
+        counts: What the kernel that made the codes counted, if it was asked to, (3, programs) int32; see
+            `fp8compile.ops.counts`.
     """
 
     codes: Tensor
@@ -92,6 +94,7 @@ class Quantized:
     outer_scale: Tensor | None = None
     layout: TensorLayout = WHOLE
     has_scales_of_whole: tuple[bool, bool] = (False, False)
+    counts: Tensor | None = None
 
     @property
     def scales(self) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ reference, it runs the two casts. A stack (E, M, K) is quantized matrix by matri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
+from fp8compile.kernels.programs import tile_programs
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
+from fp8compile.ops.counts import counts_of_blocks, counts_of_steps, empty_counts
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
@@ -25,7 +28,7 @@ from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
-__all__ = ["along_rows", "empty_outputs", "is_pair", "quantize_both", "two_casts"]
+__all__ = ["along_rows", "empty_outputs", "is_pair", "quantize_both", "quantize_both_counted", "two_casts"]
 
 LARGEST_BLOCK = 128
 
@@ -80,17 +83,43 @@ def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, T
     )
 
 
-def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if target_of(x.device).type == "cpu":
-        return two_casts(x, rows, columns)
+def _launch(x: Tensor, rows: Any, columns: Any, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outputs = empty_outputs(x, rows, columns)
     if not _compat.guard_or_false(x.numel() == 0):
         from fp8compile.kernels.both_directions import both_directions
 
         codes, scale, column_codes, column_scale = outputs
         laid_out = codes, scale.movedim(-1, 0), column_codes.transpose(-2, -1), column_scale
-        both_directions(x.contiguous(), rows, columns, laid_out)  # type: ignore[arg-type]  # of its class, says `_launch`
+        both_directions(x.contiguous(), rows, columns, laid_out, counts)
     return outputs
+
+
+def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return two_casts(x, rows, columns) if target_of(x.device).type == "cpu" else _launch(x, rows, columns, None)
+
+
+# ---------------------------------------------------------------------------------- with counts
+
+
+def _programs(x: Tensor) -> int:
+    return math.prod(tile_programs(x.shape))
+
+
+def _counted_fake(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *empty_outputs(x, rows, columns), empty_counts(x, 2, _programs(x))
+
+
+def _counted_steps(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    codes, scale, column_codes, column_scale = found = two_casts(x, rows, columns)
+    each = (codes, scale, rows), (column_codes, column_scale, columns)
+    return *found, counts_of_steps([counts_of_blocks(x, *own) for own in each], _programs(x))
+
+
+def _counted_kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if target_of(x.device).type == "cpu":
+        return _counted_steps(x, rows, columns)
+    counts = empty_counts(x, 2, _programs(x))
+    return *_launch(x, rows, columns, counts), counts
 
 
 def _sharding(x: Tensor, rows: Quantizer, columns: Quantizer) -> list[Split]:
@@ -116,4 +145,12 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 quantize_both: OpOverload = register_kernel_op(
     "fp8compile::quantize_both", _kernel, two_casts, fake=empty_outputs, sharding=_sharding, samples=_samples
 )
-inductor.register_fallback(quantize_both)
+quantize_both_counted: OpOverload = register_kernel_op(
+    "fp8compile::quantize_both_counted",
+    _counted_kernel,
+    _counted_steps,
+    fake=_counted_fake,
+    samples=lambda: (args for args in _samples() if args[0].ndim == 2),  # stacks are not counted
+)
+for op in (quantize_both, quantize_both_counted):
+    inductor.register_fallback(op)

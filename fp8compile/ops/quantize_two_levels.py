@@ -6,6 +6,7 @@ known before any code (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +15,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
+from fp8compile.kernels.programs import packed_programs
+from fp8compile.ops.counts import counts_of, counts_of_steps, empty_counts
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
-from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.quantizers.blocks import expand_blocks
+from fp8compile.quantizers.hadamard import GROUP, random_hadamard
 from fp8compile.scale_layouts import tiled, tiles_numel
 from fp8compile.target import target_of
 
-__all__ = ["by_outer_amax", "is_packed_pair", "quantize_two_levels"]
+__all__ = ["by_outer_amax", "is_packed_pair", "quantize_two_levels", "quantize_two_levels_counted"]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -69,6 +73,22 @@ def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quanti
     return codes.contiguous(), scale, outer, column_codes.t().contiguous().t(), column_scale, column_outer
 
 
+def _launch(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Any, columns: Any, counts: Tensor | None
+) -> Outputs:
+    from fp8compile.kernels.two_levels import both_packed
+
+    outputs = _empty_outputs(x, row_amax, column_amax, rows, columns)
+    codes, scale, outer, column_codes, *others = outputs
+    contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
+    both_packed(x.contiguous(), (row_amax, column_amax), rows, columns, contiguous, counts)
+    return outputs
+
+
+def _has_no_launch(x: Tensor) -> bool:
+    return target_of(x.device).type == "cpu" or _compat.guard_or_false(x.numel() == 0)
+
+
 def _kernel(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -76,15 +96,47 @@ def _kernel(
 
     Codes along columns are column-major. ``x`` is (M, K), both multiples of 16; outer amaxes are (1,) float32.
     """
-    if target_of(x.device).type == "cpu" or _compat.guard_or_false(x.numel() == 0):
-        return _step_by_step(x, row_amax, column_amax, rows, columns)
-    from fp8compile.kernels.two_levels import both_packed
+    given = x, row_amax, column_amax, rows, columns
+    return _step_by_step(*given) if _has_no_launch(x) else _launch(*given, None)
 
-    outputs = _empty_outputs(x, row_amax, column_amax, rows, columns)
-    codes, scale, outer, column_codes, *others = outputs
-    contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
-    both_packed(x.contiguous(), (row_amax, column_amax), rows, columns, contiguous)  # type: ignore[arg-type]  # of its class, says `_launch`
-    return outputs
+
+# ---------------------------------------------------------------------------------- with counts
+
+
+def _programs(x: Tensor) -> int:
+    return math.prod(packed_programs(x.shape))
+
+
+def _counted_fake(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *_empty_outputs(x, row_amax, column_amax, rows, columns), empty_counts(x, 2, _programs(x))
+
+
+def _counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
+    own = quantizer.unpacked()
+    codes, scale, outer = by_outer_amax(x, outer_amax, own)
+    values = random_hadamard(x.float(), 0, own.transform()) if own.transform() else x
+    scales = expand_blocks(own.scale_values(scale), codes.shape, own.block)
+    return counts_of(values, codes, scales * outer, own.element_format())
+
+
+def _counted_steps(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    each = (row_amax, rows), (column_amax, columns)
+    counts = counts_of_steps([_counts_of_direction(x, *own) for own in each], _programs(x))
+    return *_step_by_step(x, row_amax, column_amax, rows, columns), counts
+
+
+def _counted_kernel(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = x, row_amax, column_amax, rows, columns
+    if _has_no_launch(x):
+        return _counted_steps(*given)
+    counts = empty_counts(x, 2, _programs(x))
+    return *_launch(*given, counts), counts
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -106,4 +158,8 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 quantize_two_levels: OpOverload = register_kernel_op(
     "fp8compile::quantize_two_levels", _kernel, _step_by_step, fake=_empty_outputs, samples=_samples
 )
-inductor.register_fallback(quantize_two_levels, contiguous=True)
+quantize_two_levels_counted: OpOverload = register_kernel_op(
+    "fp8compile::quantize_two_levels_counted", _counted_kernel, _counted_steps, fake=_counted_fake, samples=_samples
+)
+for op in (quantize_two_levels, quantize_two_levels_counted):
+    inductor.register_fallback(op, contiguous=True)

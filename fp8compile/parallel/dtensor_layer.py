@@ -28,7 +28,7 @@ from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, write_state
 from fp8compile.ops.layer.amax_tokens import fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
-from fp8compile.ops.layer.observe import OBSERVE_OPS, ObserveOp, Seen, returned, totals
+from fp8compile.ops.layer.observe import OBSERVE_OPS, ObserveOp, Seen, counted
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
 from fp8compile.ops.layer.placements import (
     RowsOverFsdpBase,
@@ -203,27 +203,33 @@ def _weight_seen(part: Plain, recipe: Recipe, *, counts: bool) -> Seen:
     return Seen(None, counts, {gemm.b: _codes_of(gemm, part, recipe) for gemm in read})
 
 
+TOKENS = {"grad_output": "grad_output", "x": "input"}  # argument of an op that observes -> tensor of the layer
+
+
 def _observed(op: ObserveOp, *args: Any) -> Any:
     """Run an op that observes a layer on DTensors; totals cover this rank's elements, so they are plain tensors."""
-    given, place, _, names, recipe = op.split(args)
+    given, place, _, later, names, recipe = op.split(args)
     tokens, mesh = given["grad_output" if op.gradient else "x"], args[0].device_mesh
-    a, multiplier = part_of("linear", tokens), _whole_state(place.given().get("multiplier"))
-    gemm, seen = GRAD_INPUT if op.gradient else OUTPUT, Seen(a, _counts(a.cuts, mesh))
-    phase = Phase.of(gemm, a.local)
-    if op.gradient:
-        return totals({"grad_output": seen}, Operands(recipe, phase, multiplier), names, 1)
+    gemm, multiplier = GRAD_INPUT if op.gradient else OUTPUT, _whole_state(place.given().get("multiplier"))
+    parts = {name: part_of("linear", given[key]) for key, name in TOKENS.items() if given.get(key) is not None}
+    seen = {name: Seen(part, _counts(part.cuts, mesh)) for name, part in parts.items()}
+    phase = Phase.of(gemm, next(iter(parts.values())).local)
     more: dict[str, Any] = {}
-    if isinstance(place, OVER_FSDP):
-        right = _rows(gemm, tokens, given["weight"], place)
-        part, more = right.part, right.given
-        weight = Seen(part, _counts(part.cuts, mesh))
-    else:
-        part = part_of("linear", given["weight"])
-        weight = _weight_seen(part, recipe, counts=_counts(part.cuts, mesh))
-    operands = Operands(recipe, phase, multiplier, **more)
-    found, y = totals({"input": seen, "weight": weight}, operands, names, 1), args[0]
-    local = returned(_compat.local_itself(y), found, phase)
-    return whole_of(local, mesh, y.placements, y.shape), *found
+    if (weight := given["weight"]) is not None and isinstance(place, OVER_FSDP):
+        right = _rows(gemm, tokens, weight, place)
+        more = right.given
+        seen["weight"] = Seen(right.part, _counts(right.part.cuts, mesh))
+    elif weight is not None:
+        part = part_of("linear", weight)
+        if not (op.gradient and has_codes(part.local)):  # the forward has counted the weight's codes
+            seen["weight"] = _weight_seen(part, recipe, counts=_counts(part.cuts, mesh))
+    is_here = partial(op.is_here, phase=phase, later=later)
+    found = counted(seen, Operands(recipe, phase, multiplier, **more), names, is_here)
+    if op.gradient:
+        return op.results(args, parts["grad_output"].local, found, phase)
+    y = args[0]
+    local, *rows = op.results(args, _compat.local_itself(y), found, phase)
+    return whole_of(local, mesh, y.placements, y.shape), *rows
 
 
 # ---------------------------------------------------------------------------------- beside products

@@ -109,6 +109,9 @@ def _run(func: Any, *args: Any) -> Any:
 def _observe(func: Any, *args: Any) -> Any:
     """Run the op that observes a layer with a weight that is kept as codes; of the weight it sees codes and scales."""
     op = OBSERVE_OPS[func]
+    if op.gradient:  # the forward has counted the weight's codes
+        tokens, x, _, *others = args
+        return _compat.as_kernel(op.run)(Phase.of(GEMMS[1], tokens), (tokens, x, None, *others))
     return _compat.as_kernel(op.run)(Phase.of(GEMMS[0], args[0]), args, codes_seen(args[2], args[-1]))
 
 
@@ -126,4 +129,4 @@ def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:
 
 SERVED = (layers.LINEAR, layers.DELAYED, layers.GROUPED)
 LAYERS.update(dict.fromkeys([op for layer in SERVED for op in (layer.output, layer.grad_input)], _run))
-LAYERS.update(dict.fromkeys([layer.observe.output for layer in SERVED], _observe))
+LAYERS.update(dict.fromkeys([op for each in SERVED for op in (each.observe.output, each.observe.gradient)], _observe))

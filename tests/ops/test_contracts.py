@@ -104,7 +104,8 @@ def test_our_ops_keep_every_contract(name, backends, monkeypatch):
 
 # DTensor takes layers apart itself, or is given what one rank has
 LAYERS = {op.name() for op in (*OPS_OF_LAYERS, *OBSERVE_OPS)}
-OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce")
+OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce", "add_pieces")
+COUNTED = ("quantize_weight_counted", "quantize_both_counted", "quantize_two_levels_counted")  # of one rank
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data
 GROUPS = (
@@ -115,7 +116,7 @@ GROUPS = (
     # operands laid out for one GPU, and packed codes
     *("nvfp4_mm", "outer_amaxes", "quantize_two_levels"),
 )
-NO_RULE = LAYERS | {f"fp8compile::{name}" for name in (*OTHERS, *TOKENS, *GROUPS)}
+NO_RULE = LAYERS | {f"fp8compile::{name}" for name in (*OTHERS, *COUNTED, *TOKENS, *GROUPS)}
 
 
 def test_every_op_of_ours_has_a_sharding_rule_that_runs():

@@ -1,13 +1,14 @@
 """An operand's values with their codes and scales, for statistics of what a cast does to the values.
 
-    operand                     values, codes, scales                       totals
-    a matrix                    (M, K)                                      (1,)
-    a stack                     (E, N, K)                                   (E,)
-    groups, codes along rows    (R, K), a row belongs to a group            (E,)
-    groups, codes along tokens  (C, K), a column of codes is a row here     (E,)
+    operand                     values, codes, scales                       pieces
+    a matrix                    (M, K)                                      (1, rows or blocks)
+    a stack                     (E, N, K)                                   (E, rows)
+    groups, codes along rows    (R, K), a row belongs to a group            (rows,)
+    groups, codes along tokens  (C, K), a column of codes is a row here     (rows,)
 
-Sums read a matrix in the order in which the cast reads it, so that Inductor makes one kernel of both: along rows,
-within the blocks of a row, or along columns. A second, small kernel adds up the partial sums.
+A sum goes through a matrix as the kernel that casts it does, so that Inductor makes one kernel of both: along rows, or
+within the blocks of a row. Tokens are cast along tokens by the kernel that makes their amaxes along features, if there
+is one; so their pieces are blocks of a row too. `fp8compile.ops.layer.second_stage` adds the pieces.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from fp8compile.ops.layer.over_ranks import as_operand
 from fp8compile.ops.layer.quantize import expanded_scales
 from fp8compile.ops.layer.quantize_groups import as_values_of_rows
 from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.blocks import Block, as_matrix
+from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import random_hadamard
 from fp8compile.scale_layouts import untiled
 
-__all__ = ["Elements", "elements_of", "elements_of_codes", "total"]
+__all__ = ["Elements", "elements_of", "elements_of_codes", "pieces_of"]
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class Elements:
         scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
             broadcasts against ``values``.
         format: Format of the codes.
-        block: Block of the quantizer, over a matrix as ``values`` has it.
+        batch: Number of leading dims over which matrices are stacked.
         group: The group of each row; the number of groups for a row that belongs to none. None without groups.
-        numel: Number of elements, padding left out, shape (1,) or (E,), float64.
+        numel: Number of elements of each matrix, padding left out; of groups (E,) float64.
         has_values: Whether ``values`` were cast to these codes. If a weight is kept as codes, they are the values of
             the codes.
     """
@@ -65,9 +66,9 @@ class Elements:
     codes: Tensor
     scale: Tensor
     format: Float8Format | Float4Format
-    block: Block
+    batch: int
     group: Tensor | None
-    numel: Tensor
+    numel: Tensor | int
     has_values: bool = True
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
@@ -110,19 +111,19 @@ def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_to
     if part.layout.ends is not None:
         return _of_groups(part, found, along_tokens=along_tokens)
     values = part.local if part.layout.batch else as_matrix(part.local)
-    return _of_matrices(values, found, shape[-2] if part.layout.batch else None)
+    return _of_matrices(values, found, shape[-2] if part.layout.batch else None, along_tokens=along_tokens)
 
 
 def elements_of_codes(found: Quantized) -> Elements:
     """The elements of a weight that is kept as codes, whose own values are not known; see `elements_of`."""
-    return _of_matrices(None, found, None)
+    return _of_matrices(None, found, None, along_tokens=False)
 
 
-def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None) -> Elements:
+def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, along_tokens: bool) -> Elements:
     batch, (operand, *windows) = found.layout.batch, as_operand(found)
     scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
     codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
-    scales = expanded_scales(codes, scale, quantizer)
+    scale_grid, scales = quantizer.scale_values(scale), expanded_scales(codes, scale, quantizer)
     if (outer := operand.outer_scale) is not None:
         scales = scales * (outer.view(-1, 1, 1) if batch else outer)
     for dim, window in zip(SIDES, windows, strict=True):
@@ -136,9 +137,24 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None) -> E
     elif rows is not None:
         scales = scales.expand(codes.shape)
         values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
-    numel = values.shape[batch:].numel()
-    count = torch.full((codes.shape[0] if batch else 1,), numel, dtype=torch.float64, device=codes.device)
-    return Elements(values.float(), codes, scales, fmt, quantizer.block, None, count, has_values)
+    numel, n = values.shape[batch:].numel(), _run(quantizer, along_tokens=along_tokens)
+    if not batch and n > 1 and guard_or_false(values.shape[1] % n == 0) and guard_or_false(numel > 0):
+        # a block a row, as the cast reads it: PyTorch 2.13 fuses no two nodes if one reads a buffer in two forms
+        of_block = quantizer.block == (1, n) and not any(windows)
+        scales = scale_grid.reshape(-1, 1) if of_block else scales.expand(codes.shape).reshape(-1, n)
+        values, codes = values.reshape(-1, n), codes.reshape(-1, n)
+    return Elements(values.float(), codes, scales, fmt, batch, None, numel, has_values)
+
+
+def _run(quantizer: Quantizer, *, along_tokens: bool) -> int:
+    """How many neighbours in a row are counted together, because one kernel makes their amax and their codes; or -1.
+
+    With an outer scale every code waits for the amax of the whole tensor.
+    """
+    rows, columns = quantizer.block
+    if quantizer.has_outer_scale() or (columns == 1 and not along_tokens) or rows == columns:
+        return -1
+    return rows if columns == 1 else columns
 
 
 def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
@@ -181,7 +197,7 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
         else:
             group = torch.where(row >= 0, group, groups)
     values = _transformed(values.float(), quantizer)
-    return Elements(values, codes, scale, quantizer.element_format(), (1, quantizer.block[1]), group, numel)
+    return Elements(values, codes, scale, quantizer.element_format(), 0, group, numel)
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
@@ -191,19 +207,13 @@ def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor
     return untiled(found.scale, shape[1], shape[0] // rows).t()
 
 
-# ---------------------------------------------------------------------------------- totals
+# ---------------------------------------------------------------------------------- pieces
 
 
-def _reduced(values: Tensor, combine: str, dim: int) -> Tensor:
-    if combine == "max":
-        return values.amax(dim)
-    if values.dtype == torch.float64:
-        return values.sum(dim)
-    return values.sum(dim, dtype=torch.int32 if values.dtype in (torch.bool, torch.int32) else torch.float32)
+def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tuple[Tensor, ...]:
+    """Reduce numbers of each element as the cast goes through memory: a piece for each row, or each block of a row.
 
-
-def total(elements: Elements, numbers: Sequence[Tensor], combine: str) -> Tensor:
-    """Reduce numbers of each element to one for a matrix, for each matrix of a stack, or for each group.
+    Pieces of blocks are a part of what the cast writes, so counts have as few bytes as hold the size of a block.
 
     Args:
         elements: The elements.
@@ -211,30 +221,27 @@ def total(elements: Elements, numbers: Sequence[Tensor], combine: str) -> Tensor
         combine: ``"sum"`` or ``"max"``.
 
     Returns:
-        (numbers, E), and E is 1 for a matrix: float64 for sums, float32 for maxima, which are -inf without elements.
+        (E, pieces) each, and E is 1 for a matrix; (rows,) with groups.
     """
-    matrices, like = elements.numel.shape[0], elements.values
-    neutral, dtype = (0, torch.float64) if combine == "sum" else (-torch.inf, torch.float32)
-    if not numbers or guard_or_false(like.numel() == 0):
-        return like.new_full((len(numbers), matrices), neutral, dtype=dtype)
-    pieces = torch.stack([_pieces(each, combine, elements).to(dtype) for each in numbers])
-    if elements.group is not None:
-        groups = torch.arange(matrices, device=like.device).unsqueeze(1)
-        pieces = torch.where(groups == elements.group, pieces.unsqueeze(1), neutral)
-    if combine == "sum":
-        return pieces.sum(-1)
-    return pad(pieces, (0, 1), value=neutral).amax(-1)  # amax of no rows raises
+    return tuple(_pieces(each, combine, elements) for each in numbers)
 
 
 def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
-    """Reduce numbers in the order in which the cast reads memory: to (rows,) with groups, else to (E, pieces)."""
-    if elements.group is not None or each.ndim == 3:
-        return _reduced(each, combine, -1)
-    _, columns = elements.block
-    if columns == 1:
-        found = _reduced(each, combine, 0)
-    elif columns > 1 and guard_or_false(each.shape[1] % columns == 0):
-        found = _reduced(each.view(each.shape[0], -1, columns), combine, -1)
-    else:
-        found = _reduced(each, combine, -1)
-    return found.reshape(1, -1)
+    if elements.group is not None:
+        return _reduced(each, combine)
+    matrices = each.shape[0] if elements.batch else 1
+    if guard_or_false(each.numel() == 0):
+        return each.new_empty((matrices, 0), dtype=torch.float32)
+    return _reduced(each, combine).reshape(matrices, -1)
+
+
+def _reduced(values: Tensor, combine: str) -> Tensor:
+    if combine == "max":
+        return values.amax(-1)
+    if values.dtype == torch.float64:
+        return values.sum(-1)
+    if values.dtype not in (torch.bool, torch.int32):
+        return values.sum(-1, dtype=torch.float32)
+    size = values.shape[-1]
+    fits = values.dtype == torch.bool and isinstance(size, int) and size < 256
+    return values.sum(-1, dtype=torch.uint8 if fits else torch.int32)

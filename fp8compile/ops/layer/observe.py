@@ -1,11 +1,16 @@
 """Ops that look at the operands of a layer's products, beside the layer's own ops.
 
-    y = linear(x, weight, bias, recipe)                       the plain op, as ever
-    y, sums, maxima = observe(y, x, weight, ..., recipe)      y again; totals of input and weight
-        its backward: observe_gradient(grad_output)           totals of grad_output; then all of them into the buffer
+    y = linear(x, weight, bias, recipe)                          the plain op, as ever
+    y, *totals = observe(y, x, weight, ..., recipe)              y again; totals of input and weight
+        its backward: observe_gradient(grad_output, x, weight)   totals of grad_output, and of the codes of input and
+                                                                 weight that the backward makes; then all of them into
+                                                                 the buffer
 
 They ask `Operands` for the same codes that the products ask for. In a graph both make the same nodes, so codes are
 made once, and what is counted of them fuses with the cast. In eager mode codes are made a second time.
+
+A graph counts where it casts, or else it would read the tensor once more. What Inductor casts for gradients, it casts
+in the backward. In eager mode the forward counts everything, so that the backward needs neither input nor weight.
 
 The buffer is written in the backward, as the state of delayed scaling is: once, whatever checkpointing repeats.
 Without a backward nothing is written.
@@ -14,33 +19,37 @@ Without a backward nothing is written.
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8compile import inductor
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
+from fp8compile.ops.counts import COUNTED, pieces_of_counts
 from fp8compile.ops.inductor_hints import after
-from fp8compile.ops.layer.elements import elements_of, elements_of_codes, total
+from fp8compile.ops.layer.elements import Elements, elements_of, elements_of_codes, pieces_of
 from fp8compile.ops.layer.flat_arguments import flat
 from fp8compile.ops.layer.layer import operands_of, part_of_tokens
 from fp8compile.ops.layer.one_read import ALONG_ROWS
-from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Operands, Phase
+from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
 from fp8compile.ops.layer.placements import Placement
-from fp8compile.ops.layer.statistics import FIRST_SUMS, columns_of, counts_slot
+from fp8compile.ops.layer.second_stage import FIRST_SUMS, Pieces, Totals, rows_of
+from fp8compile.ops.layer.statistics import Total, columns_of, counts_slot
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 
-__all__ = ["OBSERVE_OPS", "Observe", "ObserveOp", "Observer", "Seen", "register_observe", "returned", "totals"]
+__all__ = ["OBSERVE_OPS", "Observe", "ObserveOp", "Observer", "Seen", "Totals", "counted", "register_observe"]
 
-FORWARD_TENSORS = ("input", "weight")
-BACKWARD_TENSORS = ("grad_output",)
+FORWARD_SLOTS = (*TENSORS["input"], *TENSORS["weight"])
+FOR_GRADIENTS = (GRAD_WEIGHT.b, GRAD_INPUT.b)  # the forward's tensors as gradients are made of them
 
 
 class Observer(NamedTuple):
@@ -83,7 +92,7 @@ class Observer(NamedTuple):
         self.maxima.fill_(-torch.inf)
 
 
-Totals = tuple[Tensor, Tensor]
+IsHere = Callable[[str, Quantized | None], bool]
 
 
 @dataclass(frozen=True)
@@ -101,69 +110,88 @@ class Seen:
     codes: Mapping[str, Quantized] = field(default_factory=dict)
 
 
-def totals(tensors: dict[str, Seen], operands: Operands, names: str, matrices: int) -> Totals:
-    """The totals of tensors of a layer, for each slot of the recipe.
+def counted(
+    tensors: Mapping[str, Seen], operands: Operands, names: str, is_here: IsHere, first: int = 0
+) -> dict[str, Pieces | None]:
+    """Count the codes of tensors of a layer; returns pieces by the fields of the recipe.
 
     Args:
         tensors: The tensors, by their keys in ``TENSORS``.
         operands: Makes the codes that are not known.
         names: Names of the totals, as `totals_of` returns them.
-        matrices: Number of matrices, or of groups; 1 without.
-
-    Returns:
-        (slots, sums, E) float64 and (slots, maxima, E) float32.
+        is_here: Whether the codes of a field are counted here, or else elsewhere. It is asked twice, first without
+            the codes, before they are made.
+        first: Index of this rank's first matrix.
     """
-    rows: list[Totals] = []
-    device = next(each.device for seen in tensors.values() for each in _tensors_of(seen))
-    sums, maxima = columns_of(names)
-    nothing = (
-        torch.zeros((len(FIRST_SUMS) + len(sums), matrices), dtype=torch.float64, device=device),
-        torch.full((len(maxima), matrices), -torch.inf, dtype=torch.float32, device=device),
-    )
+    found: dict[str, Pieces | None] = {}
     for tensor, seen in tensors.items():
-        known: dict[Any, Totals] = {}
+        known: dict[Any, Pieces | None] = {}
         for slot in TENSORS[tensor]:
             quantizer = getattr(operands.recipe, slot)
-            is_known = seen.part is not None or slot in seen.codes
-            if quantizer is None or not is_known or not counts_slot(names, slot):
-                rows.append(nothing)
+            if quantizer is None or not counts_slot(names, slot) or (seen.part is None and slot not in seen.codes):
                 continue
             key = quantizer if seen.part is not None else slot
             if key not in known:
-                known[key] = _of_slot(seen, slot, operands, names)
-            rows.append(known[key])
-    return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+                known[key] = _of_slot(seen, slot, operands, names, is_here, first) if is_here(slot, None) else None
+            found[slot] = known[key]
+    return found
 
 
-def _tensors_of(seen: Seen) -> list[Tensor]:
-    return [*([] if seen.part is None else [seen.part.local]), *(each.codes for each in seen.codes.values())]
-
-
-def _of_slot(seen: Seen, slot: str, operands: Operands, names: str) -> Totals:
+def _of_slot(seen: Seen, slot: str, operands: Operands, names: str, is_here: IsHere, first: int) -> Pieces | None:
     if seen.part is None:
         found = seen.codes[slot]
-        layout, elements = found.layout, elements_of_codes(found)
-    else:
-        own, found = operands.own(seen.part, slot)
-        shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
-        layout, elements = own.layout, elements_of(own, found, shape, along_tokens=along_tokens)
+        elements = elements_of_codes(found)
+        return _of_elements(elements, found.layout, names, torch.float32, counts=seen.counts, first=first)
+    is_counted = all(each.name in COUNTED for columns in columns_of(names) for each in columns)
+    own, found = (replace(operands, counts=True) if is_counted else operands).own(seen.part, slot)
+    if not is_here(slot, found):
+        return None
+    if found.counts is not None:
+        return _of_counts(own, found.counts, names, counts=seen.counts)
+    shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
+    in_backward = operands.phase is Phase.BACKWARD
+    dtype = torch.float32 if found.quantizer.transform() else own.local.dtype
+    own = own if operands.phase is Phase.EAGER else replace(own, local=rounded(own.local, apart=in_backward))
+    # the partitioner would count in the forward, which needs no tangent, and so cast there too
+    with inductor.left_in_backward() if in_backward else nullcontext():
+        elements = elements_of(own, found, shape, along_tokens=along_tokens)
+        return _of_elements(elements, own.layout, names, dtype, counts=seen.counts, first=first)
+
+
+def _of_counts(part: Plain, found: Tensor, names: str, *, counts: bool) -> Pieces:
+    """What a kernel has counted of a matrix."""
     sums, maxima = columns_of(names)
-    first = torch.stack(
-        (
-            elements.numel,
-            elements.numel if elements.has_values else torch.zeros_like(elements.numel),
-            torch.full_like(elements.numel, _part_of_all(layout)),
-        )
+    return Pieces(
+        sums=tuple(pieces_of_counts(found, each.name) for each in sums),
+        maxima=tuple(pieces_of_counts(found, each.name) for each in maxima),
+        group=None,
+        numel=part.local.numel(),
+        has_values=True,
+        counts=counts,
+        layout=part.layout,
     )
-    columns = torch.cat((first, total(elements, [each.compute(elements) for each in sums], "sum")))
-    most = total(elements, [each.compute(elements) for each in maxima], "max")
-    return columns if seen.counts else torch.zeros_like(columns), most
 
 
-def _part_of_all(layout: TensorLayout) -> float:
-    """The part of a matrix's elements that this rank has, or of each matrix's that it has."""
-    cuts = [cut for cut in layout.cuts if cut is not None and cut.dim >= layout.batch]
-    return math.prod([cut.length / cut.total if cut.total else 0.0 for cut in cuts])
+def _numbers(total: Total, elements: Elements, dtype: torch.dtype) -> Tensor:
+    """A number of each element, in as few bytes as hold it: a magnitude of the values, in their own dtype."""
+    found = total.compute(elements)
+    return found.to(dtype) if total.is_magnitude else found
+
+
+def _of_elements(
+    elements: Elements, layout: TensorLayout, names: str, dtype: torch.dtype, *, counts: bool, first: int
+) -> Pieces:
+    sums, maxima = columns_of(names)
+    return Pieces(
+        sums=pieces_of(elements, [each.compute(elements) for each in sums], "sum"),
+        maxima=pieces_of(elements, [_numbers(each, elements, dtype) for each in maxima], "max"),
+        group=elements.group,
+        numel=elements.numel,
+        has_values=elements.has_values,
+        counts=counts,
+        layout=layout,
+        first=first,
+    )
 
 
 # ---------------------------------------------------------------------------------- ops
@@ -177,7 +205,7 @@ class ObserveOp:
         names: Names of the tensor arguments before the placement.
         placement: Class of the placement, whose fields follow.
         ends: Whether rows are in groups.
-        gradient: Whether it observes grad_output.
+        gradient: Whether it is the backward's: it observes grad_output, and input and weight if it is given them.
     """
 
     names: tuple[str, ...]
@@ -190,79 +218,81 @@ class ObserveOp:
         hints = get_type_hints(self.placement)
         fields: tuple[str, ...] = self.placement.__match_args__
         found: dict[str, Any] = dict.fromkeys(self.names, Tensor)
-        found |= {name: hints[name] for name in fields} | {"first": int, "totals": str, "recipe": Recipe}
+        if self.gradient:
+            found |= dict.fromkeys(("x", "weight"), Tensor | None)
+        found |= {name: hints[name] for name in fields}
+        found |= {"first": int, "later": bool, "totals": str, "recipe": Recipe}
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
 
-    def split(self, args: tuple[Any, ...]) -> tuple[dict[str, Any], Placement, int, str, Recipe]:
-        """Split flat arguments: tensors by name, the placement, the first matrix, names of totals, the recipe."""
-        count = len(self.names)
-        return dict(zip(self.names, args[:count], strict=True)), self.placement(*args[count:-3]), *args[-3:]
+    def split(self, args: tuple[Any, ...]) -> tuple[dict[str, Any], Placement, int, bool, str, Recipe]:
+        """Split flat arguments.
 
-    def totals(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Totals:
-        """The totals of all tensors that the op observes.
+        Returns:
+            Tensors by name, the placement, the first matrix, whether the backward counts the codes that it makes of
+            input and weight, names of totals, the recipe.
+        """
+        count = len(self.names)
+        return dict(zip(self.names, args[:count], strict=True)), self.placement(*args[count:-4]), *args[-4:]
+
+    def is_here(self, slot: str, found: Quantized | None, phase: Phase, *, later: bool) -> bool:
+        """Whether this op counts the codes of a field, and not the other op of the same layer.
+
+        Args:
+            slot: The field.
+            found: Its codes; None if they are not made yet.
+            phase: The kind of code in which the op runs.
+            later: Whether the backward counts the codes that it makes of input and weight.
+        """
+        if slot not in FOR_GRADIENTS:
+            return self.gradient is (slot not in FORWARD_SLOTS)
+        if found is None:
+            return later or not self.gradient
+        return self.gradient is (later and (phase is Phase.EAGER or inductor.is_fusible(found.codes)))
+
+    def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
+        """Run the op.
 
         Args:
             phase: The kind of code in which the op runs.
             args: The op's arguments.
             weight: The weight, if it is kept as codes.
         """
-        given, place, _, names, recipe = self.split(args)
+        given, place, _, later, names, recipe = self.split(args)
         ends = given.get("offsets")
         operands = operands_of(recipe, phase, ends, place.given())
+        is_here = partial(self.is_here, phase=phase, later=later)
         tokens: Tensor = given["grad_output" if self.gradient else "x"]
-        layouts, matrices = place.layouts(tokens.ndim, ends), 1 if ends is None else ends.shape[0]
+        layouts = place.layouts(tokens.ndim, ends)
+        seen: dict[str, Seen] = {}
         if self.gradient:
-            seen = Seen(part_of_tokens(tokens, layouts.output), place.counts(layouts.output))
-            return totals({"grad_output": seen}, operands, names, matrices)
-        x = Seen(part_of_tokens(tokens, layouts.input), place.counts(layouts.input))
-        if weight is None:
-            own = Plain(place.cast(given["weight"], tokens.dtype), layouts.weight)
-            weight = Seen(own, place.counts(layouts.weight))
-        has = matrices if ends is None or weight.part is None else weight.part.local.shape[0]
-        if has == matrices:
-            return totals({"input": x, "weight": weight}, operands, names, matrices)
-        one, other = totals({"input": x}, operands, names, matrices), totals({"weight": weight}, operands, names, has)
-        placed = widened(other, place.first_matrix(), matrices)
-        return torch.cat((one[0], placed[0])), torch.cat((one[1], placed[1]))
+            seen["grad_output"] = Seen(part_of_tokens(tokens, layouts.output), place.counts(layouts.output))
+        if (x := given["x"]) is not None:
+            seen["input"] = Seen(part_of_tokens(x, layouts.input), place.counts(layouts.input))
+        if weight is None and (values := given["weight"]) is not None:
+            weight = Seen(Plain(place.cast(values, tokens.dtype), layouts.weight), place.counts(layouts.weight))
+        found = counted(seen, operands, names, is_here)
+        if weight is not None:
+            found |= counted({"weight": weight}, operands, names, is_here, place.first_matrix())
+        return self.results(args, args[0], found, phase)
 
-    def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
-        """Run the op; arguments as those of `totals`."""
-        found = self.totals(phase, args, weight)
-        return found if self.gradient else (returned(args[0], found, phase), *found)
+    def results(self, args: tuple[Any, ...], y: Tensor, found: Mapping[str, Pieces | None], phase: Phase) -> Any:
+        """The op's results, made of what is counted; ``y`` is what this rank has of the first argument."""
+        given, *_, names, _ = self.split(args)
+        ends = given.get("offsets")
+        sums, maxima = columns_of(names)
+        slots, matrices = SLOTS if self.gradient else FORWARD_SLOTS, 1 if ends is None else ends.shape[0]
+        rows = rows_of(found, slots, (len(sums), len(maxima)), matrices, y)
+        if self.gradient:
+            return rows
+        if phase is Phase.EAGER:
+            return y.clone(), *rows
+        # Only the backward reads the totals. Unless the forward needs them, the partitioner computes them there.
+        return after(after(y, rows[0]), rows[1]), *rows
 
     def empty(self, args: tuple[Any, ...]) -> Any:
         """Results without values, for tracing."""
-        given, _, _, names, _ = self.split(args)
-        sums, maxima = columns_of(names)
-        ends, like = given.get("offsets"), args[0]
-        rows = sum(len(TENSORS[name]) for name in (BACKWARD_TENSORS if self.gradient else FORWARD_TENSORS))
-        matrices = 1 if ends is None else ends.shape[0]
-        found = (
-            like.new_empty((rows, len(FIRST_SUMS) + len(sums), matrices), dtype=torch.float64),
-            like.new_empty((rows, len(maxima), matrices), dtype=torch.float32),
-        )
-        return found if self.gradient else (torch.empty_like(like), *found)
-
-
-def returned(y: Tensor, found: Totals, phase: Phase) -> Tensor:
-    """The output, as the op that observes it returns it."""
-    if phase is Phase.EAGER:
-        return y.clone()
-    # Only the backward reads the totals. Unless the forward needs them, the partitioner computes them there.
-    return after(after(y, found[0]), found[1])
-
-
-def widened(found: Totals, first: int, matrices: int) -> Totals:
-    """Place the totals of some matrices among those of all; the others have no elements."""
-    sums, maxima = found
-    behind = matrices - first - sums.shape[-1]
-    if not first and not behind:
-        return found
-    return (
-        torch.nn.functional.pad(sums, (first, behind)),
-        torch.nn.functional.pad(maxima, (first, behind), value=-torch.inf),
-    )
+        return self.results(args, args[0], {}, Phase.EAGER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,14 +329,18 @@ class Observe:
             recipe: Recipe of the layer.
         """
         ends, fields = offsets_and_fields[: self.op.ends], offsets_and_fields[self.op.ends :]
-        buffers = observer.sums, observer.maxima
+        tensors = y, x.detach(), weight.detach(), *ends, observer.sums, observer.maxima
         recipe = recipe if observer.recipe is None else observer.recipe
-        return self.output(
-            y, x.detach(), weight.detach(), *ends, *buffers, *fields, observer.first, observer.totals, recipe
-        )[0]
+        later = torch.compiler.is_compiling()
+        return self.output(*tensors, *fields, observer.first, later, observer.totals, recipe)[0]
 
 
 OBSERVE_OPS: dict[torch._ops.OpOverload, ObserveOp] = {}
+
+
+def _largest(of_forward: Tensor, of_backward: Tensor, place: Sequence[int]) -> Tensor:
+    placed = (pad(of_forward, place, value=-torch.inf), pad(of_backward, place[:2], value=-torch.inf))
+    return torch.maximum(*placed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +349,7 @@ class _Derivative:
     gradient: torch._ops.OpOverload
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        given, place, ctx.first, ctx.totals, ctx.recipe = self.op.split(inputs)
+        given, place, ctx.first, ctx.later, ctx.totals, ctx.recipe = self.op.split(inputs)
         ctx.buffers = given["sums"], given["maxima"]
         _, sums, maxima = output
         ctx.mark_non_differentiable(sums, maxima)
@@ -326,22 +360,25 @@ class _Derivative:
         values = [getattr(place, name) for name in fields]
         ctx.fields = [None if isinstance(each, Tensor) else each for each in values]
         tensors = [each if isinstance(each, Tensor) else None for each in values]
-        ctx.save_for_backward(sums, maxima, given.get("offsets"), *tensors)
+        later = (given["x"], given["weight"]) if ctx.later else (None, None)
+        ctx.save_for_backward(sums, maxima, given.get("offsets"), *later, *tensors)
 
     @torch.no_grad()
     def backward(self, ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        sums, maxima, ends, *tensors = ctx.saved_tensors
+        sums, maxima, ends, x, weight, *tensors = ctx.saved_tensors
         others = (None,) * (len(self.op.parameters()) - 1)
         if grad_output is None:
             return None, *others
         fields = [one if two is None else two for one, two in zip(ctx.fields, tensors, strict=True)]
         offsets = () if ends is None else (ends,)
-        found = self.gradient(grad_output, *offsets, *fields, ctx.first, ctx.totals, ctx.recipe)
-        both = torch.cat((sums, found[0])), torch.cat((maxima, found[1]))
+        every = ctx.first, ctx.later, ctx.totals, ctx.recipe
+        found = self.gradient(grad_output, x, weight, *offsets, *fields, *every)
         own_sums, own_maxima = ctx.buffers
-        both = widened(both, ctx.first, own_sums.shape[-1])
-        own_sums.copy_(own_sums + both[0])
-        own_maxima.copy_(torch.maximum(own_maxima, both[1]))
+        behind = own_sums.shape[-1] - ctx.first - sums.shape[-1]
+        place = ctx.first, behind, 0, 0, 0, len(SLOTS) - len(FORWARD_SLOTS)  # of the forward's rows in the buffer
+        sums, maxima = pad(sums, place) + pad(found[0], place[:2]), _largest(maxima, found[1], place)
+        own_sums.copy_(own_sums + sums)
+        own_maxima.copy_(torch.maximum(own_maxima, maxima))
         return grad_output, *others
 
 
@@ -360,7 +397,9 @@ def register_observe(
     of_output = ObserveOp(
         names=("y", "x", "weight", *groups, "sums", "maxima"), placement=placement, ends=ends, gradient=False
     )
-    of_gradient = ObserveOp(names=("grad_output", *groups), placement=placement, ends=ends, gradient=True)
+    of_gradient = ObserveOp(
+        names=("grad_output", "x", "weight", *groups), placement=placement, ends=ends, gradient=True
+    )
 
     def examples(op: ObserveOp) -> Iterator[tuple[Any, ...]]:
         for grad, x, weight, offsets, place, recipe in samples():
@@ -370,10 +409,13 @@ def register_observe(
             names = "amax,underflow,scale"
             for values in (grad, grad.mT.contiguous().mT):
                 buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
-                if op.gradient:
-                    yield values, *given, *fields, 0, names, recipe
-                else:
-                    yield values, x, weight, *given, buffer.sums, buffer.maxima, *fields, 0, names, recipe
+                for later in (False, True):
+                    if op.gradient:
+                        own = (x, weight) if later else (None, None)
+                        yield values, *own, *given, *fields, 0, later, names, recipe
+                    else:
+                        buffers = buffer.sums, buffer.maxima
+                        yield values, x, weight, *given, *buffers, *fields, 0, later, names, recipe
 
     def register(name: str, op: ObserveOp, gemm: Any, returns: Any, **derivative: Any) -> torch._ops.OpOverload:
         found = register_op(

@@ -22,9 +22,9 @@ from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
 from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
 from fp8compile.ops.outer_amaxes import outer_amaxes
-from fp8compile.ops.quantize_both import is_pair, quantize_both
-from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels
-from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
+from fp8compile.ops.quantize_both import is_pair, quantize_both, quantize_both_counted
+from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels, quantize_two_levels_counted
+from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight, quantize_weight_counted
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
@@ -37,26 +37,29 @@ ALONG_TOKENS = {GRAD_INPUT.a: GRAD_WEIGHT.a, OUTPUT.a: GRAD_WEIGHT.b}  # slot al
 ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
-def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
-    """Quantize a part for one operand of the recipe: by a kernel of this file if one fits, else step by step."""
+def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: bool = False) -> Quantized:
+    """Quantize a part for one operand of the recipe: by a kernel of this file if one fits, else step by step.
+
+    With ``counts`` the kernel also counts what it casts; see `Quantized.counts`.
+    """
     quantizer = getattr(recipe, slot)
     if slot in (OUTPUT.b, GRAD_INPUT.b):
-        return _weight(part, slot, recipe, steps)
+        return _weight(part, slot, recipe, steps, counts=counts)
     row_slot = ALONG_ROWS.get(slot, slot)
     rows, columns = getattr(recipe, row_slot), getattr(recipe, ALONG_TOKENS[row_slot])
     if row_slot == GRAD_INPUT.a and _has_grad_kernel(part, rows, columns):
-        return _both_directions(part, rows, columns)[slot != row_slot]
+        return _both_directions(part, rows, columns, counts=counts)[slot != row_slot]
     if _has_packed_kernel(part, rows, columns):
-        return _both_packed(part, rows, columns)[slot != row_slot]
+        return _both_packed(part, rows, columns, counts=counts)[slot != row_slot]
     return quantize_part(part, quantizer, steps)
 
 
 # ---------------------------------------------------------------------------------- weights
 
-_quantize_weight = inductor.once_a_graph(quantize_weight)
+_WEIGHT = inductor.once_with_more(quantize_weight, quantize_weight_counted)
 
 
-def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
+def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: bool) -> Quantized:
     first: Any = recipe.weight  # not None: this function is called only for products that are quantized
     again: Any = recipe.weight_for_grad_input
     is_first = slot == OUTPUT.b
@@ -67,9 +70,10 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
         return _matrices(part, quantizer, first, again, steps, is_first=is_first)
     if not is_weight_pair(first, again, part.local.shape[1]):
         return quantize_part(part, quantizer, steps)
-    codes, scale, amax = _quantize_weight(part.local, first, again)
+    codes, scale, amax, *counted = _WEIGHT[counts and is_first](part.local, first, again)
     if is_first:
-        return Quantized(codes=codes, scale=scale, quantizer=first, layout=part.layout)
+        own = counted[0][0] if counted else None
+        return Quantized(codes=codes, scale=scale, quantizer=first, layout=part.layout, counts=own)
     return quantize_part(part, again, steps, local_amax=amax)
 
 
@@ -86,7 +90,7 @@ def _matrices(
     if is_row_pair(first, again, matrix.shape[1]):
         codes, scale, amax = group_quantize_rows(matrix, _ends_of_matrices(stack), first, again)
     elif is_weight_pair(first, again, matrix.shape[1]):
-        codes, scale, amax = _quantize_weight(matrix, first, again)
+        codes, scale, amax = _WEIGHT[False](matrix, first, again)
     else:
         return quantize_part(part, quantizer, steps)
     if is_first:
@@ -116,9 +120,13 @@ def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
     )
 
 
-def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[Quantized, Quantized]:
-    codes, scale, *along_tokens = quantize_both(as_matrix(part.local), rows, columns)
-    found = (codes, scale, rows), (*along_tokens, columns)
+_BOTH = inductor.once_with_more(quantize_both, quantize_both_counted)
+
+
+def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer, *, counts: bool) -> tuple[Quantized, Quantized]:
+    codes, scale, column_codes, column_scale, *counted = _BOTH[counts](as_matrix(part.local), rows, columns)
+    of_rows, of_columns = counted[0] if counted else (None, None)
+    found = (codes, scale, rows, of_rows), (column_codes, column_scale, columns, of_columns)
     shape = part.local.shape
     first, second = (
         Quantized(
@@ -126,8 +134,9 @@ def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[
             scale=scale.view(quantizer.scale_shape(shape)),
             quantizer=quantizer,
             layout=part.layout,
+            counts=own,
         )
-        for codes, scale, quantizer in found
+        for codes, scale, quantizer, own in found
     )
     return first, second
 
@@ -146,18 +155,23 @@ def _has_packed_kernel(part: Plain, rows: Any, columns: Any) -> bool:
     )
 
 
+_PACKED = inductor.once_with_more(quantize_two_levels, quantize_two_levels_counted)
+
+
 @inductor.once_a_graph
-def _quantize_two_levels(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, ...]:
+def _outer_amaxes(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, ...]:
     if inductor.is_fusible(x):
         x = rounded(x).to(x.dtype)  # eager mode reads x rounded; a fused kernel would hold more digits
-    laid_down, *amaxes = outer_amaxes(x, rows, columns)
-    return quantize_two_levels(laid_down, *amaxes, rows, columns)
+    return outer_amaxes(x, rows, columns)
 
 
-def _both_packed(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[Quantized, Quantized]:
-    codes, scale, outer, *along_tokens = _quantize_two_levels(part.local, rows, columns)
-    column_codes, column_scale, column_outer = along_tokens
+def _both_packed(part: Plain, rows: Quantizer, columns: Quantizer, *, counts: bool) -> tuple[Quantized, Quantized]:
+    codes, scale, outer, *others = _PACKED[counts](*_outer_amaxes(part.local, rows, columns), rows, columns)
+    column_codes, column_scale, column_outer, *counted = others
+    of_rows, of_columns = counted[0] if counted else (None, None)
     return (
-        Quantized(codes=codes, scale=scale, quantizer=rows, outer_scale=outer),
-        Quantized(codes=column_codes, scale=column_scale, quantizer=columns, outer_scale=column_outer),
+        Quantized(codes=codes, scale=scale, quantizer=rows, outer_scale=outer, counts=of_rows),
+        Quantized(
+            codes=column_codes, scale=column_scale, quantizer=columns, outer_scale=column_outer, counts=of_columns
+        ),
     )

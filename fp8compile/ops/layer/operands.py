@@ -119,6 +119,7 @@ class Operands:
         weight_amax: Amaxes of the whole weight for this product, if they are known.
         outer_amax: The amax, (1,) float32, for the one scale that the whole weight has, if several weights share it.
         rows: How FSDP cuts the weight along its first dim, so that codes are gathered before the product; else None.
+        counts: Whether kernels also count what they cast, where they can.
     """
 
     recipe: Recipe
@@ -131,6 +132,7 @@ class Operands:
     weight_amax: Tensor | None = None
     outer_amax: Tensor | None = None
     rows: Rows | None = None
+    counts: bool = False
 
     # ------------------------------------------------------------------ operands
 
@@ -253,7 +255,7 @@ class Operands:
             if self.phase is Phase.FORWARD:
                 return _codes_of_stack(part.local, part.layout, quantizer)
         elif self._reads_once(part) and self._shares_read(slot):
-            return by_one_read(part, slot, self.recipe, self._steps(part, slot))
+            return by_one_read(part, slot, self.recipe, self._steps(part, slot), counts=self.counts)
         return quantize_part(part, quantizer, self._steps(part, slot))
 
     def _reads_once(self, part: Plain) -> bool:

@@ -31,7 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8compile.formats import limit_of
 from fp8compile.ops.layer.elements import Elements
+from fp8compile.ops.layer.second_stage import FIRST_SUMS, NUMEL, PASSES, VALUED
 from fp8compile.quantizers.constant import salt_with
 
 __all__ = [
@@ -50,10 +52,6 @@ __all__ = [
     "totals_of",
 ]
 
-NUMEL = "numel"  # number of elements
-VALUED = "valued"  # number of elements of which values are known, and not only codes
-PASSES = "passes"  # how often all elements of the tensor were counted; a rank's part counts as a part of one
-FIRST_SUMS = (NUMEL, VALUED, PASSES)  # the first sums of every operand
 EXPONENTS = 32  # of e5m2; other formats have fewer
 
 
@@ -67,12 +65,14 @@ class Total:
             counted, or float32.
         combine: ``"sum"`` or ``"max"``.
         of_codes: Whether it is known without values, as those of a weight that is kept as codes.
+        is_magnitude: Whether each number is the magnitude of a value.
     """
 
     name: str
     compute: Callable[[Elements], Tensor]
     combine: str
     of_codes: bool = False
+    is_magnitude: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,7 @@ class Statistic:
 
 
 def _beyond(seen: Elements) -> Tensor:
-    fmt = seen.format
-    limit = fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
-    return (seen.magnitude() > seen.scale * limit) & (seen.scale > 0)
+    return (seen.magnitude() > seen.scale * limit_of(seen.format)) & (seen.scale > 0)
 
 
 def _is_subnormal(seen: Elements) -> Tensor:
@@ -136,7 +134,7 @@ EACH_EXPONENT = tuple(f"exponent_{field}" for field in range(1, EXPONENTS))
 TOTALS: dict[str, Total] = {
     total.name: total
     for total in (
-        Total("amax", lambda seen: seen.magnitude(), "max"),
+        Total("amax", lambda seen: seen.magnitude(), "max", is_magnitude=True),
         Total("underflow", lambda seen: (seen.decoded() == 0) & (seen.magnitude() > 0), "sum"),
         Total("saturation", _beyond, "sum"),
         Total("subnormal", _is_subnormal, "sum", of_codes=True),

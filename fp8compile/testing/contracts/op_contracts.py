@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map_only
 
 from fp8compile._compat import is_unbacked
 from fp8compile.ops.registry import OPS, Op
@@ -119,7 +120,7 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
         real = results(op.overload(*args))
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with mode:
-            given = (mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in args)
+            given = tree_map_only(Tensor, partial(mode.from_tensor, static_shapes=True), args)
             fakes = results(op.overload(*given))
         mend = "make fake return new_empty of what impl returns" + (
             "; this one was derived from impl (fake=None): write one" if op.fake is op.impl else ""

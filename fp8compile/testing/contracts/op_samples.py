@@ -103,8 +103,9 @@ def some_samples(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among arguments."""
-    return [arg for arg in args if isinstance(arg, Tensor)]
+    """The tensors among arguments, and in lists that are arguments."""
+    every = (each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+    return [each for each in every if isinstance(each, Tensor)]
 
 
 def without_nan(args: tuple[Any, ...]) -> tuple[Any, ...]:

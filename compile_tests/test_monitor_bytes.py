@@ -1,0 +1,24 @@
+"""What a step that a `fp8compile.Monitor` reads adds to the bytes of generated code; docs/monitor.md has the table."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from benchmarks.monitor import monitor_row
+
+pytestmark = [
+    pytest.mark.skipif(
+        not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
+    ),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
+]
+MOST = {"tensorwise": 1.005, "delayed": 1.005, "rowwise": 1.005, "blockwise": 1.03, "mxfp8": 1.17, "nvfp4": 1.07}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", MOST)
+def test_a_reading_adds_few_bytes(recipe):
+    found = monitor_row(recipe, ("amax", "saturation", "underflow"), None)
+    assert found["ratio"] <= MOST[recipe], found

@@ -1,0 +1,91 @@
+"""What kernels count of their casts, in Triton's interpreter, beside the same counts in PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+import fp8compile as f8
+from fp8compile.ops.quantize_both import _counted_steps as both_steps
+from fp8compile.ops.quantize_both import empty_outputs
+from fp8compile.ops.quantize_two_levels import _counted_steps as packed_steps
+from fp8compile.ops.quantize_two_levels import _empty_outputs
+from fp8compile.ops.quantize_weight import _counted_steps as weight_steps
+
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: it is its interpreter")
+RULES = ("fp32", "e8m0_rceil", "e8m0_floor")  # by the last, amaxes saturate
+
+
+def values(rows, columns):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator) * torch.exp(
+        4 * torch.randn(rows, columns, generator=generator)
+    )
+    x[: rows // 2, columns // 2 :] = 0
+    x[0, 0], x[-1, -1] = torch.nan, -torch.inf
+    return x.bfloat16()
+
+
+def interpreted(run):
+    from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+    from fp8compile.testing.gpu.program.interpreter import Interpreter
+
+    with Interpreter(Arithmetic()).active():
+        run()
+
+
+def check(found, expected):
+    """All programs together count what PyTorch counts; amaxes are bits of floats, and a NaN has several."""
+    amax = found[:, 0].amax(-1).view(torch.float32)
+    assert torch.equal(amax.nan_to_num(-1), expected[:, 0].amax(-1).view(torch.float32).nan_to_num(-1))
+    assert torch.equal(found[:, 1:].sum(-1), expected[:, 1:].sum(-1))
+    assert (expected[:, 1].sum(-1) > 0).all()  # something underflows
+
+
+@needs_triton
+@pytest.mark.parametrize("rule", RULES)
+def test_a_weight_is_counted_where_it_is_cast(rule):
+    from fp8compile.kernels.weights import rows_and_columns, square_blocks
+
+    for block, again in (((1, -1), (-1, 1)), ((16, 16), (16, 16))):
+        first, other = f8.CurrentScaling(block=block, scale=rule), f8.CurrentScaling(block=again, scale=rule)
+        x = values(130, 150)
+        *outputs, counts = (torch.zeros_like(each) for each in weight_steps(x, first, other))
+        launch = rows_and_columns if block[0] == 1 else square_blocks
+        interpreted(lambda launch=launch, own=(x, first, *outputs, counts): launch(*own))
+        check(counts, weight_steps(x, first, other)[-1])
+
+
+@needs_triton
+@pytest.mark.parametrize("rule", RULES)
+def test_both_directions_are_counted_where_they_are_cast(rule):
+    from fp8compile.kernels.both_directions import both_directions
+
+    rows = f8.CurrentScaling(block=(1, 32), scale=rule)
+    columns = f8.CurrentScaling(block=(32, 1), scale=rule, format="e5m2")
+    x = values(130, 150)
+    codes, scale, column_codes, column_scale = empty_outputs(x, rows, columns)
+    outputs = codes, scale.movedim(-1, 0), column_codes.transpose(-2, -1), column_scale
+    expected = both_steps(x, rows, columns)[-1]
+    counts = torch.zeros_like(expected)
+    interpreted(lambda: both_directions(x, rows, columns, outputs, counts))
+    check(counts, expected)
+
+
+@needs_triton
+def test_codes_of_four_bits_are_counted_where_they_are_cast():
+    from fp8compile.kernels.two_levels import both_packed
+
+    recipe = f8.recipes.nvfp4()
+    rows, columns = recipe.input, recipe.input_for_grad_weight  # the latter transforms tokens
+    x = values(96, 144)
+    x[0, 0] = x[-1, -1] = 0  # an outer amax that is no number leaves nothing to count
+    amaxes = [each.outer_amax(each.amax(x)).clone() for each in (rows, columns)]
+    codes, scale, outer, column_codes, *others = _empty_outputs(x, *amaxes, rows, columns)
+    outputs = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
+    expected = packed_steps(x, *amaxes, rows, columns)[-1]
+    counts = torch.zeros_like(expected)
+    interpreted(lambda: both_packed(x, tuple(amaxes), rows, columns, outputs, counts))
+    check(counts, expected)
