@@ -109,7 +109,11 @@ class _Codes(ConversionOps):
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the parameter in a dict, by its full name."""
+        """Join the codes and scales that were read from the file; returns ``{full_layer_name: parameter}``.
+
+        Raises:
+            ValueError: The file has no codes or no scale for one of the sets.
+        """
         layer, own, weight = _layer_of(model, full_layer_name)
         found = {key: each[0] if isinstance(each, list) else each for key, each in input_dict.items()}
         sets = []
@@ -129,7 +133,7 @@ class _Quantize(ConversionOps):
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the parameter in a dict, by its full name."""
+        """Quantize the weight that was read from the file; returns ``{full_layer_name: parameter}``."""
         layer, _, weight = _layer_of(model, full_layer_name)
         (values,) = input_dict.values()
         values = values[0] if isinstance(values, list) else values

@@ -1,13 +1,16 @@
-"""Kernels that read a tensor once and quantize it for two products, if ranks need not exchange amaxes first.
+"""Kernels that read a tensor once for two products, if no block of that read spans ranks.
 
-    tensor                    what one read gives                                              kernel
-    weight                    codes for the output, and the amaxes for grad_input's cast       `quantize_weight`
-    stack of weights          codes and amaxes as above, a scale for each row and column       `group_quantize_rows`
-                              in the backward, codes for grad_input in blocks along columns    `quantize_both`
-    grad_output               codes along rows and along tokens                                `quantize_both`
-    grad_output, x            four-bit codes along rows and tokens, after a read for amaxes    `quantize_two_levels`
+    tensor                               what one read gives                                  kernel
+    weight                               codes for the output, amaxes for grad_input's cast   `quantize_weight`
+    stack of weights, square blocks      the same                                             `quantize_weight`
+    stack of weights, rows then columns  the same                                             `group_quantize_rows`
+    grad_output, FP8                     codes along rows and codes along tokens              `quantize_both`
+    grad_output or x, four bits          the same, after an earlier read for outer amaxes     `quantize_two_levels`
 
-The two products make the same call, and the graph keeps one of them.
+"Rows then columns" is one scale for each row in the output, and one for each column in grad_input. A stack with
+smaller blocks along rows, then columns, uses `quantize_both` for grad_input alone, in the backward.
+
+Each of the two products calls the kernel with equal arguments, and a compiled graph keeps a single call.
 """
 
 from __future__ import annotations

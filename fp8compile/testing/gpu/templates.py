@@ -24,13 +24,16 @@ class Choices:
 
 @contextmanager
 def chosen_templates(number: int | None) -> Iterator[Choices]:
-    """While this runs, Inductor multiplies by its Triton templates, and takes one of them without timing any.
+    """Context in which Inductor compiles each product to one of its Triton templates, chosen by number, not by timing.
 
-    Products that have no template are a library's.
+    A product without a template gets Inductor's first choice, a library call.
 
     Args:
-        number: Number of the template, among those that Inductor would time; the last one if there are fewer. With
-            None nothing changes: a product is a library's, and FlexAttention has the one template of its defaults.
+        number: Which of the templates that Inductor would time; the last one if there are fewer. None leaves Inductor
+            as it is: it calls a library for products, and FlexAttention uses its default template.
+
+    Yields:
+        The choices; their ``most`` grows as products are compiled, and stays 0 with None.
     """
     from torch._inductor import config
     from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller

@@ -68,7 +68,10 @@ class Batch:
         return np.broadcast_to(array, (len(self.programs), *array.shape[1:]))
 
     def same(self, values: np.ndarray) -> Any:
-        """The value that all programs have in (P,) or (1,); raises `Diverged` if they differ."""
+        """The one value that all programs share; raises `Diverged` if they differ.
+
+        ``values`` has an entry for each program, (P,), or one for all of them, (1,).
+        """
         first = values.reshape(-1)[0]
         if (values != first).any():
             raise Diverged(values.reshape(-1))

@@ -37,12 +37,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Accessed:
-    """Elements that programs accessed together.
+    """The elements of one load, store or atomic that a batch of programs made, one entry for each element.
 
     Attributes:
-        programs: Number of the program that accessed each element.
-        addresses: Its address.
-        place: File and line of the access.
+        programs: Number of the program that accessed the element.
+        addresses: Address of the element.
+        place: File and line of the load, store or atomic.
     """
 
     programs: np.ndarray
