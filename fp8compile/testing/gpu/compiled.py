@@ -22,15 +22,15 @@ KERNEL_SOURCE = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '''\n
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledKernel:
-    """One kernel in one of the configurations that Inductor would choose from.
+    """A Triton kernel, compiled in one configuration of block sizes and warps.
 
     Attributes:
         name: Name of the kernel.
         config: Block sizes of the configuration.
         num_warps: Number of warps, of 32 threads each.
-        arguments: Triton's type ("*bf16", "i32") of each of the PTX's parameters by name, in order.
+        arguments: The PTX's parameters in order: Triton's type, such as "*bf16" or "i32", by name.
         shared_bytes: Bytes of shared memory that each program uses.
-        ptx: The text of the PTX; for an AMD GPU, of its assembly.
+        ptx: Text of the PTX; for an AMD GPU, text of the assembly.
     """
 
     name: str
@@ -115,7 +115,7 @@ def unpipelined(tuner: Any, config: Any) -> bool:
         config: One of its configurations.
 
     Returns:
-        Whether Inductor tries it: True.
+        True: Inductor tries the changed configuration.
     """
     config.num_stages = 1
     if "NUM_STAGES" in config.kwargs:
@@ -124,10 +124,10 @@ def unpipelined(tuner: Any, config: Any) -> bool:
 
 
 def halved(tuner: Any, config: Any) -> bool:
-    """Halve the block of a reduction, as Inductor does on the GPU for a kernel that takes many registers.
+    """Halve the block of a reduction, as Inductor does on the GPU for a kernel that needs many registers.
 
-    It does so if the GPU's registers hold fewer programs than there are, and times both blocks. It takes none whose
-    registers spill if the other's don't. This is that rule for a kernel that takes all 255 registers of a thread.
+    Inductor halves the block if the GPU's registers can't hold all programs at a time. Then it times both blocks, and
+    drops one that spills registers if the other doesn't. This function assumes that a thread needs all 255 registers.
 
     Source: ``CachingAutotuner._iter_rblock_scale_candidates`` in PyTorch 2.13.
 
@@ -136,7 +136,7 @@ def halved(tuner: Any, config: Any) -> bool:
         config: One of its configurations.
 
     Returns:
-        Whether Inductor tries it.
+        Whether Inductor tries the halved block; if not, the configuration is unchanged.
     """
     device, blocks = tuner.device_props, {name: size for name, size in config.kwargs.items() if name.startswith("R")}
     programs = -(-tuner.size_hints["x"] // config.kwargs.get("XBLOCK", 1)) if blocks else 0

@@ -20,7 +20,7 @@ SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 @dataclass(frozen=True, kw_only=True)
 class KernelResources:
-    """One kernel in one of the configurations that Inductor would choose from.
+    """Registers, spills and shared memory of a kernel in one configuration.
 
     Attributes:
         name: Name of the kernel.
@@ -91,7 +91,7 @@ def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
 def jit_resources(
     fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu
 ) -> KernelResources:
-    """Compile a function under ``triton.jit`` for a GPU; nothing is launched.
+    """Registers, spills and shared memory of a function under ``triton.jit``, compiled for a GPU and not launched.
 
     Arguments are the same as those of `compiled_jit`.
 

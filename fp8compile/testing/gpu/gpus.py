@@ -1,4 +1,4 @@
-"""A pretended GPU: it answers what PyTorch, Inductor and Triton ask a GPU before they generate code for it.
+"""A pretended GPU: it answers the questions of PyTorch, Inductor and Triton before they generate a GPU's code.
 
 Nothing can run on it. It replaces the real GPU too if the machine has one, so that generated code is the same
 everywhere.
@@ -125,10 +125,12 @@ GPUS = {
 
 
 def gpu_called(arch: str) -> Gpu:
-    """The GPU with this key in ``GPUS``, or the first one that NVIDIA's ``"sm_120"`` or AMD's ``"gfx950"`` names.
+    """The GPU by its key in ``GPUS``, or by an architecture such as ``"sm_120"`` (NVIDIA) or ``"gfx950"`` (AMD).
+
+    If several GPUs have the architecture, the first one in ``GPUS`` is returned.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No GPU has this key or architecture.
     """
     if arch in GPUS:
         return GPUS[arch]
@@ -139,7 +141,7 @@ def gpu_called(arch: str) -> Gpu:
 
 
 def check_is_nvidia(gpu: Gpu, what: str) -> None:
-    """Raise a ValueError that says what needs an NVIDIA GPU, if the GPU is one of AMD's."""
+    """Raise a ValueError if the GPU is AMD's; ``what`` names the function that needs an NVIDIA GPU."""
     if gpu.is_amd:
         raise ValueError(
             f"{what} is for NVIDIA's GPUs, and {gpu.name} ({gpu.gcnArchName}) is AMD's. `gpu_kernels` and `fp8compile "
@@ -148,7 +150,7 @@ def check_is_nvidia(gpu: Gpu, what: str) -> None:
 
 
 def triton_target(gpu: Gpu) -> Any:
-    """The GPU as Triton's compiler names it."""
+    """The target that Triton's compiler takes for the GPU."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("hip" if gpu.is_amd else "cuda", gpu.cc, gpu.warp_size)
@@ -191,7 +193,7 @@ def _triton_driver(gpu: Gpu) -> Any:
 
 
 def _unguarded() -> dict[str, Callable[..., Any]]:
-    """Replacements of tensor methods that guard the device, because a PyTorch built without CUDA has no such guard."""
+    """Replacements of tensor methods that use a device guard, because a PyTorch built without CUDA has none."""
     index = Tensor.__getitem__
     return {
         "__invert__": lambda tensor: torch.bitwise_not(tensor),
@@ -216,9 +218,9 @@ def _forget_devices() -> None:
 
 @contextmanager
 def pretend_triton(gpu: Gpu) -> Iterator[None]:
-    """While this runs, Dynamo believes that Triton has this GPU, so that it traces kernels that a function launches.
+    """Context in which Dynamo believes that Triton has this GPU, and so traces the kernels that a function launches.
 
-    That includes descriptors for TMA that the host makes, from compute capability 9.0 on.
+    From compute capability 9.0 on, these kernels may take TMA descriptors that the host makes.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
@@ -236,7 +238,7 @@ def pretend_triton(gpu: Gpu) -> Iterator[None]:
 
 @contextmanager
 def pretend_gpu(gpu: Gpu) -> Iterator[None]:
-    """While this runs, PyTorch believes that device ``cuda:0`` is this GPU, and Triton generates code for it.
+    """Context in which PyTorch believes that device ``cuda:0`` is this GPU, and Triton generates code for it.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

@@ -43,10 +43,10 @@ class GpuGraph:
         inputs: The arguments that the graph was traced with.
         returned: Positions of the outputs that a caller gets; Inductor keeps their strides. It may pad the strides of
             the other outputs, which are saved for backward.
-        called_with: The tensors that a forward was called with, subclasses included, by which parameters can be found
-            again. Empty for a backward.
-        donated: For a backward, positions of the arguments that nobody else reads, so that Inductor may write other
-            tensors to their memory; None for a forward.
+        called_with: The tensors that a forward was called with, before subclasses are taken apart. A caller finds its
+            parameters among them by identity. Empty for a backward.
+        donated: For a backward, positions of the arguments that nobody else reads: Inductor may write other tensors
+            to their memory. None for a forward.
     """
 
     graph: fx.GraphModule
@@ -92,7 +92,7 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
 
 
 def change_joint(graph: fx.GraphModule, inputs: Any) -> None:
-    """Change a graph before it is cut as Inductor does; a graph without a backward likewise."""
+    """Run Inductor's passes on a joint graph, before it is cut into two, or on a graph without a backward."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
@@ -175,7 +175,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> 
 
 
 def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
-    """The outputs of a forward that are saved for the backward, without its own arguments; one for each storage."""
+    """The outputs that a forward saves for the backward, one for each storage; its own arguments are left out."""
     nodes = forward.graph.graph.find_nodes(op="placeholder")
     seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
@@ -188,12 +188,12 @@ def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
 
 
 def kept_bytes(forward: GpuGraph) -> int:
-    """Bytes that the forward saves for the backward, without its own arguments; each storage counts once."""
+    """Bytes that the forward saves for the backward; each storage counts once, the forward's arguments don't count."""
     return sum(node.meta["val"].untyped_storage().nbytes() for node in kept_nodes(forward))
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:
-    """Raise a NotImplementedError if a graph calls another graph, whose code reports would miss."""
+    """Raise a NotImplementedError if a graph calls another graph: reports would miss the code of that one."""
     if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
         raise NotImplementedError(
             "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "

@@ -52,8 +52,8 @@ class GpuCode:
     """The code of one graph as Inductor would run it.
 
     Attributes:
-        source: The Python file with Triton kernels and the calls.
-        bytes: Bytes read and written by kernels and GEMMs, as Inductor counts them: each buffer once a kernel.
+        source: The generated Python file: Triton kernels, and the code that launches them and calls libraries.
+        bytes: Bytes that kernels and library calls read and write, as Inductor counts them: each buffer once a kernel.
         launches: Kernels and library calls in order.
         gpu: The GPU that the code is for.
         no_cuda_graph: Why Inductor would not replay the graph as a CUDA graph; None if it would.
@@ -110,7 +110,7 @@ def _code(found: Schedule, gpu: Gpu) -> GpuCode:
 
 
 def gpu_kernels(fn: Callable[..., Any], *args: Any, arch: str = "h200") -> list[GpuCode]:
-    """What Inductor generates for ``fn(*args)`` and its backward on a GPU.
+    """The code that Inductor generates for ``fn(*args)`` and its backward on a GPU.
 
     The function is traced with ``fullgraph=True`` and computes nothing. All earlier compiled graphs are dropped
     (``torch._dynamo.reset``). For sizes that don't fit in memory, make arguments and parameters under

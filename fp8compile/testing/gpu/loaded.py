@@ -1,4 +1,4 @@
-"""Loads a wrapper that Inductor generated, and calls it with other kernels, products and memory than its device's.
+"""Loads a wrapper, the Python code that Inductor generates around kernels, and calls it without its device.
 
 what the wrapper uses      what it gets here
 async_compile              `StandIns.kernels`
@@ -39,12 +39,12 @@ class StandIns:
 
 
 class LoadedWrapper:
-    """A generated wrapper.
+    """A generated wrapper with stand-ins for its device; call it with a list of arguments.
 
     Args:
         source: The Python file that Inductor generated.
         constants: Objects that the source names and doesn't define.
-        stand_ins: What it gets in place of its device.
+        stand_ins: What the wrapper gets in place of its device.
     """
 
     def __init__(self, source: str, constants: Mapping[str, Any], stand_ins: StandIns) -> None:
@@ -55,7 +55,7 @@ class LoadedWrapper:
         self._scope["extern_kernels"] = stand_ins.products
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Run the wrapper and return its results. It empties the list of arguments, as on its device."""
+        """Run the wrapper and return its results. The wrapper empties ``args``, to free arguments early."""
         with torch.no_grad(), self._runtime():
             return list(self._scope["call"](args))
 

@@ -22,7 +22,7 @@ SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which th
 
 
 def constants_of(lowering: Any) -> dict[str, Any]:
-    """Objects that generated code names and doesn't define: types of opaque values, tensors of the graph."""
+    """Objects that generated code names and doesn't define: the graph's constant tensors, types of opaque values."""
     return {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
 
 
@@ -47,7 +47,7 @@ def _device_argument(node: fx.Node) -> str | None:
 
 
 def _moved(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of a graph whose device arguments name the device. Each node notes its name in ``meta["custom"]``."""
+    """A copy of a graph in which device arguments are ``device``, and each node has its name in ``meta["custom"]``."""
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     graph = copy.deepcopy(graph)
@@ -62,9 +62,10 @@ def _moved(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
 
 def _name_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Name a graph's inputs as AOTAutograd does: by "primals" and "tangents" Inductor knows what a caller holds.
+    """Give a graph's inputs the names that AOTAutograd gives them, such as "primals_1" and "tangents_1".
 
-    It orders a graph's operators for the smallest peak of memory, and counts what the graph itself can free.
+    The names tell Inductor which inputs the caller keeps. Inductor orders operators for the smallest peak of memory,
+    and counts as freed only what the graph itself can free.
     """
     for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
         node._rename(name)  # to another name if a node has it

@@ -1,4 +1,4 @@
-"""The pytest plugin's fixture ``gpu_program``: runs a GPU's program on the CPU, and fails if its bits are others."""
+"""The pytest fixture ``gpu_program``: runs a GPU's program on the CPU, and fails if bits differ from the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["program_runner"]
 
 
 def program_runner(item: pytest.Item, arch: str, options: Mapping[str, Any]) -> Callable[..., GpuRun]:
-    """The function that the fixture gives to a test.
+    """The value of the fixture: a function that runs a GPU's program, and fails the test on a difference.
 
     Args:
         item: The test, whose report gets the GPU and the numbers of launches and differences.

@@ -90,7 +90,7 @@ class Ptx:
 
     @cached_property
     def writers(self) -> dict[str, list[Instruction]]:
-        """The instructions that write each register; several if control flow reaches a use from several of them."""
+        """For each register, the instructions that write it; several if branches write it in different ways."""
         found: dict[str, list[Instruction]] = {}
         for each in self.instructions:
             for register in each.outputs:

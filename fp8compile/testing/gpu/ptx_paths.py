@@ -88,7 +88,7 @@ def _parameters_in(ptx: Ptx, address: str) -> set[int]:
 
 
 def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
-    """The stores and atomic updates of global memory whose address comes from one of some pointers.
+    """The stores and atomic updates of global memory that go through the given pointers.
 
     Args:
         ptx: The kernel.
@@ -100,7 +100,7 @@ def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
 
 
 def traced(ptx: Ptx, stores: Iterable[Instruction]) -> list[Instruction]:
-    """The instructions that compute the numbers that some stores write.
+    """The instructions that compute what ``stores`` write.
 
     Args:
         ptx: The kernel.

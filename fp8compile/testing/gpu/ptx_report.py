@@ -106,7 +106,7 @@ def _complaints(
 
 
 def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
-    """Check one kernel.
+    """Check the PTX of one kernel in one configuration.
 
     Args:
         kernel: A kernel as `compiled_kernels` or `compiled_jit` returns it.

@@ -64,7 +64,7 @@ def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
 
 
 def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[set[fx.Node]]:
-    """The nodes of each lowered graph from which codes and scales are computed; the backward comes first."""
+    """For each lowered graph, the nodes from which codes and scales are computed; the backward is walked first."""
     found: list[set[fx.Node]] = []
     asked_for: set[str] = set()  # names of the forward's outputs that the backward's path goes through
     for made, scheduled in zip(reversed(graphs), reversed(schedules), strict=True):

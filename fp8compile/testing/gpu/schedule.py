@@ -51,7 +51,7 @@ class ScheduledLaunch:
         made: The buffers that it makes, each with the node of the lowered graph whose value the buffer holds. The node
             is None for a copy that Inductor makes to give a product's operand the layout that it needs.
         read: The buffers that it reads. For a product they are the operands in order.
-        arguments: Names of the buffers that a Triton kernel is given, in order; other arguments are empty.
+        arguments: Names of the buffers that a Triton kernel is given, by position; "" for any other argument.
         is_template: Whether it is one of Inductor's templates that multiply matrices in tiles.
     """
 
@@ -70,17 +70,17 @@ class Schedule:
     """One graph as Inductor would run it.
 
     Attributes:
-        source: The Python file with Triton kernels and the calls.
+        source: The generated Python file: Triton kernels, and the code that launches them and calls libraries.
         bytes: Bytes read and written, as Inductor counts them: each buffer once a kernel. Results of operators that
             nobody reads are added, because Inductor leaves them out.
         launches: The launches in order.
-        sources: Nodes of the given graph by name.
+        sources: Nodes of the given graph, the one that `schedule` took, by name.
         placed: Buffers that no launch makes as a whole, each with the node whose value it holds. Such a buffer is one
             of several results of an operator, or memory that several kernels write to.
         no_cuda_graph: Why Inductor would not replay the graph as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that the graph writes to.
         constants: Objects that the source names and doesn't define: types of opaque values, tensors of the graph.
-        lowered: The graph on the GPU that Inductor lowered.
+        lowered: The lowered graph: the given one, traced again on the GPU's tensors and changed by Inductor.
         output_strides: Strides of each output; None if they aren't known. Inductor may pad outputs that are saved for
             backward.
         templates: The largest number of templates that Inductor would time for one product.
@@ -154,7 +154,7 @@ class Schedule:
 
     @cached_property
     def of_templates(self) -> dict[str, tuple[fx.Node, tuple[int, ...]]]:
-        """Buffers that hold results of templates: the node of the given graph, and the place among its results."""
+        """For each buffer that a template fills: the node of the given graph, and the place among its results."""
         inside = {node for launch in self.launches if launch.is_template for node in self.computed(launch)}
         found: dict[str, tuple[fx.Node, tuple[int, ...]]] = {}
         for name, lowered in self._holders.items():
@@ -170,7 +170,7 @@ class Schedule:
 
     @cached_property
     def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
-        """Nodes of the given graph whose values are in a buffer, and the launch that writes it."""
+        """For each node of the given graph whose value is in a buffer, the launch that writes the buffer."""
         found: dict[fx.Node, ScheduledLaunch] = {}
         for launch in self.launches:
             for lowered in filter(None, (self._holders[name] for name in launch.made)):
@@ -182,7 +182,7 @@ class Schedule:
 
 
 def taken_from(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
-    """The node that a node takes an item of, and the item's place; the node itself if it takes none."""
+    """Go back through ``getitem`` nodes: the node that has the results, and the place of this one; () for the only."""
     if node.target is not operator.getitem:
         return node, ()
     whole: Any = node.args[0]
@@ -192,7 +192,7 @@ def taken_from(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
 
 
 def is_fused_addition(lowered: fx.Node, node: fx.Node) -> bool:
-    """Whether a node of the lowered graph is an addition of the given graph together with a product."""
+    """Whether ``lowered`` is an ``addmm`` or ``baddbmm`` into which Inductor fused the addition ``node``."""
     fused = (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
     return node.target is torch.ops.aten.add.Tensor and lowered.target in fused
 
@@ -262,7 +262,7 @@ def _launch(node: Any, call: dict[str, str], text: str) -> ScheduledLaunch:
 
 
 def _names(call: str) -> tuple[str, ...]:
-    """Names of the variables that a printed call is given; other arguments are empty."""
+    """Names of the variables that a printed call passes, by position; "" for any other argument."""
     given = next(node for node in ast.walk(ast.parse(call.strip())) if isinstance(node, ast.Call)).args
     return tuple(each.id if isinstance(each, ast.Name) else "" for each in given)
 
@@ -293,15 +293,15 @@ def _is_called(node: Any) -> bool:
 
 
 def _is_replaced(node: Any) -> bool:
-    """Whether a mixed reduction took the place of the node: it adds the parts of sums that the node would add."""
+    """Whether the node does not run, because a reduction along rows and columns at once does its additions."""
     return all(each.get_name() in node.scheduler.removed_ops for each in node.get_nodes())
 
 
 def _kernels_of(node: Any) -> list[Any]:
-    """The nodes of the schedule that one fused node is printed as.
+    """The nodes, one for each kernel, that a fused node of the schedule is printed as.
 
-    A kernel that reduces along rows and along columns leaves sums by parts of the columns. What is computed from the
-    whole sums is a kernel of its own, in the same fused node.
+    There are two if one kernel reduces along rows and columns at once: it leaves partial sums of the columns, and a
+    second kernel computes what needs the whole sums.
     """
     from torch._inductor import ir, scheduler
 
@@ -357,7 +357,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
 
 
 def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """A method of Inductor's scheduler, called once a kernel, that also logs the kernel's number every few seconds."""
+    """Wrap a method that Inductor's scheduler calls once a kernel, to log the kernel's number every few seconds."""
     number, told = itertools.count(1), 0.0
 
     def enter_and_tell(scheduler: Any, node: Any) -> None:

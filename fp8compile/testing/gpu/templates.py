@@ -13,7 +13,7 @@ __all__ = ["Choices", "chosen_templates"]
 
 @dataclass
 class Choices:
-    """What Inductor would choose from.
+    """How many templates Inductor would choose from.
 
     Attributes:
         most: The largest number of templates that it would time for one product.

@@ -92,15 +92,15 @@ def on_arrays(function: Function) -> Callable[..., np.ndarray]:
 def elementwise(function: Function, x: torch.Tensor) -> torch.Tensor:
     """Apply a function of PyTorch so that an element's result does not depend on its place.
 
-    Strided tensors, and elements after the last whole vector, run other implementations, whose last bits may differ
-    (exp2 of float32).
+    PyTorch has other implementations for strided tensors, and for elements after the last whole vector. Their last
+    bits may differ (exp2 of float32).
     """
     whole = torch.nn.functional.pad(x.contiguous().flatten(), (0, -x.numel() % VECTOR))
     return function(whole)[: x.numel()].view(x.shape)
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:
-    """The root, rounded once; PyTorch's on a CPU is not if MKL computes it."""
+    """The square root, correctly rounded; PyTorch's own is not, where MKL computes it."""
     return torch.from_numpy(np.sqrt(x.numpy()))
 
 
@@ -128,7 +128,7 @@ def truncated(exact: np.ndarray) -> np.ndarray:
 
 
 def full_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Divide float32 by the reciprocal, as ``div.full.f32`` may. Float64 is divided exactly, as on a GPU."""
+    """Divide float32 by a truncated reciprocal, as ``div.full.f32`` may. Float64 is divided exactly, as on a GPU."""
     return a * truncated(1 / b.astype(np.float64)) if a.dtype == np.float32 else a / b
 
 

@@ -5,7 +5,7 @@ A value of a kernel is one array for all programs of a `Batch`:
     a block of shape s      (P, *s), or (1, *s) if all programs have the same values
     a scalar                (P,), or (1,)
 
-So one call of NumPy computes what P programs compute, and the time of Python is paid once. Where the host has to know
+So one call of NumPy computes what P programs compute, and Python's overhead is paid once. Where the host has to know
 a value, for an ``if`` or the bounds of a loop, and the programs differ in it, the batch is undone: memory gets its
 earlier contents, and the programs run again in smaller batches, each with one value.
 
@@ -31,10 +31,10 @@ ELEMENTS = 1 << 17  # of the largest array of a batch: it fits into a core's cac
 
 
 class Diverged(Exception):
-    """Programs of a batch need different values of a number that decides what runs next.
+    """Raised if programs of a batch differ in a number that decides what runs next, such as a loop's bound.
 
     Attributes:
-        values: The number in each program, (P,).
+        values: The number that each program has, (P,).
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -44,12 +44,12 @@ class Diverged(Exception):
 
 @dataclass
 class Batch:
-    """Programs that run together.
+    """P programs of a launch that run together.
 
     Attributes:
-        programs: Their numbers in the order in which they take turns, (P,) int64.
-        index: Their indices along each dim of the grid, three arrays (P,) int32.
-        largest: Number of elements of the largest block so far, of one program.
+        programs: Numbers of the programs, (P,) int64, in the order in which they would run one by one.
+        index: Indices of the programs along each of the grid's three dims, each (P,) int32.
+        largest: Number of elements that one program has in its largest block so far.
     """
 
     programs: np.ndarray
@@ -64,7 +64,7 @@ class Batch:
         return cls(numbers, tuple(each.astype(np.int32) for each in np.unravel_index(numbers, tuple(grid))))
 
     def of_each(self, array: np.ndarray) -> np.ndarray:
-        """The array with an entry for each program, (P, *s)."""
+        """Expand an array with one entry for all programs, if it is one, to an entry for each: (P, *s)."""
         return np.broadcast_to(array, (len(self.programs), *array.shape[1:]))
 
     def same(self, values: np.ndarray) -> Any:
@@ -90,17 +90,17 @@ class Batch:
 
 
 def arrays(*handles: Handle) -> list[np.ndarray]:
-    """The arrays of handles with equal shapes of blocks, broadcast over programs."""
+    """The arrays of handles whose blocks have equal shapes, broadcast along the dim of programs."""
     return list(np.broadcast_arrays(*(each.data for each in handles)))
 
 
 def stored(array: np.ndarray) -> np.ndarray:
-    """The array in memory that Triton's loads and stores can read; a view with repeated elements is copied."""
+    """The array, contiguous and writable as Triton's loads and stores need it; a broadcast view is copied."""
     return np.require(array, requirements=["C", "W"])
 
 
 def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
-    """An array and the dim of it that is dim ``axis`` of a block; with None, blocks are flattened."""
+    """The array, and its dim that is dim ``axis`` of a block; if ``axis`` is None, each block is flattened first."""
     if axis is None:
         return array.reshape(len(array), -1), 1
     return array, axis % (array.ndim - 1) + 1
@@ -167,7 +167,7 @@ def _tensor(_: Any, array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
 
 
 def _of_sizes(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
-    """Operators that make blocks of a given shape."""
+    """Patches of operators that make blocks of a given shape."""
 
     def shaped(data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         batch = running()
@@ -187,7 +187,7 @@ def _of_sizes(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_dims() -> Iterator[tuple[Any, ...]]:
-    """Operators that rearrange the dims of blocks."""
+    """Patches of operators that rearrange the dims of blocks."""
 
     def on_each(change: Callable[..., np.ndarray]) -> Callable[..., Handle]:
         return lambda _, x, *args: Handle(change(x.data, *args), x.dtype.scalar)
@@ -230,7 +230,7 @@ def _histogram(_: Builder, data: Handle, bins: int, mask: Handle | None) -> Hand
 
 
 def _of_pointers() -> Iterator[tuple[Any, ...]]:
-    """Blocks of memory that kernels name by a shape and strides: block pointers, and descriptors for a GPU's TMA."""
+    """Patches of operators on block pointers and TMA descriptors, which name memory by a shape and strides."""
 
     def of_block_pointer(block: Any, checked: Sequence[int]) -> tuple[Handle, Handle]:
         return _elements(block, block.offsets, checked)

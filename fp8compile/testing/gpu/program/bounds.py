@@ -1,16 +1,16 @@
 """How far a template's results may be from the exact ones: products in tiles, attention block by block.
 
-A template adds in an order of its own, so its bits have no reference. Its results are compared with exact ones, in
-float64, within a bound:
+A template adds in an order of its own, so no reference has its bits. Its results are compared with exact ones, which
+are computed in float64. They may differ by twice this bound:
 
-    a product of K terms    K roundings in float32 of the sum of the terms' magnitudes, which is the worst case of any
-                            order, and one rounding of the result
+    a product of K terms    K roundings in float32 of the sum of the terms' magnitudes, the worst case of any order,
+                            and one rounding of the result
     FlexAttention           the largest error of its formula in eager mode, in the operands' dtype, as in the tests of
                             FlashAttention
 
-Twice that is allowed. Operators that are fused behind the template are computed with the exact value, the lowest and
-the highest in float64, and with the exact one in float32. So their results show what the bound becomes, and how large
-their own roundings are. The rounding of the stored dtype is added.
+Operators that are fused behind the template are computed four times. In float64, the exact result and the lowest and
+the highest that are allowed show how the bound changes. In float32, the exact result shows the operators' own
+roundings. One rounding to the stored dtype is allowed besides.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Bounded:
     """The values of an operator in a template; each is a tensor, or a tuple if the operator has several results.
 
     Attributes:
-        exact: The exact value in float64.
-        low: The same, as far below as the template may be.
-        high: The same, as far above.
-        single: The exact value, with what is fused behind the template computed in float32.
+        exact: The value in float64, if the template's result is exact.
+        low: The value in float64, if the template's result is the lowest that is allowed.
+        high: The value in float64, if the template's result is the highest that is allowed.
+        single: The value if the template's result is exact, and operators fused behind it compute in float32.
     """
 
     exact: Any
@@ -55,7 +55,7 @@ class Bounded:
     single: Any
 
     def at(self, place: Sequence[int]) -> Bounded:
-        """One of several results."""
+        """The result at ``place`` of an operator that has several."""
         found = self
         for index in place:
             found = Bounded(*(getattr(found, side)[index] for side in SIDES))
@@ -79,8 +79,8 @@ def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, 
     Args:
         name: The product, a key of ``PRODUCTS``.
         gpu: The GPU, whose requirements are checked.
-        args: Its arguments.
-        kwargs: Its other arguments.
+        args: The product's arguments.
+        kwargs: The product's keyword arguments.
     """
     kind = kwargs.get("out_dtype") or next(arg.dtype for arg in args if isinstance(arg, Tensor))
     if name in PLAIN:  # others demand dtypes, and round to them
@@ -94,7 +94,7 @@ def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _around(exact: Any, bound: Any) -> Bounded:
-    """The values that are twice the bound away; some of several results may be None."""
+    """The values from twice the bound below ``exact`` to twice the bound above it; a result None stays None."""
     if isinstance(exact, tuple):
         sides = [_around(*each) for each in zip(exact, bound, strict=True)]
         return Bounded(*(tuple(getattr(each, side) for each in sides) for side in SIDES))
@@ -109,14 +109,17 @@ def in_float64(arg: Any) -> Any:
 
 
 def bounded_attention(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Bounded:
-    """Compute FlexAttention, or its backward, in float64 and in the dtype of its operands."""
+    """Compute FlexAttention, or its backward, in float64; the bound is its error in the operands' dtype."""
     exact = _attention(target, in_float64(_recast(args, keep=False)), kwargs)
     usual = _attention(target, _recast(args, keep=True), kwargs)
     return _around(exact, _error(usual, exact))
 
 
 def _recast(args: Any, *, keep: bool) -> Any:
-    """Arguments whose graphs cast floats by an operator that can be batched, or not at all."""
+    """Change casts in graphs among the arguments to an operator that can be batched.
+
+    Casts to floats are removed unless ``keep``.
+    """
     if isinstance(args, tuple | list):
         return tuple(_recast(each, keep=keep) for each in args)
     if not isinstance(args, fx.GraphModule):
@@ -158,12 +161,12 @@ def _error(usual: Any, exact: Any) -> Any:
 
 
 def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
-    """The difference of a template's result that is further from the exact one than its bound, if it is.
+    """Yield a difference if a template's result is further from the exact one than its bound allows.
 
     Args:
-        where: Words for the place.
+        where: Words for the place of the result.
         got: The program's result.
-        wanted: The exact result, and the furthest ones.
+        wanted: The exact result, and the furthest ones that are allowed.
     """
     sides = (getattr(wanted, side).reshape(got.shape) for side in SIDES)
     exact, low, high, single = (each.double() if each.is_floating_point() else each for each in sides)

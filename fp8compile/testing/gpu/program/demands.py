@@ -1,4 +1,4 @@
-"""Requirements of a GPU's products on their operands: the check, common sizes, tiles of scales."""
+"""Checks of a GPU's requirements on the operands of matrix products, and readers of scales that lie in tiles."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class _Compared:
         self.differences: list[Difference] = []
 
     def _schedules(self, traced: GpuGraph) -> Iterator[Schedule]:
-        """The graph as Inductor would run it, with each of the templates."""
+        """Schedules of the graph, one for each template by which its products are multiplied."""
         from torch._inductor import config
 
         settings = self._settings
@@ -76,7 +76,7 @@ class _Compared:
 
     @property
     def schedule(self) -> Schedule:
-        """The graph as Inductor would run it, with the last of the templates."""
+        """The schedule of the graph with the last template."""
         return self._programs[-1].found
 
     def _ways(self) -> Iterator[tuple[Program, Way, str]]:

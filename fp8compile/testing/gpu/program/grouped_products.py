@@ -82,7 +82,7 @@ def grouped_mm(
 
 
 def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tensor:
-    """The scale of each element of (rows, k), read from tiles; each group begins with a new tile of rows."""
+    """Read the scale of each element of an operand (rows, k) from tiles; each group begins with a new tile of rows."""
     blocks = k // MX_BLOCK
     width = -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
     demand(scale.ndim == 2 and scale.shape[1] == width, name, f"scales of rows in {width} columns of tiles.")
@@ -97,7 +97,7 @@ def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tenso
 
 
 def _mx_tokens(scale: Tensor, features: int, columns: int, offs: Tensor, name: str) -> Tensor:
-    """The scale of each element of (features, columns), read from tiles; each group's tiles lie together."""
+    """Read the scale of each element of an operand (features, columns) from tiles; a group's tiles lie together."""
     tall = -(-features // TILE_ROWS) * TILE_ROWS
     demand(scale.ndim == 2 and scale.shape[0] == tall, name, f"scales of {tall} features in whole tiles.")
     flat, first = scale.contiguous().reshape(-1), 0
@@ -168,9 +168,10 @@ def scaled_grouped_mm(
 def grouped_blockwise_mm(
     gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object
 ) -> Tensor:
-    """Check a GPU's requirements, and compute `fp8compile::grouped_blockwise_mm` by its kernel for a CPU.
+    """Check a GPU's requirements, and compute `fp8compile::grouped_blockwise_mm` by the operator's kernel for a CPU.
 
-    For blocks that kernel adds in float32, in its own order; other products here are summed in float64.
+    If scales are those of blocks, that kernel adds in float32, in an order of its own. Other products in this file
+    are summed in float64.
     """
     name = f"grouped_blockwise_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(gpu is None or bool(gates_of("blockwise groups", gpu.target)), name, "compute capability 8.9 to 12.1.")
@@ -200,10 +201,10 @@ def grouped_nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor, offs: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Check a GPU's requirements, and compute what `fp8compile::grouped_nvfp4_mm` calls on a GPU.
+    """Check a GPU's requirements, and compute `fp8compile::grouped_nvfp4_mm` as on a GPU.
 
-    It calls `torch._scaled_grouped_mm_v2` on four-bit codes. A group without columns to sum over is skipped. Its
-    result stays unwritten, and is NaN here.
+    There the operator calls `torch._scaled_grouped_mm_v2` on four-bit codes. If a group has no columns to sum over,
+    the GPU leaves its result unwritten, and it is NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
     demand(bool(gates_of("nvfp4 groups", gpu.target)), name, "compute capability 10.0 or 10.3.")

@@ -10,14 +10,14 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
                         bfloat16 and back gives bits of another type; replaced by PyTorch's conversions
     reductions          a custom function is applied element by element, which takes seconds; here it is applied to
                         halves
-    masks               a mask that involves a scalar holds integers, which numpy would take for indices; made bool
+    masks               a mask that involves a scalar holds integers, which numpy takes for indices; here it is bool
     sums                the order of additions is not the GPU's; here sums are in float64 and rounded once, as in the
                         reference
     maximum, minimum    a NaN is kept; a GPU's max.f32 drops it
     fused multiply-add  is rounded twice; here once
     arithmetic shift    changes its operands; here it does not
-    int(number)         raises in Triton 3.6 with numpy 2.4 or later
-    libdevice           returns None; here PyTorch's functions are used, and unknown ones raise
+    int(number)         raises in Triton 3.6 with numpy 2.4 or later; here it works
+    libdevice           its functions return None; here PyTorch's functions are used, and unknown ones raise
     bfloat16 arithmetic computes with the bits as integers; here it raises
     tl.dot              multiplies the bits of bfloat16; here numbers, summed in float64 and rounded once a tile
 """
@@ -75,8 +75,8 @@ class Interpreter:
 
     Attributes:
         arithmetic: The choices of the GPU's compiler.
-        elements: Number of elements, of the largest block of a kernel, that programs which run together may have. With
-            1, each program runs by itself.
+        elements: How many programs run together is chosen so that a kernel's largest block has no more elements than
+            this over all of them. With 1, each program runs by itself.
         multiply_adds: Number of elements that fused multiply-adds have computed so far.
     """
 
@@ -218,7 +218,7 @@ class Interpreter:
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
     def _place(self, error: BaseException | None = None) -> str:
-        """File and line of the kernel, or of the function it called, that runs now or that an error left."""
+        """File and line, in a kernel or a function that it calls, of what runs now or of what raised ``error``."""
         if error is not None:
             steps = reversed(list(traceback.walk_tb(error.__traceback__)))
             code, line = next((frame.f_code, line) for frame, line in steps if frame.f_code in self._codes)

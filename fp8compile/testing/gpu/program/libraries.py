@@ -1,6 +1,6 @@
-"""What a library makes known to programs: its own operators, and which GPU runs which scaled product.
+"""The register of libraries whose operators programs may call, with their tables of which GPU runs which product.
 
-The rest of ``testing/gpu`` knows PyTorch and Triton, and nothing of a library. This package makes its operators known
+The rest of ``testing/gpu`` depends on PyTorch and Triton alone. The package fp8compile enters its own operators here,
 in ``fp8compile/testing/own_library.py``.
 """
 
@@ -17,13 +17,13 @@ __all__ = ["Library", "gates_of", "make_known", "operator_called"]
 
 @dataclass(frozen=True)
 class Library:
-    """What a library knows.
+    """A library's operators and its table of products.
 
     Attributes:
-        operator: Returns the Python function that a GPU runs for an operator, by the operator's name with its
-            namespace; None for an operator of another library.
-        gates: Returns the entries of a table of products that apply to a product, by its name, on a target. An entry
-            has ``out_dtypes``. None apply if the GPU does not run the product.
+        operator: Takes an operator's name with its namespace, and returns the Python function that a GPU runs for it;
+            None for an operator of another library.
+        gates: Takes a product's name and a target, and returns the table's entries for them, each with
+            ``out_dtypes``; an empty sequence if the target does not run the product.
     """
 
     operator: Callable[[str], Callable[..., Any] | None]

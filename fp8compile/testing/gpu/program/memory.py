@@ -76,7 +76,7 @@ class Access:
 
         Args:
             kind: "load", "store" or "atomic".
-            pointers: Addresses of the elements, of each program in dim 0; one entry if all programs load the same.
+            pointers: Addresses of the elements; dim 0 is that of programs, of size 1 if all of them load the same.
             mask: True for each element that is accessed, of the same shape.
             width: Bytes of each element.
             place: File and line of the access.
@@ -160,7 +160,7 @@ def _sorted(parts: list[Accessed]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shared(first: np.ndarray, by_first: np.ndarray, second: np.ndarray, by_second: np.ndarray) -> np.ndarray:
-    """Addresses that two different programs access; the first addresses are sorted."""
+    """Addresses in both ``first``, sorted, and ``second`` that different programs access."""
     if not len(first) or not len(second):
         return first[:0]
     lowest = np.searchsorted(first, second, side="left")

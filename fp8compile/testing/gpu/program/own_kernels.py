@@ -1,7 +1,7 @@
 """Triton kernels of the function's author: launched in the function, or by a custom operator.
 
-They are their own reference, one program after the other: what is checked is their memory, that the order of programs
-changes nothing, and what Inductor makes around them.
+The reference runs the same kernel, one program after the other. So a run checks the kernel's memory accesses, whether
+the order of programs changes anything, and the code that Inductor generates around the kernel.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def launched(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Compute ``torch.ops.higher_order.triton_kernel_wrapper_functional``; arguments are those of the operator.
 
-    Call it while an `Interpreter` is active. The first configuration of an autotuned kernel runs; the program runs all
-    of them if it is asked to.
+    Call it while an `Interpreter` is active. An autotuned kernel runs in its first configuration here, even if the
+    program runs it in all of them.
 
     Returns:
-        The tensors that the kernel writes, by the kernel's argument, as new tensors.
+        New tensors with what the kernel writes, by the name of the kernel's argument.
 
     Raises:
-        NotImplementedError: The kernel takes a descriptor that the host made by Triton's first interface.
+        NotImplementedError: The kernel takes a descriptor of ``triton.tools.experimental_descriptor``.
     """
     kernel: Any = kernel_side_table.get_kernel(kernel_idx)
     given = {**kernel_side_table.get_constant_args(constant_args_idx), **kwargs}
@@ -57,7 +57,7 @@ def launched(
 
 
 def _descriptor(tensor: Tensor, made: tuple[str, tuple[Any, ...]]) -> Any:
-    """The descriptor that the host makes of a tensor, by PyTorch's record of how it was made."""
+    """The TMA descriptor of a tensor; ``made`` is PyTorch's record of how the host makes it."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     kind, given = made

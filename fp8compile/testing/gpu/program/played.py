@@ -33,14 +33,14 @@ class _Played(TorchDispatchMode):
 
 @contextmanager
 def played_products(gpu: Gpu, *, interpret: bool = False) -> Iterator[None]:
-    """While this runs, GEMMs choose what a GPU would run, and its products are computed on the CPU.
+    """Context in which this package's GEMMs call the products that they call on a GPU, computed on the CPU.
 
     A product whose operands the GPU's library would refuse raises a ValueError. Results are rounded once.
 
     Args:
         gpu: The GPU.
-        interpret: Whether this package's own Triton kernel of groups runs in Triton's interpreter. If not, the CPU's
-            kernel of the same operator takes its place.
+        interpret: Whether this package's Triton kernel for grouped products runs in Triton's interpreter. If not, the
+            same operator's kernel for a CPU takes its place.
 
     Raises:
         ModuleNotFoundError: Triton is not installed, and ``interpret`` is True.

@@ -74,7 +74,8 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
         gpu: The GPU.
 
     Returns:
-        Name of the kind of scaling, and the scale of each element of (rows, k), float64.
+        Kind of scaling, such as "mx" or "tensorwise", and the scale of each of the operand's elements, (rows, k)
+        float64.
     """
     name, blocks = f"_scaled_mm, scale {side} {tuple(scale.shape)}, strides {scale.stride()}", -(-k // BLOCK)
     if scale.dtype == E8M0:
@@ -197,7 +198,7 @@ def convolution(
     padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), transposed: bool = False,
     output_padding: Sequence[int] = (0,), groups: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Compute a convolution."""
+    """Compute `torch.convolution` in float64, rounded once to the dtype of ``x``."""
     wide = None if bias is None else _wide(bias)
     sizes = (stride, padding, dilation, transposed, output_padding, groups)
     return torch.convolution(_wide(x), _wide(weight), wide, *sizes).to(x.dtype)

@@ -1,7 +1,8 @@
-"""Random numbers as Inductor's kernels draw them on a GPU: Philox 4x32 with ten rounds, from a seed and a place.
+"""Random numbers as Inductor's kernels draw them on a GPU: Philox 4x32 with ten rounds, from a seed and an index.
 
-A kernel may draw one word for each place, or four words for four places in a row, by Inductor's ``rand4x``. So two
-kernels that draw the same tensor may draw different numbers; a reference draws as the first one does.
+The index is that of an element. A kernel draws one word for each element, or four words for four elements in a row, by
+Inductor's ``rand4x``. So two kernels that draw the same tensor may get different numbers; a reference draws as the
+first kernel does.
 
 Sources: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; triton/language/random.py;
 torch/_inductor/runtime/triton_helpers.py.
@@ -80,8 +81,8 @@ class RandomNumbers:
         Args:
             name: The operator's name, without its namespace.
             args: The operator's arguments.
-            by_fours: Whether the kernel that draws uses four words of each counter. It counts for the first kernel of
-                a seed; a later kernel that draws otherwise differs from the reference.
+            by_fours: Whether the kernel that draws uses four words of each counter. The first kernel of a seed decides
+                for all; a later kernel that draws in the other way differs from the reference.
 
         Returns:
             Numbers in float32; whole numbers in int64.

@@ -50,7 +50,7 @@ class Reference(fx.Interpreter):
     Args:
         graph: The graph.
         gpu: The GPU, whose requirements on products are checked.
-        found: The graph as Inductor would run it.
+        found: Inductor's schedule of the graph.
         numbers: The random numbers of the run.
         written: What the program's templates wrote, by the buffer's name.
         rounds_each: Whether each operator's result is rounded to its dtype.
@@ -90,7 +90,7 @@ class Reference(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         """Run one operator, once for each kernel that computes it.
 
-        Results may differ between kernels: values that a kernel reads from memory are rounded, its own are not.
+        Results may differ between kernels: a kernel reads rounded values from memory, but does not round its own.
         """
         if node.op == "output":
             return fx.node.map_arg(node.args[0], self._memory)
@@ -133,12 +133,12 @@ class Reference(fx.Interpreter):
         return self._unrounded(self.call_function(node.target, args, kwargs))
 
     def _bias_added_later(self, name: str, bias: Tensor, args: Sequence[Any]) -> Tensor:
-        """A product whose bias Inductor adds in a kernel of its own: it is rounded first."""
+        """Multiply, round, and then add the bias: Inductor adds it in another kernel than the product's."""
         product = self.products.multiply(name, *args)
         return (bias.float() + product.float()).to(product.dtype)
 
     def _in_template(self, node: fx.Node, kernel: str) -> Bounded | None:
-        """The value of a template's product or attention, or of an operator that is fused behind it; else None."""
+        """The value of a node that a template computes or that is fused behind one; None in any other kernel."""
         if kernel not in self._templates:
             return None
         if node in self._sums:
@@ -157,7 +157,7 @@ class Reference(fx.Interpreter):
         return Bounded(*(self._fused(node, kernel, bounded, side) for side in SIDES))
 
     def _fused(self, node: fx.Node, kernel: str, bounded: Mapping[fx.Node, Bounded], side: str) -> Any:
-        """The value of an operator that is fused behind a template's product, from one side of its operands."""
+        """The value of an operator fused behind a template, from its operands' field ``side`` of `Bounded`."""
         is_single = side == "single"
 
         def operand_of(operand: fx.Node) -> Any:
@@ -178,7 +178,7 @@ class Reference(fx.Interpreter):
         return None if found is None else found.at(place)
 
     def _settled(self, node: fx.Node, kernel: str, value: Bounded) -> Any:
-        """Compare what a template wrote with its bound, and go on from what it wrote."""
+        """Compare what a template wrote with its bound, and return what it wrote, from which later nodes go on."""
         self._bounded[node, kernel] = value
         result, where = value.exact, f"{self._templates[kernel]}, {node}"
         for place, got in self._written.get(node, {}).items():
@@ -209,7 +209,7 @@ class Reference(fx.Interpreter):
         return self.products.multiply("addmm", *map(self._memory, self._terms(node)))
 
     def _terms(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """What is added, and the product's factors."""
+        """The operands of a fused addition: the tensor that is added, then the product's factors."""
         product = self._sums[node]
         (other,) = (arg for arg in node.args if arg is not product)
         factors: tuple[Any, ...] = product.args
@@ -220,7 +220,7 @@ class Reference(fx.Interpreter):
         return node.target is aten.view.dtype or self._is_called(node)
 
     def _is_called(self, node: fx.Node) -> bool:
-        """Whether generated code calls an operator, which is then a matrix product or one of a library."""
+        """Whether generated code calls the operator: a matrix product, or an operator that a library computes."""
         if node.target is triton_kernel_wrapper_functional or is_attention(node.target):
             return True
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -255,7 +255,7 @@ class Reference(fx.Interpreter):
 
 
 def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
-    """A value, or values, with one of them replaced."""
+    """A node's result with the tensor at ``place`` replaced by ``item``; () is the place of an only tensor."""
     if not place:
         return item.reshape(value.shape)
     first, *others = place

@@ -116,7 +116,7 @@ class GpuRun:
 
 
 def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Difference]:
-    """How two tensors differ; all NaN count as equal."""
+    """Yield the difference of two tensors, if there is one; all NaN count as equal."""
     kinds = [f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in (got, expected)]
     if kinds[0] != kinds[1]:
         yield Difference(
@@ -170,7 +170,8 @@ def _nearest(product: Product, among: Iterable[Product]) -> Product | None:
 def product_differences(where: str, called: Sequence[Product], expected: Sequence[Product]) -> Iterator[Difference]:
     """The differences between operands of the program's products and of the reference's.
 
-    A program may call products in another order than its graph, so each is compared with the nearest of the reference.
+    A program may call products in another order than its graph does. So each one is compared with that product of the
+    reference whose operands are nearest.
     """
     left = list(expected)
     pairs: list[Product | None] = []

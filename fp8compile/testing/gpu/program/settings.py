@@ -1,4 +1,4 @@
-"""How programs are generated and run."""
+"""The options by which programs are generated and run, and the ways to run one wrapper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Settings", "Way"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How programs are generated and run; see `run_gpu_program`."""
+    """The options of `run_gpu_program`, after they are checked."""
 
     gpu: Gpu
     precision_casts: bool

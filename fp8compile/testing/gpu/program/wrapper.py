@@ -170,12 +170,12 @@ class Program:
 
     Attributes:
         found: The graph as Inductor would run it, with the wrapper's source.
-        products: Computes the matrix products, with a record of those of the last run.
+        products: Computes the matrix products, and records the calls of the last run.
         launches: Launches of the last run.
         of_templates: What the last run wrote to the buffers that hold results of templates.
         library_calls: Operators of the last run that PyTorch's CPU kernels computed.
         configurations: The largest number of configurations that Inductor would time for one of its kernels.
-        way: The way of the last run.
+        way: The order and the configuration in which the last run ran kernels.
         poison: The byte that fills memory when the wrapper allocates it.
     """
 
@@ -197,7 +197,7 @@ class Program:
             self._call = LoadedWrapper(found.source, found.constants, stand_ins)
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
-        """Run the wrapper and return its results. It empties the list of arguments, as on a GPU."""
+        """Run the wrapper and return its results. The wrapper empties ``args``, to free arguments early."""
         self.way, self.launches, self.library_calls, self.of_templates = way, [], [], {}
         self.products.called = []
         target = pretend_target(self.gpu.target)
@@ -211,7 +211,7 @@ class Program:
         return any(launch.is_template for launch in self._generated)
 
     def keep(self, args: Sequence[Any]) -> None:
-        """Keep results of templates among the arguments of the launch that comes next."""
+        """Copy results of templates to ``of_templates``; ``args`` are the arguments of a launch that has just run."""
         for name, arg in zip(self._generated[len(self.launches)].arguments, args, strict=False):
             if name in self.found.of_templates:
                 with _disable_current_modes():
