@@ -1,4 +1,4 @@
-"""Makes this package's operators, and its table of products, known to the programs that ``testing/gpu`` runs."""
+"""Enters this package's operators and its table of products in the register of `testing.gpu.program.libraries`."""
 
 from __future__ import annotations
 

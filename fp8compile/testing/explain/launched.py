@@ -41,7 +41,7 @@ class _Launch:
     options: dict[str, int]
 
     def compiled(self, gpu: Gpu) -> CompiledKernel:
-        """The kernel as Triton specializes it for these arguments: a number that is 1 is a constant."""
+        """Compile the kernel as Triton specializes it for these arguments: an argument that equals 1 is a constant."""
         is_constant = {each.name: each.is_constexpr for each in self.fn.params}
         constants, kinds, aligned = {}, {}, []
         for name, value in self.arguments.items():
@@ -80,11 +80,11 @@ def _on_the_cpu(value: Any) -> Any:
 
 
 def launched_kernels(found: Schedule, gpu: Gpu) -> Iterator[CompiledKernel]:
-    """Compile what this package's operators launch in a graph; each distinct kernel once.
+    """Compile the kernels that this package's operators launch in a graph, each distinct one once.
 
     Args:
-        found: The graph as Inductor would run it.
-        gpu: The GPU that it is for.
+        found: Inductor's schedule of the graph.
+        gpu: The GPU that the schedule is for.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

@@ -1,10 +1,11 @@
 """Runs the wrappers that Inductor generates on tensors without memory, and notes what they allocate and free.
 
-Kernels are left out. Who holds a tensor decides how long it lives, as in a real run: `del`, memory that is used again,
-views and arguments that the wrapper empties need no rules of their own.
+Kernels are left out. A tensor lives as long as something holds it, as in a real run. So `del`, memory that is used
+again, views, and arguments that the wrapper empties need no rules of their own.
 
-    forward    parameters and inputs are held from outside           results, kept tensors
-    backward   and what the forward returned, and its gradients      gradients
+    run        held by its caller                                  returned
+    forward    parameters and inputs                               results and kept tensors
+    backward   the same, the forward's results, their gradients    gradients of parameters and inputs
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Wrapper(Protocol):
 
     @property
     def source(self) -> str:
-        """The Python file."""
+        """Text of the generated Python file."""
 
     @property
     def constants(self) -> Mapping[str, Any]:
@@ -43,11 +44,11 @@ class Wrapper(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """A forward and its backward.
+    """What a forward and its backward allocated and freed.
 
     Attributes:
-        forward: What the forward allocated and freed.
-        backward: What the backward did.
+        forward: Timeline of the forward.
+        backward: Timeline of the backward.
     """
 
     forward: Timeline
@@ -94,7 +95,7 @@ class _Ledger:
         return self._alive[storage._cdata][1]
 
     def give(self, owner: str, tensors: Iterable[Any]) -> None:
-        """Say whose the storages of tensors are, unless that was said before."""
+        """Note ``owner`` as the owner of the tensors' storages; a storage that has an owner keeps it."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._owners.setdefault(self.number(tensor), owner)
@@ -106,12 +107,12 @@ class _Ledger:
             self._changes.append((number, -self._sizes[number]))
 
     def mark(self) -> int:
-        """The number of changes so far."""
+        """The number of changes so far, for `timeline`."""
         self._sweep()
         return len(self._changes)
 
     def timeline(self, start: int, end: int) -> Timeline:
-        """The changes between two marks."""
+        """The changes between two numbers that `mark` returned."""
         changes = [(self._owners.get(number, "temporaries"), size) for number, size in self._changes]
         held = dict.fromkeys(OWNERS, 0)
         for owner, size in changes[:start]:
@@ -207,7 +208,7 @@ def run_wrappers(
 
 
 def _arguments(ledger: _Ledger, forward: GpuGraph, backward: GpuGraph, outputs: Sequence[Any]) -> list[Any]:
-    """Arguments of the backward: what the forward saved for it, by the names of nodes, and gradients of results."""
+    """The backward's arguments: tensors that the forward saved, by names of nodes, and gradients of its results."""
     (nodes,) = forward.graph.graph.find_nodes(op="output")[0].args
     saved = {getattr(node, "name", None): value for node, value in zip(nodes, outputs, strict=True)}
     found = []

@@ -1,4 +1,4 @@
-"""The tensors that a forward saves for its backward: who makes and who reads each, and what it would be as codes."""
+"""The tensors that a forward saves for its backward: which operators make and read each, and its size as codes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ class KeptTensor:
         dtype: Its dtype.
         bytes: Bytes of its storage, which other tensors may share.
         saved: The tensor as a filter of `fp8compile.SavedAsCodes` sees it; None if it never becomes codes.
-        block: The rows and columns that share a scale of its codes, by ``SavedAsCodes()``; None if it never becomes
-            codes.
-        code_bytes: Bytes of these codes and their scales; None if it never becomes codes.
-        moved: Bytes that a step reads and writes more at least, if codes are kept in its place; negative if it moves
-            fewer. The forward writes the codes in a kernel that has the values at hand. Each generated kernel of the
-            backward reads codes instead of values. If a library's call reads the tensor, a kernel before it makes
-            the values again. None if it never becomes codes, or if the code is not for a GPU.
+        block: Numbers of rows and columns that share a scale, if ``SavedAsCodes()`` makes the codes; None if the
+            tensor never becomes codes.
+        code_bytes: Bytes of these codes and their scales; None if the tensor never becomes codes.
+        moved: How many more bytes a step reads and writes, at least, if codes are kept in place of the tensor;
+            negative for fewer. The forward writes the codes in a kernel that has the values at hand. Each generated
+            kernel of the backward reads codes instead of values. If a library's call reads the tensor, a kernel
+            before that call makes the values again. None if the tensor never becomes codes, or if the code is not
+            for a GPU.
     """
 
     module: str
@@ -67,7 +68,7 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _readers(place: fx.Node) -> list[fx.Node]:
-    """The nodes of a backward that read a saved tensor, also by views of it, in order."""
+    """The nodes of a backward that read a saved tensor, also through views, in order."""
     storage = place.meta["val"].untyped_storage()._cdata
     found, pending = set(), [place]
     while pending:
@@ -81,7 +82,7 @@ def _readers(place: fx.Node) -> list[fx.Node]:
 
 
 def _moved(size: int, codes: int, reads: list[ScheduledLaunch]) -> int:
-    """See `KeptTensor.moved`."""
+    """`KeptTensor.moved` of a tensor of ``size`` bytes with ``codes`` bytes as codes, which ``reads`` read."""
     generated = sum(launch.kind == "triton" for launch in reads)
     made_again = codes + size if generated < len(reads) else 0
     return codes + generated * (codes - size) + made_again
@@ -94,7 +95,7 @@ def _launches_by_input(scheduled: Schedule) -> list[list[ScheduledLaunch]]:
 
 
 def _packed(node: fx.Node, place: fx.Node, saved: SavedTensor | None) -> tuple[tuple[int, int] | None, int | None]:
-    """The block and the bytes of a saved tensor's codes by ``SavedAsCodes()``; None for both if there are none."""
+    """Block and bytes of the codes that ``SavedAsCodes()`` makes of a saved tensor; both None if it makes none."""
     value = node.meta["val"]
     packing = None if saved is None else Packing.of(value, CODES.quantizer_for(block_beside(node, place)))
     if packing is None:

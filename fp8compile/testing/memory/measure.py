@@ -41,7 +41,7 @@ Optimizer = Callable[[Any], Any] | None
 
 @dataclass(frozen=True)
 class _Found:
-    """What the code of one model tells."""
+    """What was found for one model: the run of its generated code, and its kept tensors."""
 
     run: Run
     kept: tuple[KeptTensor, ...]
@@ -170,7 +170,7 @@ def _moved_name(blocks: EqualBlocks, name: str, by: int) -> str:
 
 
 def _counted(call: _Call, blocks: EqualBlocks) -> MemoryReport | None:
-    """The report of a model with equal blocks, by the code of 2, 3 and 4 of them; None if it depends on how many."""
+    """The report of a model with equal blocks, from the code of 2, 3 and 4; None if these don't determine it."""
     found = []
     for count in (2, 3, 4):
         with shortened(call.model, blocks, count):
@@ -247,7 +247,7 @@ def _gpu(arch: str) -> Gpu:
 def memory_beside_unconverted(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, arch: str = "h200"
 ) -> dict[str, MemoryReport]:
-    """Reports on a call of a model, "this model", and of the same model without FP8, "without FP8", if it has any."""
+    """Reports by name: "this model" on a call of ``model``, and, if it has FP8 layers, "without FP8" without these."""
     found = {"this model": memory_of_call(model, args, kwargs, arch=arch)}
     if (plain := unconverted(model)) is not None:
         log.info("the same model without FP8")
@@ -266,11 +266,12 @@ def memory_report(
 
     The model is traced with ``fullgraph=True``, Inductor generates the code for a GPU, and the code's allocations are
     run without memory and without kernels. Nothing is computed, so the model may be on the meta device, and a GPU is
-    not needed. All earlier compiled graphs are dropped (``torch._dynamo.reset``). Ten equal blocks or more, such as a
-    transformer's layers, are generated as 2, 3 and 4, and counted if graphs and code prove that they are equal.
+    not needed. All earlier compiled graphs are dropped (``torch._dynamo.reset``). If a model has ten equal blocks or
+    more, such as a transformer's layers, code is generated for 2, 3 and 4 of them. The report for all blocks follows
+    from these, if graphs and code prove that the blocks are equal.
 
     Args:
-        model: A module, not compiled, or a function. The parameters and buffers of a function are its arguments.
+        model: A module, not compiled, or a function that takes its parameters and buffers as arguments.
         args: Arguments of the call. If they require grad, their gradients are counted.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``; "cpu" for the code of this machine's CPU, where
             bytes moved are not known.

@@ -38,12 +38,12 @@ class MemoryReport:
         parameters: Bytes of the parameters and buffers.
         gradients: Bytes of the gradients of all parameters that need one, when the backward is over.
         optimizer: Bytes of the optimizer's state.
-        kept: The tensors that the forward makes and saves for the backward. What it saves of its own arguments is
-            counted with these.
-        forward: The largest moment of the forward, without gradients and optimizer.
-        backward: The largest moment of the backward, without the optimizer. Gradients are those of this backward.
-        counted: Equal blocks that the numbers were counted for, such as "model.layers.{1..30}"; empty if code was
-            generated for the whole model.
+        kept: The tensors that the forward makes and saves for the backward. Parameters and inputs that it also saves
+            are not among them.
+        forward: The moment of the forward that holds the most bytes, without gradients and optimizer.
+        backward: The same of the backward, without the optimizer. Gradients are those of this backward.
+        counted: Equal blocks whose numbers follow from code for fewer blocks, such as "model.layers.{1..30}"; empty
+            if code was generated for the whole model.
     """
 
     device: str
@@ -62,7 +62,7 @@ class MemoryReport:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of the largest moment of a step: of forward and backward beside the optimizer, or of its update."""
+        """The most bytes that a step holds in its forward, backward or update, each beside the optimizer's state."""
         update = self.parameters + self.gradients
         return max(self.forward.bytes, self.backward.bytes, update) + self.optimizer
 
@@ -90,7 +90,7 @@ def _mb(number: int) -> str:
 
 
 def moment_cells(reports: dict[str, MemoryReport]) -> Iterator[tuple[str, ...]]:
-    """Cells of the table of sums and largest moments in MB, its head first; a column for each report by its name."""
+    """Rows of the table of sums and largest moments in MB, the head first; each report is a column under its name."""
     each = list(reports.values())
     yield "", *reports
     yield "parameters, buffers", *(_mb(one.parameters) for one in each)
@@ -122,9 +122,10 @@ def _content(tensor: KeptTensor) -> tuple[str, ...]:
 
 
 def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
-    """Cells of the table of kept tensors, the largest first, its head before.
+    """Rows of the table of kept tensors: the head, then the largest tensors first.
 
-    Tensors of equal layers are one row, each with the MB of one. What is less than 0.05 MB is one row at the end.
+    Tensors of equal layers are one row, with the MB of a single one. All tensors of less than 0.05 MB are one row at
+    the end.
     """
     yield "made in", "read by", "shape", "MB", "as codes", "moved"
     large = sorted((each for each in report.kept if each.bytes >= SMALLEST), key=lambda each: -each.bytes)

@@ -1,9 +1,10 @@
-"""What a graph's run holds in memory from its first allocation to its last, and the largest moment of it.
+"""What a graph's run holds in memory from its first allocation to its last, and the moment that holds the most.
 
-Equal blocks: the moment in which a backward of N blocks has done b of them holds what is kept for N - b blocks and the
-gradients of b blocks, beside the same temporaries for each b. So one block more adds to it what one keeps, or what one
-has of gradients, or something between. The largest moment stays the largest for any number of blocks if it grows by no
-less than the run's begin, where all blocks are kept, and its end, where all gradients are made. In a forward likewise.
+Equal blocks: a backward of N blocks that has done b of them holds the kept tensors of N - b blocks, the gradients of b
+blocks, and temporaries that are the same for each b. So one more block adds to such a moment what a block keeps, or a
+block's gradients, or something between. At the run's start all blocks are kept, and at its end all gradients are made.
+If the largest moment grows by no less than the start and the end, it is the largest for any number of blocks. The same
+holds for a forward.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Moment:
     Attributes:
         parameters: Parameters and buffers.
         inputs: Arguments of the call.
-        kept: Tensors that the forward saves for the backward; of the forward's own moment, those that it has made.
-        results: What the forward returns and, in the backward, the gradients of that.
+        kept: Tensors that the forward saves for the backward; during the forward, those that it has made so far.
+        results: What the forward returns; during the backward also the gradients of its results.
         gradients: Gradients of parameters and inputs that the backward has made.
         temporaries: All other tensors of the graph.
     """
@@ -36,11 +37,11 @@ class Moment:
 
     @property
     def bytes(self) -> int:
-        """All of them together."""
+        """The sum of all fields."""
         return sum(getattr(self, owner) for owner in OWNERS)
 
     def plus(self, times: int, more: Moment, less: Moment) -> Moment:
-        """This moment with ``times`` times what ``more`` has and ``less`` has not."""
+        """This moment plus ``times`` times the difference of ``more`` and ``less``."""
         numbers = {o: getattr(self, o) + times * (getattr(more, o) - getattr(less, o)) for o in OWNERS}
         return Moment(**numbers)
 
@@ -51,11 +52,11 @@ Change = tuple[str, int]
 
 @dataclass(frozen=True)
 class Timeline:
-    """The run of one graph.
+    """What the run of one graph allocates and frees.
 
     Attributes:
         start: What is held before the graph runs.
-        changes: Allocations and, as negative numbers, what was freed, in order: whose, and how many bytes.
+        changes: In order, the owner and the bytes of each change: above 0 if allocated, below 0 if freed.
     """
 
     start: Moment
@@ -71,7 +72,7 @@ class Timeline:
         return found
 
     def largest(self) -> Moment:
-        """The first of the largest moments."""
+        """The moment that holds the most bytes; the first one, if several do."""
         return max(self.moments(), key=lambda each: each.bytes)
 
 
@@ -83,7 +84,7 @@ def largest_of_blocks(runs: Sequence[Timeline], count: int) -> Moment | None:
         count: Number of blocks.
 
     Returns:
-        The moment; None if it depends otherwise on how many blocks there are.
+        The moment; None if these runs don't determine it.
     """
     largest = [each.largest() for each in runs]
     if largest[0].plus(2, largest[1], largest[0]) != largest[2]:
