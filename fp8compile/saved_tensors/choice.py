@@ -21,27 +21,27 @@ WHOLE, ROW = (-1, -1), (1, -1)
 
 
 class KeptRow(Protocol):
-    """A tensor that a model keeps, as `fp8compile.testing.KeptTensor`."""
+    """A tensor that a model keeps; `fp8compile.testing.KeptTensor` is one."""
 
     @property
     def bytes(self) -> int:
-        """Its bytes."""
+        """Bytes of the tensor's storage."""
 
     @property
     def code_bytes(self) -> int | None:
-        """Bytes of its codes; None if it never becomes codes."""
+        """Bytes of the tensor's codes and scales; None if it never becomes codes."""
 
     @property
     def saved(self) -> SavedTensor | None:
-        """The tensor; None if it never becomes codes."""
+        """The tensor as a filter sees it; None if it never becomes codes."""
 
 
 class KeptReport(Protocol):
-    """What a model keeps, as `fp8compile.testing.MemoryReport`."""
+    """A report on what a model keeps; `fp8compile.testing.MemoryReport` is one."""
 
     @property
     def kept(self) -> Sequence[KeptRow]:
-        """The tensors."""
+        """The tensors that the forward makes and saves for the backward."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class SavedAsCodes:
     call. The forward's results stay the same, bit for bit. Gradients are those of the rounded tensors.
 
     Attributes:
-        quantizer: Makes the codes, over the last dim of each tensor and all other dims together. None is e4m3 with
-            scales that are powers of two, in the blocks of the recipe that quantizes beside the tensor: whole rows for
-            rowwise, tensorwise and delayed recipes, otherwise the recipe's own blocks; 1 x 128 where there is no
-            recipe, and in eager mode.
-        filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple has some of the
-            kinds of `SavedTensor`, and then only tensors of at least 65,536 elements become codes. It may also have a
-            `SavedTensor` itself, whatever its size, which stands for those of equal layers too: numbers in the names
-            of their modules don't count. A function takes a `SavedTensor` and returns whether it becomes codes,
-            whatever its size.
+        quantizer: Makes the codes of each tensor, as a matrix whose rows are the last dim. None stands for e4m3 with
+            scales that are powers of two. Blocks are then those of the nearest recipe that quantizes a result of the
+            tensor: whole rows for rowwise, tensorwise and delayed recipes, otherwise the recipe's own blocks. They
+            are 1 x 128 if there is no such recipe, and in eager mode.
+        filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple names kinds of
+            `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. It may also have values
+            of `SavedTensor`: these tensors become codes whatever their size, and so do those of equal layers, whose
+            modules' names differ in numbers alone. A function takes a `SavedTensor` of any size and returns whether
+            it becomes codes.
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``filter`` is neither a tuple nor a function.
@@ -120,20 +120,20 @@ class SavedAsCodes:
 
     @staticmethod
     def for_budget(report: KeptReport, budget: int) -> SavedAsCodes:
-        """The value that keeps no more than so many bytes for the backward, and moves gradients least.
+        """The value with which a model keeps at most ``budget`` bytes for the backward, and gradients change least.
 
-        Kinds of tensors become codes in the order of `SavedTensor`, whose codes move gradients least first; within a
-        kind, those that save the most bytes first. Equal layers are treated alike.
+        Tensors become codes kind by kind, in the order of `SavedTensor`: kinds whose codes change gradients least come
+        first. Within a kind, tensors that save the most bytes come first. Equal layers are treated alike.
 
         Args:
             report: What the model keeps, by ``fp8compile.testing.memory_report``.
             budget: The most bytes that it may keep.
 
         Returns:
-            A value whose filter has the tensors that become codes; none if the model fits the budget as it is.
+            A value whose filter lists the tensors that become codes; an empty list if the model fits as it is.
 
         Raises:
-            ValueError: The model keeps more even if all tensors become codes.
+            ValueError: The model keeps more than the budget even if all tensors become codes.
         """
         classes: dict[SavedTensor, int] = {}  # bytes that codes save, by one tensor of the equal ones
         for each in report.kept:
@@ -156,7 +156,7 @@ class SavedAsCodes:
         return SavedAsCodes(filter=tuple(chosen))
 
     def quantizer_for(self, block: tuple[int, int] | None) -> Quantizer:
-        """The quantizer of a tensor; ``block`` is that of the recipe beside it, or None."""
+        """The quantizer of a tensor, given what `fp8compile.saved_tensors.reading.block_beside` returned for it."""
         if self.quantizer is not None:
             return self.quantizer
         return _powers_of_two(ALONE if block is None else ROW if block == WHOLE else block)
@@ -164,7 +164,8 @@ class SavedAsCodes:
     def uuid(self) -> str:
         """A text for keys of compile caches: equal if value and sources are equal, in any process.
 
-        A filter that closes over other values has a new text in each process, because nothing tells their values.
+        A filter function with a closure or with defaults has a new text in each process, because the values in these
+        can't be compared.
         """
         chosen = repr(self.filter) if not callable(self.filter) else _source_of(self.filter)
         return f"SavedAsCodes {source_salt(SavedAsCodes)} {self.quantizer!r} {chosen}"

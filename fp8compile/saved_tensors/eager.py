@@ -1,7 +1,7 @@
-"""Saved tensors in eager mode: autograd asks for each of them before the operator that saves it runs.
+"""Saved tensors in eager mode: autograd calls the pack hook before the operator that saves the tensor runs.
 
-The hook returns a `Kept`, which still has the tensor. The next operator tells what it is. Then the codes take the
-tensor's place.
+The hook returns a `Kept`, which still has the tensor. The operator that runs next tells which kind of tensor it is.
+Then codes take the tensor's place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kept:
         self.spec: Any = None  # of a DTensor
 
     def settle(self, kind: str, saved: SavedAsCodes) -> None:
-        """Pack the tensor, or keep it as it is."""
+        """Replace the tensor by codes if ``saved`` chooses a tensor of this kind; otherwise keep it as it is."""
         value, self.square = self.value, None
         if value is None or value._version != self.version:
             return
@@ -53,7 +53,7 @@ class Kept:
         self.value = None
 
     def tensor(self) -> Tensor:
-        """The tensor, for the backward."""
+        """The saved tensor, or the values of its codes, as the backward reads it."""
         if self.value is not None:
             if self.value._version != self.version:
                 raise RuntimeError(
@@ -67,7 +67,7 @@ class Kept:
 
 
 class Watch(_compat.OnlookingMode):
-    """Sees the operators that run in a context, and tells by them what saved tensors are."""
+    """Sees each operator that runs in a context, and tells by it the kind of the tensors that were just saved."""
 
     supports_higher_order_operators = True  # a compiled region may run as one
 
@@ -100,7 +100,7 @@ class Watch(_compat.OnlookingMode):
         return kept
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Settle the tensors that were saved since the operator before, and call this one."""
+        """Settle the tensors that were saved since the last operator, by the operator ``func``, and call ``func``."""
         if not self.pending or operator_name(func) in VIEWS | COPIES:
             return func(*args, **kwargs)
         pending, self.pending = self.pending, []
@@ -115,14 +115,14 @@ class Watch(_compat.OnlookingMode):
         return result
 
     def settle(self) -> None:
-        """Settle the tensors that no operator took."""
+        """Settle the tensors that are left as kind "other", because no operator comes after them."""
         for kept in self.pending:
             kept.settle("other", self.saved)
         self.pending = []
 
 
 def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
-    """The kind of a saved tensor by the next operator; None if that squares it: the sum of a norm may follow."""
+    """The kind of a saved tensor, told by the next operator; None after a square, because a norm's sum may follow."""
     name, x = operator_name(func), kept.value
     if kept.square is not None:
         return "norm" if name in SUMS and args[0] is kept.square and len(args) > 1 else "other"
@@ -146,7 +146,10 @@ def _watches() -> list[Watch]:
 
 
 def _may_be_packed(x: Tensor) -> bool:
-    """Whether the forward made a floating-point tensor of rows, and not its caller; saved results have no history."""
+    """Whether ``x`` is a floating-point tensor of rows that the forward made, and not its caller.
+
+    An operator that saves its own result saves it without a ``grad_fn``; such tensors are never packed.
+    """
     is_callers = x._base is not None and x._base.is_leaf and x._base.requires_grad  # a part of a parameter
     return (
         x.grad_fn is not None

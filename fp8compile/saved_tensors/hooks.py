@@ -1,7 +1,7 @@
 """saved_as_codes: a context in which calls save tensors as codes, compiled by any backend or in eager mode.
 
-PyTorch's hooks on saved tensors are graphs here. AOTAutograd inlines them into the graphs of a compiled call, which
-the hooks' identities guard. In eager mode autograd calls them.
+The hooks that pack and unpack saved tensors are FX graphs. AOTAutograd inlines them into the graphs of a compiled
+call, and compiles the call again if the hooks are other objects. In eager mode autograd calls the hooks.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ VALUES: dict[str, SavedAsCodes] = {}  # by the text that stands for them in grap
 def saved_as_codes(
     saved: SavedAsCodes | None = None, *, quantizer: Quantizer | None = None, filter: Filter = None
 ) -> Iterator[None]:
-    """Save tensors as codes in this context: those of compiled calls, of any backend, and those of eager code.
+    """Context in which calls save tensors for the backward as codes, in eager mode or compiled by any backend.
 
-    Put it around the call of a model; the backward may run outside. A compiled call in the context is compiled apart
-    from one outside. What compiled regions save is packed behind them, by kernels of its own;
-    ``fp8compile.compile(model, saved=...)`` packs it inside of them. Make a filter once: a function that is made anew
-    for each call has the call compiled again.
+    Put it around the call of a model; the backward may run outside. A call is compiled once for inside of the context,
+    and once for outside. Tensors that a compiled region saves are packed after the region, by additional kernels;
+    ``fp8compile.compile(model, saved=...)`` packs them inside of it. Make a filter function once, because a new
+    function compiles the call again.
 
     Args:
-        saved: Which tensors become codes, and how; or give the fields of `SavedAsCodes`.
-        quantizer: See `SavedAsCodes`.
-        filter: See `SavedAsCodes`.
+        saved: Which tensors become codes, and how. Give either this value, or its fields as the next two arguments.
+        quantizer: Makes the codes, as in `SavedAsCodes`.
+        filter: Which tensors become codes, as in `SavedAsCodes`.
 
     Raises:
         TypeError: Both a value and fields are given, or an argument is of another type.
         ValueError: See `SavedAsCodes`.
-        RuntimeError: Dynamo traces the context itself, or hooks of others on saved tensors are active, such as those
-            of ``save_on_cpu`` and of a checkpointed region.
-        NotImplementedError: A compiled forward saves what hooks lose, such as the mesh of tensor parallelism.
+        RuntimeError: Dynamo traces the context itself, or other hooks on saved tensors are active, such as those of
+            ``save_on_cpu`` or of a checkpointed region.
+        NotImplementedError: A compiled forward saves something that PyTorch loses where it inlines hooks, such as the
+            mesh of tensor parallelism.
     """
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
@@ -79,7 +80,7 @@ def _check_hooks_around() -> None:
 
 @cache
 def _hooks(saved: SavedAsCodes) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The two hooks of a value; the same ones for equal values, because compiled calls are guarded by identity."""
+    """The pack and the unpack hook of a value; equal values have the same two, as guards compare their identities."""
     name = saved.uuid()
     VALUES[name] = saved
     return _as_graph(pack_hook, name), _as_graph(unpack_hook, name)

@@ -1,4 +1,4 @@
-"""Operators by name: what each tells of a tensor that it reads. Graphs and eager mode ask the same tables."""
+"""Tables of operators by name, which tell the kind of a tensor that one reads; for graphs and for eager mode."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def operator_name(target: Any) -> str:
 
 
 def kind_of_call(target: Any) -> str | None:
-    """The kind of a tensor that a library's call reads, as any argument; None if the operator is no such call."""
+    """The kind of a tensor that is an argument of this operator: "attention" or "gemm"; None for other operators."""
     name = operator_name(target)
     if "attention" in name:
         return "attention"

@@ -67,7 +67,7 @@ def pack_saved(forward: fx.GraphModule, backward: fx.GraphModule, returned: int,
 def _chosen(
     outputs: Sequence[Any], returned: int, places: dict[str, fx.Node], saved: SavedAsCodes
 ) -> dict[fx.Node, Packing]:
-    """The saved tensors to pack. Codes save nothing if their tensor stays in memory, as a result or another view."""
+    """The packing of each chosen tensor, unless the tensor stays in memory anyway: as a result, or by another view."""
     found: dict[fx.Node, Packing] = {}
     stays: set[fx.Node] = set()
     for at, node in enumerate(outputs):
@@ -146,7 +146,10 @@ def _inlined(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node])
 
 @lru_cache
 def partitioner(saved: SavedAsCodes) -> Any:
-    """The partitioner of a value, for Inductor's option ``custom_partitioner_fn``; equal values have the same one."""
+    """The partitioner that packs what ``saved`` chooses, for Inductor's option ``custom_partitioner_fn``.
+
+    Equal values have the same partitioner.
+    """
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
@@ -177,5 +180,5 @@ def partitioner(saved: SavedAsCodes) -> Any:
 
 
 def _named(text: str) -> Any:
-    """The partitioner whose value has this text, in the process that made it."""
+    """The partitioner whose ``uuid()`` is ``text``; only the process that made it has it."""
     return NAMED[text]

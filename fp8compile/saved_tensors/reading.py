@@ -1,4 +1,4 @@
-"""What a saved tensor is, read from the forward and backward graphs that it goes between."""
+"""Finds out what a saved tensor is, from the forward graph that saves it and the backward graph that reads it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ __all__ = ["block_beside", "described"]
 
 
 def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
-    """What a saved tensor is; None if it is never packed: no floating-point tensor, or a statistic.
+    """Describe a saved tensor; None if it is never packed.
+
+    Never packed are statistics, arguments of the forward, and tensors of other dtypes than float32, bfloat16, float16.
 
     Args:
         node: The node of the forward graph that makes it.
@@ -114,7 +116,7 @@ def _is_checkpoints_input(node: fx.Node) -> bool:
 
 
 def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
-    """The kind by a call that reads a tensor, or a copy; None if only kernels that compute from elements read it."""
+    """The kind of a tensor, told by the first library call that reads it; None if only generated kernels read it."""
     for user in readers_of(place, through_copies=through_copies):
         if is_pointwise(user):
             continue
@@ -126,7 +128,7 @@ def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
 
 
 def _is_softmaxs_input(node: fx.Node) -> bool:
-    """Whether a softmax reads a node: it multiplies errors by exp. An amax of magnitudes is that of a scale."""
+    """Whether a softmax reads a node: its exp enlarges rounding errors. An amax of magnitudes belongs to a scale."""
     if node.op == "call_function" and name_of(node) == "abs":
         return False
     users = [user for user in users_of(node) if user.op == "call_function" and name_of(user) in SOFTMAX]
@@ -172,7 +174,7 @@ def _has_values_of_first(node: fx.Node) -> bool:
 
 
 def _is_statistic(node: fx.Node) -> bool:
-    """Whether a node has one value for a row, computed from the row; or is a result of a call beside its first one."""
+    """Whether a node has one value for each row, computed from the row, or is a second or later result of a call."""
     current = node
     while current.op == "call_function" and name_of(current) != "realize" and _has_values_of_first(current):
         current = current.args[0]  # type: ignore[assignment]
@@ -203,7 +205,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _hint(size: Any) -> int:
-    """A size as a number: a dynamic size is that of the first call, one that is data counts as large."""
+    """A size as an int: a dynamic size as in the first call; one that depends on data counts as 8192."""
     if is_unbacked(size):
         return 8192
     found: Any = size.node.hint if isinstance(size, torch.SymInt) else size

@@ -26,7 +26,7 @@ class SavedTensor:
         kind: What reads it.
 
             - ``"norm"``: an input of a norm over the last dim, or a term of the sum that is its input.
-            - ``"activation"``: an input of SiLU, GELU, sigmoid or tanh, or a tensor that the result multiplies.
+            - ``"activation"``: an input of SiLU, GELU, sigmoid or tanh, or a factor of an elementwise product.
             - ``"checkpoint"``: an input of a checkpointed region.
             - ``"attention"``: the backward of an attention reads it.
             - ``"gemm"``: a product of the backward reads it, or a layer that quantizes it.

@@ -142,9 +142,10 @@ def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
 
 
 def functions_of(node: fx.Node, *, past_nonlinear: bool) -> list[fx.Node]:
-    """The nodes computed element by element from one node, itself included, up to or also past `NONLINEAR` ones.
+    """The nodes that are computed element by element from one node, which is included.
 
-    Other tensors may be added on the way, as the residual stream is, and nothing else.
+    On the way other tensors may be added, as the residual stream is, but not multiplied or the like. The walk stops
+    at operators in `NONLINEAR` unless ``past_nonlinear``.
     """
     found, pending = {node: None}, [node]
     while pending and len(found) < NEAR:
