@@ -68,7 +68,7 @@ class AdamW(MomentOptimizer):
             parameter at a time.
 
     Raises:
-        TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or no floating point tensor.
+        TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or not floating-point.
         ValueError: An option has a value that is not allowed, or ranks cut a parameter within a block.
     """
 
@@ -129,7 +129,7 @@ class AdamW(MomentOptimizer):
         super().check_group(group)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The rule's numbers after the learning rate, each computed in float64 and rounded to float32."""
+        """The numbers that the rule takes after the learning rate, computed in float64 and rounded to float32."""
         beta1, beta2 = map(float, group["betas"])
         return (
             float(group["weight_decay"]),

@@ -29,7 +29,7 @@ Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tens
 
 @dataclass(frozen=True)
 class Job:
-    """One parameter in a step: this rank's part of each tensor.
+    """What a step reads and writes for one parameter; each tensor is this rank's part.
 
     Attributes:
         shape: The shape in which the rule sees the parameter, that of ``MomentRows.in_blocks``.
@@ -89,14 +89,14 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
 
 @asks_a_constant
 def is_local(quantizer: CurrentScaling | None) -> bool:
-    """Whether codes do not depend on their place."""
+    """Whether codes depend on values alone, and not on where these lie; also if there is no quantizer."""
     return quantizer is None or quantizer.is_local()
 
 
 def _of_step(place: tuple[Tensor, ...], step: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of rows and columns with the count of steps in their upper 32 bits.
 
-    Without it, values that stay as they are would be rounded in the same direction in every step.
+    Without the count, a value that stays as it is would be rounded in the same direction in every step.
     """
     rows, columns = place
     return rows + step.to(torch.int64) * 2**32, columns
@@ -109,7 +109,7 @@ def _write(target: Tensor, values: Tensor, active: Tensor) -> None:
 def _rounded_to_bfloat16(x: Tensor, seed: int, rows: Tensor, columns: Tensor) -> Tensor:
     """Round float32 values up or down at random, so that the expected error is 0; the result is float32 still.
 
-    A value that bfloat16 has stays, infinities too; a NaN stays one.
+    Values that bfloat16 has, infinities among them, stay as they are; a NaN stays a NaN.
     """
     matrix = x.reshape(len(rows), len(columns)).contiguous()
     below = (noise(matrix, seed, rows, columns) * 65536.0).to(torch.int32)  # less than the 16 bits that are cut

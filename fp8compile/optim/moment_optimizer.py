@@ -49,10 +49,10 @@ class MomentOptimizer(Optimizer):
     # ------------------------------------------------------------------ groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as ``torch.optim`` does; what the group does not say are the optimizer's defaults.
+        """Add a group, as ``torch.optim`` does; options that it does not give are the optimizer's defaults.
 
         Raises:
-            TypeError: A parameter is quantized, or no real floating point tensor.
+            TypeError: A parameter is quantized, or not of a real floating-point dtype.
             ValueError: An option has a value that is not allowed, or ranks cut a parameter within a block.
         """
         super().add_param_group(param_group)
@@ -90,7 +90,7 @@ class MomentOptimizer(Optimizer):
     # ------------------------------------------------------------------ a step
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The numbers that the rule gets after the learning rate, given the count of steps with this one."""
+        """The numbers that the rule takes after the learning rate; ``step`` counts the steps, this one included."""
         raise NotImplementedError
 
     @untraced
@@ -132,7 +132,7 @@ class MomentOptimizer(Optimizer):
         self.advance(scalars, [each.arguments() for each in jobs])
 
     def _with_state(self, group: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
-        """Parameters of a group that have or get a state: those that have had a gradient once."""
+        """The group's parameters that have a gradient now or had one before; gives a state to those without one."""
         for p in group["params"]:
             if p.device != device or (p.grad is None and not self.state.get(p)):
                 continue
@@ -175,10 +175,10 @@ class MomentOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned, of this optimizer or of the one of ``torch.optim``.
+        """Load what ``state_dict`` of this optimizer, or of the one in ``torch.optim``, returned.
 
-        Codes stay as they are. Values, such as those of ``torch.optim.AdamW``, become codes by rounding once. How this
-        optimizer keeps its moments does not change.
+        Saved codes stay as they are. Saved values, such as those of ``torch.optim.AdamW``, are rounded to codes once.
+        Which moments this optimizer keeps as codes does not change.
         """
         kept = [{name: group[name] for name in (*self._dtype_options(), *OURS)} for group in self.param_groups]
         before = [dict(group) for group in self.param_groups]
@@ -201,7 +201,7 @@ class MomentOptimizer(Optimizer):
 
 
 def check_number(owner: str, name: str, value: Any, *, below: float = math.inf) -> None:
-    """Raise a ValueError unless a hyperparameter is a number from 0 to below ``below``, or a tensor of one."""
+    """Raise a ValueError unless a hyperparameter is a tensor of one element, or a number >= 0 and < ``below``."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or is_dtensor(value):
             raise ValueError(f"{owner}: {name} has shape {tuple(value.shape)}; a tensor has one element.")

@@ -74,7 +74,7 @@ class MomentRows:
         return MomentRows((*local[:last], math.prod(local[last:])) if local else (), whole, tuple(cuts))
 
     def are_small(self) -> bool:
-        """Whether moments stay float32, whatever was asked for; the same on every number of ranks."""
+        """Whether the parameter is too small for codes, so that its moments are float32; the same for any ranks."""
         return len(self.whole) < 2 or math.prod(self.whole) < SMALLEST or self.whole[-1] < SHORTEST_ROW
 
     def check_blocks(self) -> None:
@@ -89,10 +89,10 @@ class MomentRows:
                 )
 
     def in_blocks(self) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """The shape in which a step computes this rank's rows, and the block there.
+        """The shape in which a step computes this rank's rows, and the block of that shape.
 
-        If rows are whole blocks, each block is a row. Inductor then makes one kernel of a step; blocks within longer
-        rows take two, between which float32 moments are in memory.
+        If rows consist of whole blocks, each block becomes a row of its own, and Inductor makes one kernel of a step.
+        For blocks within longer rows it makes two kernels, between which float32 moments are in memory.
         """
         length = BLOCK[1]
         if self.local[-1:] and self.local[-1] % length == 0:
@@ -100,9 +100,9 @@ class MomentRows:
         return self.local, BLOCK
 
     def place(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Positions of the rows and columns of `in_blocks` in the whole, int64, for stochastic rounding; () if uncut.
+        """Positions in the whole parameter, int64, of the rows and columns of `in_blocks`; () if no rank cuts it.
 
-        They are the arguments ``rows`` and ``columns`` of `fp8compile.ops.cast`.
+        Stochastic rounding needs them: they are the arguments ``rows`` and ``columns`` of `fp8compile.ops.cast`.
         """
         if not self.cuts:
             return ()
@@ -117,7 +117,7 @@ class MomentRows:
 
 
 def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Merge trailing dims into one until a row has a block, but never the first dim, which FSDP2 cuts."""
+    """Merge trailing dims until a row is as long as a block; the first dim, which FSDP2 cuts, is never merged."""
     rows = tuple(shape)
     while len(rows) > 2 and rows[-1] < BLOCK[1]:
         rows = (*rows[:-2], rows[-2] * rows[-1])
@@ -141,13 +141,13 @@ class StoredMoment:
 
     @staticmethod
     def of_group(name: str, group: dict[str, Any], *, root: bool) -> StoredMoment:
-        """The moment as a parameter group of an optimizer asks for it; ``root`` if it is never negative."""
+        """The moment with the dtype and rounding of a parameter group; ``root`` is for one that is never negative."""
         kind = RootScaling if root else CurrentScaling
         quantizer = kind(block=BLOCK, rounding=group["rounding"], seed=group["seed"])
         return StoredMoment(name, group[f"{name}_dtype"], quantizer)
 
     def quantizer_for(self, rows: MomentRows) -> CurrentScaling | None:
-        """The quantizer of ``rows.in_blocks()`` of the moment; None if its values are kept."""
+        """The quantizer of the moment in the shape ``rows.in_blocks()``; None if values are kept."""
         if self.dtype != CODES or rows.are_small():
             return None
         return replace(self.quantizer, block=rows.in_blocks()[1])
@@ -159,15 +159,15 @@ class StoredMoment:
         return tuple(local_itself(state[key]).view(each) for key, each in zip(self.keys(rows), shapes, strict=False))
 
     def keys(self, rows: MomentRows) -> tuple[str, ...]:
-        """The keys of the tensors in the state."""
+        """The keys of the moment's tensors in the state."""
         return (self.name,) if self.quantizer_for(rows) is None else self.keys_of_codes()
 
     def keys_of_codes(self) -> tuple[str, str]:
-        """The keys of codes and scales."""
+        """The keys of the moment's codes and of its scales in the state."""
         return f"{self.name}_codes", f"{self.name}_scale"
 
     def zeros(self, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """The state of a moment of zeros; DTensors that are cut as the parameter, if that is one."""
+        """The state of a moment that is all zeros; DTensors, cut as the parameter is, if that is a DTensor."""
         local = local_itself(parameter)
         if self.quantizer_for(rows) is None:
             return self._of_values(torch.zeros(local.shape, device=local.device), parameter, rows)
@@ -184,9 +184,9 @@ class StoredMoment:
         return dict(zip(self.keys_of_codes(), found, strict=True))
 
     def loaded(self, state: dict[str, Any], parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """This moment out of a saved state, which it shares no memory with.
+        """Copy this moment's state from a saved state.
 
-        Codes stay codes; values become codes, and codes values, if that is how this moment is kept.
+        If this moment is kept as codes, saved values become codes. If it is kept as values, saved codes become values.
 
         Raises:
             KeyError: The state has neither codes nor values of the moment.
@@ -212,9 +212,9 @@ class StoredMoment:
 
 
 def quantized(values: Tensor, quantizer: CurrentScaling, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a moment's rows, float32.
+    """Quantize a moment's rows, float32, to codes and scales; ``place`` is what `MomentRows.place` returned.
 
-    No block is cut, so that ranks exchange nothing. ``place`` is what `MomentRows.place` returned.
+    Ranks exchange nothing, because no block is cut.
     """
     multiplier, scale = ops.scale(ops.amax(values, quantizer), quantizer)
     return ops.cast(values, multiplier, quantizer, *place), scale

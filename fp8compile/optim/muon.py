@@ -36,11 +36,11 @@ def _rule(
 class Muon(MomentOptimizer):
     """Muon in the shape of ``torch.optim.Muon``, with a momentum that is e4m3 codes between steps.
 
-    The momentum of all parameters is one compiled graph; PyTorch's own function orthogonalizes each update. A matrix
-    that ranks share is gathered in bfloat16 for that, once a step, and each rank keeps its part.
+    One compiled graph computes the momentum of all parameters; PyTorch's own function orthogonalizes each update. If
+    ranks share a matrix, they gather its update in bfloat16 for that, once a step, and each rank keeps its part.
 
-    The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` for matrices of fewer
-    than 4096 elements or rows of fewer than 16. Blocks, rounding, seed and files are those of ``AdamW``.
+    The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` if a matrix has fewer
+    than 4096 elements or rows of fewer than 16. Blocks, rounding, seeds and saved states work as in ``AdamW``.
 
     Args:
         params: Matrices, or groups of them. Give embeddings, norms and biases to another optimizer.
@@ -51,14 +51,15 @@ class Muon(MomentOptimizer):
         ns_coefficients: Coefficients of the Newton-Schulz iteration.
         eps: The least norm that an update is divided by.
         ns_steps: Number of Newton-Schulz iterations.
-        adjust_lr_fn: None or ``"original"``, or ``"match_rms_adamw"``.
+        adjust_lr_fn: How the learning rate depends on a matrix's shape, as in ``torch.optim.Muon``: None or
+            ``"original"``, or ``"match_rms_adamw"``.
         momentum_buffer_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
         rounding: Rounding of the momentum to codes, ``"stochastic"`` or ``"nearest"``.
         seed: Seed of stochastic rounding.
         backend: Backend of ``torch.compile`` for the momentum; None runs it op by op.
 
     Raises:
-        TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or no floating point tensor.
+        TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or not floating-point.
         ValueError: A parameter is no matrix, an option has a value that is not allowed, or ranks cut a parameter
             within a block.
 
@@ -117,7 +118,7 @@ class Muon(MomentOptimizer):
         super().check_group(group)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The rule's numbers after the learning rate, each computed in float64 and rounded to float32."""
+        """The numbers that the rule takes after the learning rate, computed in float64 and rounded to float32."""
         momentum = float(group["momentum"])
         return momentum, 1 - momentum, momentum if group["nesterov"] else 1.0
 

@@ -1,4 +1,4 @@
-"""RootScaling: codes of square roots, for values that are never negative and of which none may become 0.
+"""RootScaling: codes of square roots, for values that are never negative; one above 0 never becomes 0.
 
     v --square root--> root --amax, scale, cast--> codes, at least 1 where v > 0, and scale;    v ~= (codes * scale)**2
 
@@ -23,10 +23,10 @@ __all__ = ["RootScaling"]
 class RootScaling(CurrentScaling):
     """Quantizer of values that are never negative: codes and scales are those of their square roots.
 
-    A value above 0 never gets the code 0, however large its neighbours are, because an optimizer divides by it. A
-    value below 0 becomes NaN, and so does its block. The amax of a block is that of its roots. Fields are those of
-    ``CurrentScaling``. Stochastic rounding has no bias in the root; its square is too large on average, by the
-    variance of the rounding.
+    An optimizer divides by such values, so a value above 0 never gets the code 0, however large its neighbours are.
+    A value below 0 makes its whole block NaN. The amax of a block is that of its roots. Fields are those of
+    ``CurrentScaling``. Stochastic rounding has no bias in the root; the square of the root is too large on average,
+    by the variance of the rounding.
     """
 
     def amax(self, x: Tensor) -> Tensor:
@@ -47,5 +47,5 @@ class RootScaling(CurrentScaling):
 
 
 def _above_zero(codes: Tensor, x: Tensor) -> Tensor:
-    """Codes of roots, with 1 in place of 0 where the value is above 0."""
+    """The codes, with 1 in place of each 0 that stands for a value above 0."""
     return torch.where((codes == 0) & (x > 0), 1, codes)
