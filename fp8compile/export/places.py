@@ -2,7 +2,7 @@
 
     whole tensor on each rank:  [ own part | empty | empty ]  --each rank sends its part into the same place-->  full
 
-So nothing is in memory beside the result. A message is a place in it, or some rows of one that is not contiguous.
+So memory beside the result is small: a contiguous place is sent as it is, another one by some rows at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None =
     Args:
         cuts: How ranks cut the tensor, as this rank sees it.
         shape: Shape of the whole tensor.
-        units: For each dim the number of elements that have one entry: those of a block in a grid of scales, or those
-            of a byte. -1 stands for all elements. None for one each.
+        units: For each dim, how many elements share one entry of the tensor, such as those of a block in a grid of
+            scales, or two codes in a byte; -1 for all of them. None if each element has its own entry.
     """
     found = []
     for dim, size in enumerate(shape):
@@ -48,7 +48,7 @@ def send(part: Tensor, cut: DimSharding, source: int) -> None:
     """Send a tensor from one rank of a cut into the same tensor of the others.
 
     Args:
-        part: The tensor, which may be a view; the others' is written.
+        part: The tensor, which may be a view: the rank ``source`` reads it, and the others write to it.
         cut: The cut whose ranks take part.
         source: Number of the rank that sends, among those of the cut.
     """
@@ -78,13 +78,13 @@ def fill(
 ) -> None:
     """Complete a tensor in which each rank has written its own place. All ranks of the cuts call this.
 
-    The inner cuts come first, so that each rank of an outer one then has its whole part.
+    Ranks of an inner cut exchange first. Then each rank of an outer cut has its whole part, and sends that.
 
     Args:
-        whole: The tensor.
+        whole: The tensor to complete: values, codes or scales.
         cuts: How ranks cut the values.
         shape: Shape of the values.
-        units: What `place_of` takes.
+        units: How many values share one entry of ``whole``, as in `place_of`.
         known: For each dim, whether each rank has written all entries along it.
     """
     for level in reversed(range(len(cuts))):

@@ -1,9 +1,9 @@
-"""A whole matrix of codes that ranks fill, each its own part, a tile at a time.
+"""A whole matrix of codes on each rank: each quantizes its own part, a tile at a time, and sends it to the others.
 
     tile of whole blocks --amax, scale, cast--> codes and scales --> their place in the whole
 
-So beside this rank's shard there is one matrix of codes with its scales, and one tile in float32. The bits are those
-of the steps on the whole weight: a block lies in one tile, or its amax is that of all tiles of all ranks.
+So a rank holds its shard, one matrix of codes with its scales, and one tile in float32. The bits are those of the
+whole weight, quantized at once: a block lies in one tile, or its amax is taken over all tiles of all ranks.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.de
 
 @dataclass(frozen=True)
 class _Interval:
-    """Some rows or columns of a part, which end between blocks of the whole matrix.
+    """A run of rows or columns of this rank's part, cut at the borders of blocks.
 
     Attributes:
-        place: Which of the whole matrix.
-        blocks: Which of the whole grid of scales their blocks are.
-        around: How many rows or columns of these blocks lie before and after them, in other tiles or on other ranks.
+        place: Where the run lies in the whole matrix.
+        blocks: Where the run's blocks lie in the whole grid of scales.
+        around: How many rows or columns of these blocks lie before and after the run, on other ranks.
     """
 
     place: slice
@@ -71,7 +71,10 @@ class _Interval:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some rows and columns of a part: where they lie, and they as a part of the matrix that their blocks make."""
+    """A tile of this rank's part: its place among the elements and among the scales, and the tile's elements.
+
+    ``part`` says how the elements lie in the smallest matrix of whole blocks around the tile.
+    """
 
     place: tuple[slice, slice]
     blocks: tuple[slice, slice]
@@ -79,7 +82,7 @@ class _Tile:
 
 
 def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Interval]:
-    """A part's rows or columns, ``count`` at a time; ``block`` is the number that share a scale, -1 for all."""
+    """Cut a part's rows or columns into runs of ``count``; ``block`` of them share a scale, or all if it is -1."""
     first = own.start
     while first < own.stop:
         stop = min(first // count * count + count, own.stop)
@@ -122,7 +125,7 @@ def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> It
 
 
 def _whole_amax(part: Plain, quantizer: Quantizer, dtype: torch.dtype | None) -> Tensor:
-    """The amax grid of the whole matrix, float32, of the values of all ranks."""
+    """The amax of each block of the whole matrix, float32, over the values of all ranks."""
     grid = part.local.new_zeros(quantizer.scale_shape(part.whole_shape()), dtype=torch.float32)
     for each in _tiles(part, quantizer.block, dtype):
         grid[each.blocks] = torch.maximum(grid[each.blocks], whole_amax(each.part, quantizer))
@@ -140,14 +143,14 @@ def amax_of_all(part: Plain, dtype: torch.dtype | None) -> Tensor:
 
 
 def _has_whole_pairs(cuts: Sharding, dim: int, size: int) -> bool:
-    """Whether no two ranks have codes of one byte, if two codes along a dim share one; all ranks say the same."""
+    """Whether no byte has codes of two ranks, if two codes along ``dim`` share a byte; the same on all ranks."""
     own = [cut for cut in cuts if cut is not None and cut.dim == dim]
     is_known = all(cut.is_even() for cut in own[:-1])  # else ranks cut parts of different sizes, each its own way
     return is_known and size % 2 == 0 and all(length % 2 == 0 for cut in own for length in cut.sizes)
 
 
 class WholeMatrix:
-    """A matrix of codes that this rank has allocated whole, to fill it with the other ranks of some cuts.
+    """A whole matrix of codes that this rank allocates, and that it and the other ranks of the cuts fill.
 
     Args:
         quantizer: Quantizer of the matrix as it lies in the module.
@@ -189,14 +192,15 @@ class WholeMatrix:
         outer_amax: Tensor | None = None,
         multiplier: Tensor | None = None,
     ) -> None:
-        """Write this rank's part, of values, to its place. All ranks that have parts call this.
+        """Quantize this rank's part, and write codes and scales to their place. All ranks that have parts call this.
 
         Args:
-            part: The part.
-            quantizer: Quantizer of the matrix as it lies, whose codes depend on values and blocks alone.
-            dtype: Dtype to which values are cast before; None for their own.
-            outer_amax: Amax for the one scale of the matrix, (1,) float32, if other matrices share it.
-            multiplier: What values are multiplied by, (1, 1) float32, if it is known.
+            part: The part's values.
+            quantizer: Quantizer of the matrix as it lies in the module. Its codes may depend on values and blocks
+                alone, and not on positions.
+            dtype: Dtype to which values are cast first; None for their own.
+            outer_amax: Amax for the one scale of the matrix, (1,) float32, if other matrices share the scale.
+            multiplier: What values are multiplied by before they are rounded, (1, 1) float32; None to compute it.
         """
         quantizer, outer_scale = quantizer.unpacked() or quantizer, None
         if multiplier is None and outer_amax is None and has_one_scale(quantizer):
@@ -227,7 +231,7 @@ class WholeMatrix:
             self._put_codes(tile.place, codes)
 
     def copy(self, shard: Quantized) -> None:
-        """Write this rank's part, of codes, to its place."""
+        """Write this rank's part, which is codes and scales already, to its place."""
         rows, columns = place_of(shard.cuts, self._shape)
         step = max(1, TILE // max(1, shard.shape[1]) // 2) * 2
         per_byte = 2 if packed_dim(shard.quantizer) == -2 else 1

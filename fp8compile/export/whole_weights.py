@@ -1,4 +1,4 @@
-"""A parameter over ranks as whole tensors: as values, or as the codes that the forward multiplies, matrix by matrix.
+"""Makes a parameter that ranks share whole: as values, or, matrix by matrix, as the codes that the forward multiplies.
 
 Each rank quantizes its shard, with scales of the whole, and then codes are sent. Values in high precision are sent
 only for parameters that stay in it. All ranks that share a parameter call these functions.
@@ -36,7 +36,7 @@ def _local_values(parameter: Tensor) -> Tensor:
 
 
 def _codes_of_parameter(parameter: Tensor) -> Quantized:
-    """This rank's codes of a parameter that is codes."""
+    """This rank's codes and scales of a parameter that is kept as codes."""
     own: Quantized = local_itself(parameter).sets()[0]
     cuts = sharding_of(parameter)
     return replace(own, layout=TensorLayout(cuts, own.layout.batch)) if cuts else own
@@ -46,7 +46,7 @@ def _codes_of_parameter(parameter: Tensor) -> Quantized:
 
 
 def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The values of a parameter or buffer, whole; those of codes are dequantized to ``dtype``.
+    """The values of a whole parameter or buffer; codes are dequantized to ``dtype``.
 
     Args:
         parameter: A tensor or a DTensor; its local tensor may be codes.
@@ -74,12 +74,13 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
-    """Who has one matrix of a stack whose matrices ranks share.
+    """Find the rank that has one matrix of a stack whose matrices are spread over ranks, its owner.
 
     Returns:
-        The number of the rank that has it, for each cut from the outer one on. Then for each cut whether this rank
-        lies in the part of the owner that the cuts before make, and at last whether it is the owner. Then the index
-        of the matrix in the owner's stack.
+        The owner's number in each cut, from the outer cut on.
+        For each cut, whether this rank has the same numbers as the owner in all cuts before it; and, as a last entry,
+        whether this rank is the owner.
+        The index of the matrix in the owner's own stack.
     """
     owners: list[int] = []
     is_mine = [True]
@@ -99,12 +100,12 @@ class WholeCodes:
 
     Attributes:
         shape: Shape of the whole parameter, (N, K) or (E, N, K) as the module keeps it.
-        part: This rank's part of it: values, or codes.
-        quantizer: Quantizer of each matrix as it lies.
+        part: This rank's part of the parameter: values, or codes.
+        quantizer: Quantizer of each matrix as it lies in the module.
         is_turned: Whether the module keeps matrices as (in_features, out_features).
-        dtype: Dtype to which values are cast before; None for their own.
-        outer_amax: Amax for the one scale that the matrix shares with others, (1,) float32, or None.
-        multiplier: What values are multiplied by, (1, 1) float32, or None if their amax says it.
+        dtype: Dtype to which values are cast before they are quantized; None for their own.
+        outer_amax: Amax for the one scale that the matrix shares with others, (1,) float32; None if it shares none.
+        multiplier: What values are multiplied by before they are rounded, (1, 1) float32; None to compute it.
     """
 
     shape: tuple[int, ...]
@@ -143,7 +144,7 @@ class WholeCodes:
         return replace(self.part, codes=codes, scale=scale, outer_scale=outer, layout=TensorLayout(cuts))
 
     def _made(self, part: Plain | Quantized | None, cuts: Sharding) -> Quantized:
-        """The whole matrix of which ranks have parts; an empty one if this rank has none and is sent it."""
+        """Make a matrix whole from the ranks' parts; without a part, one of uninitialized memory to receive it."""
         if isinstance(part, Quantized) and not any(self.part.cuts):
             found = part.t() if self.is_turned else part
             if packed_dim(found.quantizer) != -2:  # else a row of codes has values of two rows
@@ -161,7 +162,7 @@ class WholeCodes:
 
 
 def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
-    """The amax of the scale that a layer shares with others, over ranks, (1,) float32; None if it shares none."""
+    """The amax, over layers and ranks, for a scale that ``layer`` shares, (1,) float32; None if it shares none."""
     if not isinstance(layer, Linear) or not layer.scale_group:
         return None
     weights: list[Any] = [each.weight for each in layer.scale_group]

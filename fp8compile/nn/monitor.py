@@ -52,8 +52,8 @@ class Product(NamedTuple):
     Attributes:
         module: The module that multiplies by it.
         weight: Its name in the module.
-        matrices: Number of experts; 0 if it is no stack.
-        observer: The buffer of its statistics.
+        matrices: Number of experts; 0 if the weight is one matrix.
+        observer: The buffer for the statistics of its products.
     """
 
     module: Observed
@@ -82,7 +82,7 @@ class Monitor:
         stop_at_nonfinite: Whether `step` raises a `NonFiniteError` one step after a reading found a NaN or an
             infinity. All ranks raise it. The step itself reads nothing on the host.
         as_if: Read what the quantizers of another recipe would do to the same operands. The model computes as before.
-            Of a weight that is kept as codes nothing is read then, unless the recipe has the same codes.
+            A weight that is kept as codes is not read then, unless the recipe has the same codes.
 
     Raises:
         ValueError: A statistic or operand has no such name, ``every`` is less than 1, no layer can be observed, or
@@ -126,7 +126,7 @@ class Monitor:
 
     @property
     def steps(self) -> int:
-        """Number of steps that have ended. A run that resumes sets it."""
+        """Number of steps that have ended. Set it if a run resumes."""
         return self._steps
 
     @steps.setter
@@ -278,7 +278,7 @@ class Monitor:
 
 
 def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
-    """The totals of a weight as if it had been counted once, and not for each micro-batch and each replica."""
+    """The totals of a weight, divided by how often it was counted: once for each micro-batch and replica."""
     if slot not in TENSORS["weight"] or not (passes := totals[PASSES]):
         return totals
     passes = round(passes) if abs(passes - round(passes)) < 1e-6 else passes  # it adds up parts, such as thirds
