@@ -1,12 +1,12 @@
-"""Kernels for grouped products that PyTorch lacks: scales for every 128 values to be summed, or for the whole sum.
+"""Kernels for grouped products that PyTorch lacks: one scale for each 128 values to be summed, or for the whole sum.
 
     product                             tile of a program
     rows     y_RN  = a_RK @ b_e,NK^T    128 columns by 128 rows of one group, or of rows after the last group
     tokens   d_eNK = a_NC @ b_KC^T      128 x 128 of one group's matrix
 
-Hopper's tensor cores sum 128 products with about 14 bits of precision. Each of these sums is added in float32, with
-blocks of 128 after it is multiplied by its scales, so the error does not grow with the length of the sum (DeepSeek-V3
-technical report, arXiv:2412.19437, 3.3.2). One scale for a whole row or column multiplies the whole sum, once.
+Subscripts are sizes. Hopper's tensor cores sum 128 products with about 14 bits of precision. These short sums are
+added in float32, so the error does not grow with the length of the whole sum (DeepSeek-V3 technical report,
+arXiv:2412.19437, 3.3.2). Scales of blocks of 128 multiply each short sum; scales of rows multiply the whole sum, once.
 
 The tile of a program depends on the sizes of groups, which only the device knows. The grid of `rows` therefore has
 enough programs for every split of the rows into groups.
@@ -35,11 +35,11 @@ def _summed(
     a_at, b_at, a_scale_at, b_scale_at, length, a_scale_step, b_scale_step,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the product, block by block of the summed dim; pointers are those of the first block.
+    """Compute a tile of the product, block by block of the summed dim.
 
     Pointers are those of the first block. Codes are (TILE, TILE); the summed dim is dim 1 of ``a`` and dim 0 of ``b``,
     and is contiguous in both. Scales are (TILE,); with HAS_TILES, ``b`` has one scale for all columns. With IS_WHOLE
-    scales are those of whole rows and columns; a sum without values is 0 whatever they are. Without IS_EVEN the last
+    scales are those of whole rows and columns; a sum of no values is 0, whatever its scales. Without IS_EVEN the last
     block may be shorter.
     """
     total = tl.zeros((TILE, TILE), tl.float32)

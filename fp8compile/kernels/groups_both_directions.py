@@ -1,7 +1,8 @@
 """Kernel that reads groups of tokens once, and makes codes along rows and along tokens.
 
 A program makes 128 columns of codes along tokens. It finds their rows, loads a tile of 128 x 128, and also makes the
-codes along these rows. Columns after the last group stand for rows after it, which get codes along rows only.
+codes along these rows. Columns after those of the last group stand for rows that are in no group: these rows get
+codes along rows only.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -
 def groups_both_directions(
     x: Tensor, offsets: Tensor, length: int, rows: CurrentScaling, columns: CurrentScaling, align: int
 ) -> TileLaunch:
-    """The launch of the kernel. Call it with x, the offsets and the four outputs, all of these contiguous.
+    """The launch of `groups_both_kernel`. Call it with ``x``, the offsets and four contiguous outputs.
 
     Outputs are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K, C) and scales (C / n, K) along
     tokens. Blocks are (1, n) and (n, 1), with n a divisor of 128. Groups begin at multiples of ``align`` columns, a

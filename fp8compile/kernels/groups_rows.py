@@ -65,7 +65,9 @@ GROUP_ROWS = TileKernel(
 
 
 def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling) -> TileLaunch:
-    """The launch of the kernel, for block (1, -1). Call it with x, the offsets and the three contiguous outputs.
+    """The launch of `group_rows_kernel`, for block (1, -1). Call it with ``x``, the offsets and three outputs.
+
+    The outputs are contiguous.
 
     Outputs are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
     which must be zeros before the launch. ``x`` has any strides; no size is 0.

@@ -1,4 +1,4 @@
-"""Numbers of programs of the kernels that quantize a matrix, along each axis of the launch; needs no Triton."""
+"""How many programs kernels that quantize a matrix launch, along each axis of the grid; needs no Triton."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.two
 
 
 def row_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Programs that take some whole rows each."""
+    """The grid of a kernel whose programs each take some whole rows."""
     return (-(-shape[0] // rows_of_program(shape)),)
 
 
 def rows_of_program(shape: Sequence[int]) -> int:
-    """How many rows a program takes."""
+    """How many rows a program takes in the grid of `row_programs`."""
     return max(1, -(-shape[0] // PROGRAMS))
 
 
 def tile_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Programs that take a tile of a matrix, or of a matrix of a stack."""
+    """The grid of a kernel whose programs each take one tile, of a matrix or of a stack of matrices."""
     *matrices, m, k = shape
     return (-(-m // TILE), -(-k // TILE), *matrices)
 
 
 def packed_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Programs that take 64 rows and 128 columns; they cover whole tiles of scales, of 128 rows by 4 blocks."""
+    """The grid of a kernel whose programs each take 64 rows and 128 columns; it covers whole tiles of scales."""
     m, k = shape
     return (-(-m // TILE) * (TILE // PACKED_ROWS), -(-k // PACKED_COLUMNS))

@@ -222,7 +222,7 @@ def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """Quantize (rows, blocks, 16); returns each block's sixteen codes as one int64, and the blocks' scales."""
+    """Quantize values (rows, blocks, 16); returns each block's sixteen codes as one int64, and the blocks' scales."""
     multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
     values = _products(x, multiplier[:, :, None], IS_TE)
     if ROUNDING == BY_INSTRUCTION:
@@ -245,7 +245,7 @@ def _nonzero_codes(packed):
 
 @triton.jit
 def _counted(x, scale, outer_scale):
-    """Of some values and the e4m3 scales of their blocks: amax, number of those that are not 0, number beyond."""
+    """Count some values: returns their amax, how many are not 0, and how many are beyond their block's limit."""
     magnitude = _magnitude(x)
     is_value = (magnitude != 0) & (magnitude <= EXPONENT_MASK)  # the code of a NaN is 0, which is no underflow
     beyond = is_beyond(magnitude, _decoded(scale) * outer_scale, LIMIT)

@@ -14,11 +14,11 @@ __all__ = ["values", "write"]
 
 @triton.jit
 def values(x_ptr, m, k, is_inside, stride_m, stride_k):
-    """Load elements of a matrix as float32, 0 outside; rows are (T, 1) int64, columns (1, T)."""
+    """Load the elements at rows ``m``, (T, 1) int64, and columns ``k``, (1, T), as float32; 0 outside the matrix."""
     return tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def write(codes_ptr, m, k, codes, is_inside, stride):
-    """Store codes; consecutive rows are ``stride`` elements apart."""
+    """Store codes at rows ``m`` and columns ``k``; consecutive rows are ``stride`` elements apart."""
     tl.store(codes_ptr + m * stride + k, codes, is_inside)

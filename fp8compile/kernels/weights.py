@@ -136,7 +136,7 @@ def square_blocks(
 ) -> None:
     """Launch the kernel for block (n, n), n a divisor of 128, that writes codes, scales and amaxes of square blocks.
 
-    ``x`` is contiguous, with no size 0. ``counts`` are as those of `rows_and_columns`.
+    ``x`` is contiguous, with no size 0. ``counts`` is the same as in `rows_and_columns`.
     """
     m, k = x.shape
     bits, chosen = amax.view(torch.int32), tile_constants(quantizer)
