@@ -182,7 +182,10 @@ class Schedule:
 
 
 def taken_from(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
-    """Go back through ``getitem`` nodes: the node that has the results, and the place of this one; () for the only."""
+    """Go back through ``getitem`` nodes; returns the node that has all results, and the place of this one among them.
+
+    A node that takes no item is returned itself, with the place ().
+    """
     if node.target is not operator.getitem:
         return node, ()
     whole: Any = node.args[0]

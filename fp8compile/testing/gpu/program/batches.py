@@ -64,7 +64,7 @@ class Batch:
         return cls(numbers, tuple(each.astype(np.int32) for each in np.unravel_index(numbers, tuple(grid))))
 
     def of_each(self, array: np.ndarray) -> np.ndarray:
-        """Expand an array with one entry for all programs, if it is one, to an entry for each: (P, *s)."""
+        """Expand an array with one entry for all programs, (1, *s), to (P, *s); one of that shape stays as it is."""
         return np.broadcast_to(array, (len(self.programs), *array.shape[1:]))
 
     def same(self, values: np.ndarray) -> Any:

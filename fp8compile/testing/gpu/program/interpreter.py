@@ -75,8 +75,8 @@ class Interpreter:
 
     Attributes:
         arithmetic: The choices of the GPU's compiler.
-        elements: How many programs run together is chosen so that a kernel's largest block has no more elements than
-            this over all of them. With 1, each program runs by itself.
+        elements: The most elements that a block may have over all programs that run together. With 1, each program
+            runs by itself.
         multiply_adds: Number of elements that fused multiply-adds have computed so far.
     """
 
