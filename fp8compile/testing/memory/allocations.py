@@ -3,9 +3,9 @@
 Kernels are left out. A tensor lives as long as something holds it, as in a real run. So `del`, memory that is used
 again, views, and arguments that the wrapper empties need no rules of their own.
 
-    run        held by its caller                                  returned
-    forward    parameters and inputs                               results and kept tensors
-    backward   the same, the forward's results, their gradients    gradients of parameters and inputs
+    run        held by its caller               freed once the run has read it        returned
+    forward    parameters, inputs               nothing                               results, kept tensors
+    backward   the same, forward's results      kept tensors, gradients of results    gradients
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class MemoryReport:
         kept: The tensors that the forward makes and saves for the backward. Parameters and inputs that it also saves
             are not among them.
         forward: The moment of the forward that holds the most bytes, without gradients and optimizer.
-        backward: The same of the backward, without the optimizer. Gradients are those of this backward.
+        backward: The moment of the backward that holds the most bytes, with the gradients that this backward has made
+            until then, without the optimizer.
         counted: Equal blocks whose numbers follow from code for fewer blocks, such as "model.layers.{1..30}"; empty
             if code was generated for the whole model.
     """
