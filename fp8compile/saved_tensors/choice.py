@@ -52,10 +52,10 @@ class SavedAsCodes:
     call. The forward's results stay the same, bit for bit. Gradients are those of the rounded tensors.
 
     Attributes:
-        quantizer: Makes the codes of each tensor, as a matrix whose rows are the last dim. None stands for e4m3 with
-            scales that are powers of two. Blocks are then those of the nearest recipe that quantizes a result of the
-            tensor: whole rows for rowwise, tensorwise and delayed recipes, otherwise the recipe's own blocks. They
-            are 1 x 128 if there is no such recipe, and in eager mode.
+        quantizer: Makes the codes of each tensor, seen as a matrix whose rows run along the last dim. None stands for
+            e4m3 with scales that are powers of two. Blocks are then those of the recipe by which the nearest layer
+            quantizes what is computed from the tensor: whole rows for rowwise, tensorwise and delayed recipes,
+            otherwise the recipe's own blocks. They are 1 x 128 if there is no such layer, and in eager mode.
         filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple names kinds of
             `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. It may also have values
             of `SavedTensor`: these tensors become codes whatever their size, and so do those of equal layers, whose
