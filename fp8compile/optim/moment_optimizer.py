@@ -177,8 +177,8 @@ class MomentOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this optimizer, or of the one in ``torch.optim``, returned.
 
-        Saved codes stay as they are. Saved values, such as those of ``torch.optim.AdamW``, are rounded to codes once.
-        Which moments this optimizer keeps as codes does not change.
+        If this optimizer keeps a moment as codes, saved codes stay as they are, and saved values, such as those of
+        ``torch.optim.AdamW``, are rounded to codes once. If it keeps a moment as values, saved codes become values.
         """
         kept = [{name: group[name] for name in (*self._dtype_options(), *OURS)} for group in self.param_groups]
         before = [dict(group) for group in self.param_groups]

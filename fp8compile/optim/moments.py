@@ -74,7 +74,7 @@ class MomentRows:
         return MomentRows((*local[:last], math.prod(local[last:])) if local else (), whole, tuple(cuts))
 
     def are_small(self) -> bool:
-        """Whether the parameter is too small for codes, so that its moments are float32; the same for any ranks."""
+        """Whether the parameter is too small for codes, so that its moments are float32, on any number of ranks."""
         return len(self.whole) < 2 or math.prod(self.whole) < SMALLEST or self.whole[-1] < SHORTEST_ROW
 
     def check_blocks(self) -> None:
