@@ -128,6 +128,20 @@ class AdamW(MomentOptimizer):
             check_number("AdamW", f"betas[{index}]", beta, below=1.0)
         super().check_group(group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of ``torch.optim.AdamW``.
+
+        Raises:
+            ValueError: The state was trained with ``amsgrad``, whose maximum has no place here.
+        """
+        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+            raise ValueError(
+                "AdamW: the loaded state was trained with amsgrad=True, and this optimizer keeps no maximum of "
+                "second moments. Train on with torch.optim.AdamW; or, to go on without it, set amsgrad to False in "
+                "the state's param_groups."
+            )
+        super().load_state_dict(state_dict)
+
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
         """The numbers that the rule takes after the learning rate, computed in float64 and rounded to float32."""
         beta1, beta2 = map(float, group["betas"])

@@ -179,9 +179,11 @@ def _powers_of_two(block: tuple[int, int]) -> CurrentScaling:
 @lru_cache
 def _source_of(function: Callable[..., Any]) -> str:
     """A text that changes with a function's source; unique to this process if its values can't be told."""
-    if not inspect.isfunction(function) or function.__closure__ or function.__defaults__:
+    if not inspect.isfunction(function) or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return uuid.uuid4().hex
     import hashlib
 
-    found = hashlib.sha256(module_source(function.__module__) + function.__code__.co_code)
-    return f"{function.__module__}.{function.__qualname__} {function.__code__.co_consts!r} {found.hexdigest()}"
+    code = function.__code__
+    found = hashlib.sha256(module_source(function.__module__) + code.co_code)
+    # the bytecode has numbers in place of names and constants: lambdas of one file may differ in them alone
+    return f"{function.__module__}.{function.__qualname__} {code.co_names!r} {code.co_consts!r} {found.hexdigest()}"

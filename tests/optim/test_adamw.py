@@ -234,6 +234,17 @@ def test_codes_load_where_values_are_kept(assert_bits_equal):
     assert other.param_groups[0]["exp_avg_dtype"] == torch.float32
 
 
+def test_a_state_with_amsgrad_is_refused():
+    p = parameter(64, 128)
+    theirs = torch.optim.AdamW([p], lr=1e-2, amsgrad=True)
+    train([p], theirs, 0, 1)
+    ours = adamw([p])
+    with pytest.raises(ValueError, match="was trained with amsgrad=True"):
+        ours.load_state_dict(theirs.state_dict())
+    assert "amsgrad" not in ours.param_groups[0]
+    assert not ours.state
+
+
 def test_a_state_without_moments_is_refused():
     p, q = parameter(64, 128), parameter(64, 128)
     other = torch.optim.SGD([p], lr=0.1, momentum=0.9)

@@ -52,3 +52,12 @@ def test_equal_values_have_one_text_for_caches_and_closures_have_their_own():
     assert f8.SavedAsCodes(filter=chooses_all).uuid() == f8.SavedAsCodes(filter=chooses_all).uuid()
     texts = {f8.SavedAsCodes(filter=lambda tensor, least=least: tensor.nbytes > least).uuid() for least in (1, 2)}
     assert len(texts) == 2
+
+
+def test_filters_that_differ_in_a_name_or_a_keyword_have_texts_of_their_own():
+    """Hooks find a value by its text: with one text for two values, the first one saved nothing as codes."""
+    by_kind = f8.SavedAsCodes(filter=lambda tensor: tensor.kind == "norm")
+    by_module = f8.SavedAsCodes(filter=lambda tensor: tensor.module == "norm")
+    assert by_kind.uuid() != by_module.uuid()
+    texts = {f8.SavedAsCodes(filter=lambda tensor, *, least=least: tensor.nbytes > least).uuid() for least in (1, 2)}
+    assert len(texts) == 2
