@@ -68,7 +68,10 @@ def _check_not_written(parameter: Any) -> None:
 
 @functools.cache
 def _extend() -> None:
-    """Patch FSDP2's parameter class, so that it keeps parts of gathered tensors and gathers these parts again."""
+    """Patch FSDP2 for ``reshard_after_forward=N``: keep parts after the forward, and gather them in the backward.
+
+    Only parameters whose class has the decorator `keeps_parts_after_forward` are treated so.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
     def to_sharded_post_forward(self: Any) -> None:

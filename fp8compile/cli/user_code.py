@@ -1,7 +1,7 @@
-"""Runs a user's code in this process. However the code ends, the command goes on and says how it ended.
+"""Runs a user's code in this process, and turns an exception or an exit in it into a `UserError` that says which.
 
 Without this, code that calls `sys.exit(0)` or `os._exit(0)` would end the command with exit code 0, which means YES. A
-crash ends the process by a signal, with an exit code above 128, anyway.
+crash by a signal is not caught: its exit code is above 128, so nobody takes it for YES.
 """
 
 from __future__ import annotations

@@ -35,12 +35,21 @@ def _summed(
     a_at, b_at, a_scale_at, b_scale_at, length, a_scale_step, b_scale_step,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the product, block by block of the summed dim.
+    """Compute a scaled float32 tile of the product, in blocks of TILE along the summed dim.
 
-    Pointers are those of the first block. Codes are (TILE, TILE); the summed dim is dim 1 of ``a`` and dim 0 of ``b``,
-    and is contiguous in both. Scales are (TILE,); with HAS_TILES, ``b`` has one scale for all columns. With IS_WHOLE
-    scales are those of whole rows and columns; a sum of no values is 0, whatever its scales. Without IS_EVEN the last
-    block may be shorter.
+    Args:
+        a_at: Pointers to the codes of the first block of ``a``, (TILE, TILE); dim 1 is summed and contiguous.
+        b_at: Pointers to the codes of the first block of ``b``, (TILE, TILE); dim 0 is summed and contiguous.
+        a_scale_at: Pointers to the scales of that block of ``a``, one for each row, (TILE,).
+        b_scale_at: Pointers to the scales of that block of ``b``, one for each column, (TILE,).
+        length: Number of elements of the summed dim.
+        a_scale_step: Step from a block's scales of ``a`` to the next block's.
+        b_scale_step: The same of ``b``.
+        TILE: Rows and columns of a block.
+        IS_EVEN: Whether ``length`` is a multiple of TILE; if not, the last block is masked.
+        HAS_TILES: Whether ``b`` has one scale for all columns of a block; ``b_scale_at`` is then one pointer.
+        IS_WHOLE: Whether scales hold for the whole summed dim. They are then applied once, after the sum; without
+            elements the tile is 0, even if a scale is NaN or infinite.
     """
     total = tl.zeros((TILE, TILE), tl.float32)
     k = tl.arange(0, TILE)

@@ -143,7 +143,10 @@ class AdamW(MomentOptimizer):
         super().load_state_dict(state_dict)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The numbers that the rule takes after the learning rate, computed in float64 and rounded to float32."""
+        """The numbers that AdamW's formula unpacks behind the learning rate, in its order.
+
+        They are Python floats, so that bias corrections are computed in float64; a step rounds them to float32.
+        """
         beta1, beta2 = map(float, group["betas"])
         return (
             float(group["weight_decay"]),

@@ -90,7 +90,7 @@ class MomentOptimizer(Optimizer):
     # ------------------------------------------------------------------ a step
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The numbers that the rule takes after the learning rate; ``step`` counts the steps, this one included."""
+        """The numbers that `rule` unpacks behind the learning rate; ``step`` counts the steps, this one included."""
         raise NotImplementedError
 
     @untraced

@@ -118,7 +118,7 @@ class Muon(MomentOptimizer):
         super().check_group(group)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The numbers that the rule takes after the learning rate, computed in float64 and rounded to float32."""
+        """The numbers that Muon's formula unpacks behind the learning rate, in its order; Python floats."""
         momentum = float(group["momentum"])
         return momentum, 1 - momentum, momentum if group["nesterov"] else 1.0
 
