@@ -150,13 +150,15 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, a
         scales = scale_grid.reshape(-1, 1) if of_block else scales.expand(codes.shape).reshape(-1, n)
         values, codes = values.reshape(-1, n), codes.reshape(-1, n)
     lanes: tuple[Elements, ...] = ()
-    if (dim := packed_dim(operand.quantizer)) is not None and not batch and n == -1 and not any(windows):
+    if (packed := packed_dim(operand.quantizer)) is not None and not batch and n == -1 and not any(windows):
         parts = zip((0, 1), lanes_of(operand.codes), strict=True)
-        lanes = tuple(_lane(values, scales, dim, place, own, fmt) for place, own in parts)
+        lanes = tuple(_lane(values, scales, packed, place, own, fmt) for place, own in parts)
     return Elements(values.float(), codes, scales, fmt, batch, None, numel, has_values, lanes)
 
 
-def _lane(values: Tensor, scales: Tensor, dim: int, place: int, codes: Tensor, fmt: Float4Format) -> Elements:
+def _lane(
+    values: Tensor, scales: Tensor, dim: int, place: int, codes: Tensor, fmt: Float8Format | Float4Format
+) -> Elements:
     """Every second element along ``dim``, from a place on."""
     own, factors = (
         each.movedim(dim, -1)[..., place::2].movedim(-1, dim) for each in (values, scales.expand(values.shape))
