@@ -244,5 +244,9 @@ def repack(packed: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, dim: int) -> Tensor:
     """Unpack bytes that `pack` made, to one code in each byte."""
-    last = packed.movedim(dim, -1)
-    return torch.stack([last & 15, last >> 4], -1).flatten(-2).movedim(-1, dim)
+    return torch.stack(lanes_of(packed.movedim(dim, -1)), -1).flatten(-2).movedim(-1, dim)
+
+
+def lanes_of(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes in the lower and in the upper four bits of each byte, one code in each byte."""
+    return packed & 15, packed >> 4

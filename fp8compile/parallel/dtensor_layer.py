@@ -223,7 +223,7 @@ def _observed(op: ObserveOp, *args: Any) -> Any:
         part = part_of("linear", weight)
         if not (op.gradient and has_codes(part.local)):  # the forward has counted the weight's codes
             seen["weight"] = _weight_seen(part, recipe, counts=_counts(part.cuts, mesh))
-    is_here = partial(op.is_here, phase=phase, later=later)
+    is_here = partial(op.is_here, later=later)
     found = counted(seen, Operands(recipe, phase, multiplier, **more), names, is_here)
     if op.gradient:
         return op.results(args, parts["grad_output"].local, found, phase)

@@ -6,6 +6,9 @@
     groups, codes along rows    (R, K), a row belongs to a group            (rows,)
     groups, codes along tokens  (C, K), a column of codes is a row here     (rows,)
 
+Two codes that share a byte are read together, so their elements are two lanes: those at even places and those at odd
+ones. The numbers of both are combined before they are reduced.
+
 A sum goes through a matrix as the kernel that casts it does, so that Inductor makes one kernel of both: along rows, or
 within the blocks of a row. Tokens are cast along tokens by the kernel that makes their amaxes along features, if there
 is one; so their pieces are blocks of a row too. `fp8compile.ops.layer.second_stage` adds the pieces.
@@ -22,9 +25,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile._compat import guard_or_false
-from fp8compile.formats import Float4Format, Float8Format
+from fp8compile.formats import Float4Format, Float8Format, lanes_of
 from fp8compile.layout.cuts import SIDES
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.groups.layout import (
     alignment,
@@ -42,7 +45,7 @@ from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import random_hadamard
 from fp8compile.scale_layouts import untiled
 
-__all__ = ["Elements", "elements_of", "elements_of_codes", "pieces_of"]
+__all__ = ["Elements", "elements_of", "elements_of_codes", "numbers_of", "pieces_of"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Elements:
         numel: Number of elements of each matrix, padding left out; of groups (E,) float64.
         has_values: Whether ``values`` were cast to these codes. If a weight is kept as codes, they are the values of
             the codes.
+        lanes: The same elements in two halves, if the code of each of the first shares a byte with the code at the
+            same place of the second. Then statistics are computed of the lanes.
     """
 
     values: Tensor
@@ -70,6 +75,7 @@ class Elements:
     group: Tensor | None
     numel: Tensor | int
     has_values: bool = True
+    lanes: tuple[Elements, ...] = ()
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
         """The result of a function of these elements, cached, because several statistics need the same numbers."""
@@ -143,7 +149,21 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, a
         of_block = quantizer.block == (1, n) and not any(windows)
         scales = scale_grid.reshape(-1, 1) if of_block else scales.expand(codes.shape).reshape(-1, n)
         values, codes = values.reshape(-1, n), codes.reshape(-1, n)
-    return Elements(values.float(), codes, scales, fmt, batch, None, numel, has_values)
+    lanes: tuple[Elements, ...] = ()
+    if (packed := packed_dim(operand.quantizer)) is not None and not batch and n == -1 and not any(windows):
+        parts = zip((0, 1), lanes_of(operand.codes), strict=True)
+        lanes = tuple(_lane(values, scales, packed, place, own, fmt) for place, own in parts)
+    return Elements(values.float(), codes, scales, fmt, batch, None, numel, has_values, lanes)
+
+
+def _lane(
+    values: Tensor, scales: Tensor, dim: int, place: int, codes: Tensor, fmt: Float8Format | Float4Format
+) -> Elements:
+    """Every second element along ``dim``, from a place on."""
+    own, factors = (
+        each.movedim(dim, -1)[..., place::2].movedim(-1, dim) for each in (values, scales.expand(values.shape))
+    )
+    return Elements(own.float(), codes, factors, fmt, 0, None, own.numel())
 
 
 def _run(quantizer: Quantizer, *, along_tokens: bool) -> int:
@@ -210,6 +230,16 @@ def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor
 # ---------------------------------------------------------------------------------- pieces
 
 
+def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combine: str) -> Tensor:
+    """A number of each element, or of each pair of elements whose codes share a byte."""
+    if not elements.lanes:
+        return compute(elements)
+    first, second = (compute(lane) for lane in elements.lanes)
+    if combine == "max":
+        return torch.maximum(first, second)
+    return first.int() + second.int() if first.dtype == torch.bool else first + second
+
+
 def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tuple[Tensor, ...]:
     """Reduce numbers of each element as the cast goes through memory: a piece for each row, or each block of a row.
 
@@ -217,7 +247,7 @@ def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tu
 
     Args:
         elements: The elements.
-        numbers: Tensors of the shape of ``elements.values``: bool or int32 to be counted, float32 or float64.
+        numbers: `numbers_of` the elements: bool or int32 to be counted, float32 or float64.
         combine: ``"sum"`` or ``"max"``.
 
     Returns:

@@ -30,10 +30,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile import inductor
+from fp8compile._compat import is_traced
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.counts import COUNTED, pieces_of_counts
 from fp8compile.ops.inductor_hints import after
-from fp8compile.ops.layer.elements import Elements, elements_of, elements_of_codes, pieces_of
+from fp8compile.ops.layer.elements import Elements, elements_of, elements_of_codes, numbers_of, pieces_of
 from fp8compile.ops.layer.flat_arguments import flat
 from fp8compile.ops.layer.layer import operands_of, part_of_tokens
 from fp8compile.ops.layer.one_read import ALONG_ROWS
@@ -174,7 +175,7 @@ def _of_counts(part: Plain, found: Tensor, names: str, *, counts: bool) -> Piece
 
 def _numbers(total: Total, elements: Elements, dtype: torch.dtype) -> Tensor:
     """A number of each element, in as few bytes as hold it: a magnitude of the values, in their own dtype."""
-    found = total.compute(elements)
+    found = numbers_of(elements, total.compute, total.combine)
     return found.to(dtype) if total.is_magnitude else found
 
 
@@ -183,7 +184,7 @@ def _of_elements(
 ) -> Pieces:
     sums, maxima = columns_of(names)
     return Pieces(
-        sums=pieces_of(elements, [each.compute(elements) for each in sums], "sum"),
+        sums=pieces_of(elements, [_numbers(each, elements, dtype) for each in sums], "sum"),
         maxima=pieces_of(elements, [_numbers(each, elements, dtype) for each in maxima], "max"),
         group=elements.group,
         numel=elements.numel,
@@ -235,20 +236,19 @@ class ObserveOp:
         count = len(self.names)
         return dict(zip(self.names, args[:count], strict=True)), self.placement(*args[count:-4]), *args[-4:]
 
-    def is_here(self, slot: str, found: Quantized | None, phase: Phase, *, later: bool) -> bool:
+    def is_here(self, slot: str, found: Quantized | None, *, later: bool) -> bool:
         """Whether this op counts the codes of a field, and not the other op of the same layer.
 
         Args:
             slot: The field.
             found: Its codes; None if they are not made yet.
-            phase: The kind of code in which the op runs.
             later: Whether the backward counts the codes that it makes of input and weight.
         """
         if slot not in FOR_GRADIENTS:
             return self.gradient is (slot not in FORWARD_SLOTS)
         if found is None:
             return later or not self.gradient
-        return self.gradient is (later and (phase is Phase.EAGER or inductor.is_fusible(found.codes)))
+        return self.gradient is (later and (inductor.is_fusible(found.codes) or not is_traced(found.codes)))
 
     def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
         """Run the op.
@@ -261,7 +261,7 @@ class ObserveOp:
         given, place, _, later, names, recipe = self.split(args)
         ends = given.get("offsets")
         operands = operands_of(recipe, phase, ends, place.given())
-        is_here = partial(self.is_here, phase=phase, later=later)
+        is_here = partial(self.is_here, later=later)
         tokens: Tensor = given["grad_output" if self.gradient else "x"]
         layouts = place.layouts(tokens.ndim, ends)
         seen: dict[str, Seen] = {}
