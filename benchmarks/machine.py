@@ -169,7 +169,7 @@ def _settings(settings: type) -> Any:
 
     return settings(
         gpu=gpu_called("h200"), precision_casts=False, arithmetic=Arithmetic(), poison=255, orders=("forwards",),
-        configurations=None,
+        configurations=None, templates=(),
     )  # fmt: skip
 
 

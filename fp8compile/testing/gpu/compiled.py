@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import math
 import re
@@ -183,7 +184,7 @@ def compiled_jit(
     Args:
         fn: The function.
         kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32".
-        constants: The function's ``tl.constexpr`` arguments.
+        constants: The function's ``tl.constexpr`` arguments. An argument that is in neither has its default.
         num_warps: Number of warps, of 32 threads each.
         gpu: The GPU.
         num_stages: Number of stages of a pipelined loop; Triton's default is 3.
@@ -194,9 +195,12 @@ def compiled_jit(
     """
     names = kinds if aligned is None else aligned
     attributes: dict[tuple[int, ...], Any] = {(fn.arg_names.index(each),): [["tt.divisibility", 16]] for each in names}
+    signature = inspect.signature(fn.fn).parameters.values()
+    defaults = {each.name: each.default for each in signature if each.default is not each.empty}
+    left_out = {name: value for name, value in defaults.items() if name not in {**kinds, **constants}}
     with pretend_gpu(gpu):
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        arguments, shared, ptx = _compiled(fn, kinds, constants, attributes, options, gpu)
+        arguments, shared, ptx = _compiled(fn, kinds, {**constants, **left_out}, attributes, options, gpu)
     sizes = {name: value for name, value in constants.items() if type(value) is int}
     return CompiledKernel(
         name=fn.__name__, config=sizes, num_warps=num_warps, arguments=arguments, shared_bytes=shared, ptx=ptx

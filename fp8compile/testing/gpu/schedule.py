@@ -213,6 +213,12 @@ def _kernel(source: str, name: str) -> str:
     return source[start : source.index("'''", start)] if start >= 0 else ""
 
 
+def _definition(source: str, name: str | None) -> str:
+    """The source of a Triton kernel with the functions that it calls; empty for a call of a library."""
+    start = source.find(f"{name} = async_compile.triton(") if name else -1
+    return source[start : source.index("'''", source.index("'''", start) + 3)] if start >= 0 else ""
+
+
 def _node_of(buffer: Any) -> fx.Node | None:
     """The node whose value a buffer holds; None if Inductor made the buffer while it lowered a product."""
     data: Any = getattr(buffer, "data", None)
@@ -332,7 +338,7 @@ def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
             f"bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than is known here."
         )
     return tuple(
-        _launch(node, call, _kernel(source, call["triton"] or "")) for node, call in zip(nodes, calls, strict=True)
+        _launch(node, call, _definition(source, call["triton"])) for node, call in zip(nodes, calls, strict=True)
     )
 
 
