@@ -150,7 +150,7 @@ def _has_whole_pairs(cuts: Sharding, dim: int, size: int) -> bool:
 
 
 class WholeMatrix:
-    """A whole matrix of codes that this rank allocates, and that it and the other ranks of the cuts fill.
+    """A whole matrix of codes on this rank. Each rank of the cuts writes its own part and sends it to the others.
 
     Args:
         quantizer: Quantizer of the matrix as it lies in the module.
@@ -192,7 +192,7 @@ class WholeMatrix:
         outer_amax: Tensor | None = None,
         multiplier: Tensor | None = None,
     ) -> None:
-        """Quantize this rank's part, and write codes and scales to their place. All ranks that have parts call this.
+        """Quantize this rank's part, and write codes and scales to their place; every rank with a part calls this.
 
         Args:
             part: The part's values.

@@ -96,7 +96,7 @@ def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCodes:
-    """The codes of a weight, which are made whole one matrix at a time.
+    """Makes the codes of a weight whole, one matrix at a time.
 
     Attributes:
         shape: Shape of the whole parameter, (N, K) or (E, N, K) as the module keeps it.

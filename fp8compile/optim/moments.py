@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,6 +125,12 @@ def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
     return rows
 
 
+@cache
+def _quantizer(root: bool, block: tuple[int, int], rounding: str, seed: int) -> CurrentScaling:
+    """The quantizer of a moment, made and validated once: every step asks for that of every parameter."""
+    return (RootScaling if root else CurrentScaling)(block=block, rounding=rounding, seed=seed)
+
+
 @dataclass(frozen=True)
 class StoredMoment:
     """One moment of an optimizer in the state of its parameters.
@@ -142,15 +149,15 @@ class StoredMoment:
     @staticmethod
     def of_group(name: str, group: dict[str, Any], *, root: bool) -> StoredMoment:
         """The moment with the dtype and rounding of a parameter group; ``root`` is for one that is never negative."""
-        kind = RootScaling if root else CurrentScaling
-        quantizer = kind(block=BLOCK, rounding=group["rounding"], seed=group["seed"])
+        quantizer = _quantizer(root, BLOCK, group["rounding"], group["seed"])
         return StoredMoment(name, group[f"{name}_dtype"], quantizer)
 
     def quantizer_for(self, rows: MomentRows) -> CurrentScaling | None:
         """The quantizer of the moment in the shape ``rows.in_blocks()``; None if values are kept."""
         if self.dtype != CODES or rows.are_small():
             return None
-        return replace(self.quantizer, block=rows.in_blocks()[1])
+        own = self.quantizer
+        return _quantizer(isinstance(own, RootScaling), rows.in_blocks()[1], own.rounding, own.seed)
 
     def parts(self, state: dict[str, Any], rows: MomentRows) -> tuple[Tensor, ...]:
         """This rank's values, or codes and scales, as views in the shape of ``rows.in_blocks()``."""

@@ -33,7 +33,7 @@ class Pieces:
 
     Attributes:
         sums: A tensor for each total that is added: (E, pieces), and E is 1 for a matrix; (rows,) with groups.
-        maxima: Likewise for each total that is a maximum.
+        maxima: A tensor for each total that is a maximum, in the shapes of ``sums``.
         group: The group of each row, E for a row of none; None without groups.
         numel: Number of elements of each matrix; of groups (E,) float64.
         has_values: Whether values are known, and not only codes.

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fp8compile.testing.gpu.graphs import GpuGraph
 
-__all__ = ["SOURCE", "constants_of", "take_code"]
+__all__ = ["SOURCE", "constants_of", "empty_on", "take_code"]
 
 SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which the second tracing keeps
 
@@ -26,7 +26,7 @@ def constants_of(lowering: Any) -> dict[str, Any]:
     return {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def empty_on(device: torch.device, value: Any) -> Any:
     """An empty tensor on a device with the sizes and strides of a tensor; any other value is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
@@ -109,7 +109,7 @@ def take_code(
         torch._guards.tracing(context),
         mode,
     ):
-        fakes = [_on(device, value) for value in made_for.inputs]
+        fakes = [empty_on(device, value) for value in made_for.inputs]
         with fx.traceback.preserve_node_meta():  # keeps SOURCE: which node each one was before the second tracing
             graph = make_fx(fx.Interpreter(moved).run)(*fakes)
         graph.graph.eliminate_dead_code()  # results of an operator that nobody takes, which not all lowerings have

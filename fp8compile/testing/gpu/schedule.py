@@ -119,8 +119,8 @@ class Schedule:
         return holders
 
     def kernel(self, name: str) -> str:
-        """The source of a Triton kernel; empty for a call of a library."""
-        return _kernel(self.source, name)
+        """The source of a Triton kernel with the functions that it calls; empty for a call of a library."""
+        return _definition(self.source, name)
 
     def holder(self, name: str) -> fx.Node | None:
         """The node of the lowered graph whose value a buffer holds; None if that isn't known."""
@@ -206,11 +206,6 @@ def operator_of(node: fx.Node) -> str:
 
 
 # ---------------------------------------------------------------------------------- from Inductor's schedule
-
-
-def _kernel(source: str, name: str) -> str:
-    start = source.find(f"def {name}(")
-    return source[start : source.index("'''", start)] if start >= 0 else ""
 
 
 def _definition(source: str, name: str | None) -> str:

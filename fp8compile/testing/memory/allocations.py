@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8compile.testing.gpu.graphs import GpuGraph
 from fp8compile.testing.gpu.loaded import LoadedWrapper, StandIns
+from fp8compile.testing.gpu.lowering import empty_on
 from fp8compile.testing.memory.timeline import OWNERS, Moment, Timeline
 
 __all__ = ["Run", "Wrapper", "run_wrappers"]
@@ -138,13 +139,6 @@ class _Noting(TorchDispatchMode):
         return result
 
 
-def _empty(value: Any) -> Any:
-    """A tensor without memory with the sizes and strides of a tensor; any other value is returned unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
-
-
 class _Caller:
     """Calls wrappers, and notes their allocations in a ledger."""
 
@@ -152,7 +146,7 @@ class _Caller:
         self._ledger, self._device = ledger, device
 
     def __call__(self, wrapper: Wrapper, args: list[Any]) -> list[Any]:
-        constants = {name: _empty(value) for name, value in wrapper.constants.items()}
+        constants = {name: empty_on(META, value) for name, value in wrapper.constants.items()}
         with _strides_unchecked():
             stand_ins = StandIns(_Nothing(), _Products(), self._allocate, self._device)
             call = LoadedWrapper(wrapper.source, constants, stand_ins)
@@ -189,7 +183,7 @@ def run_wrappers(
     forward, backward = graphs
     ledger = _Ledger()
     call = _Caller(ledger, device)
-    given = [_empty(value) for value in forward.inputs]  # the caller holds them to the end
+    given = [empty_on(META, value) for value in forward.inputs]  # the caller holds them to the end
     ledger.give("parameters", (each for each, is_one in zip(given, is_parameter, strict=True) if is_one))
     ledger.give("inputs", given)
     before = ledger.mark()
@@ -214,6 +208,6 @@ def _arguments(ledger: _Ledger, forward: GpuGraph, backward: GpuGraph, outputs: 
     found = []
     for place in backward.graph.graph.find_nodes(op="placeholder"):
         is_saved = place.name in saved
-        found.append(saved[place.name] if is_saved else _empty(place.meta["val"]))
+        found.append(saved[place.name] if is_saved else empty_on(META, place.meta["val"]))
         ledger.give("kept" if is_saved else "results", found[-1:])
     return found
