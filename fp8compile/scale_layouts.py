@@ -1,7 +1,7 @@
 """Memory layouts in which a GPU's GEMMs read the scales of an operand. The values do not change.
 
     blocks of 1 x 128      column-major: the scale of (row, block) is at row + block * rows
-    blocks of 128 x 128    row-major along the summed dim, with rows padded to a multiple of four scales
+    blocks of 128 x 128    row-major along the summed dim, which is padded until rows have a multiple of four scales
     MX and NVFP4           tiles of 128 rows by 4 blocks, 512 bytes each; rows 32 apart are next to each other
 
 Sources: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp); cuBLAS documentation, "1D Block
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
-    "TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "for_each_row", "rows_of_fours", "swizzled", "tiled", "tiles_numel",
+    "TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "for_each_row", "swizzled", "tiled", "tiles_numel",
     "untiled",
 ]  # fmt: skip
 
@@ -33,12 +33,6 @@ def for_each_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
     This is for a GEMM that reads a scale for each row. The last blocks may have fewer than ``block_rows`` rows.
     """
     return scale if block_rows == 1 else scale.repeat_interleave(block_rows, -2)[..., :rows, :]
-
-
-def rows_of_fours(scale: Tensor) -> Tensor:
-    """Lay scales (rows of blocks, blocks) with a row stride that is a multiple of four; the shape stays the same."""
-    blocks = scale.shape[1]
-    return pad(scale, (0, -blocks % TILE_BLOCKS)).contiguous()[:, :blocks]
 
 
 def tiled(scale: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ magnitudes: they have the same order as the magnitudes, and NaN is the largest.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -81,11 +83,26 @@ def _to_odd(values):
     return _float((bits | sticky) & -0x10000)
 
 
+def _rounds_once(_semantic: Any = None) -> Any:
+    """Whether the GPU that a kernel is compiled for converts float32 to float8 with one rounding: from sm_90 on.
+
+    `triton.language.target_info` asks CUDA, which a forked process may not do, and Inductor compiles in forked
+    processes. The compiler's options know the GPU without CUDA.
+    """
+    if _semantic is None:  # the interpreter has no compiler
+        return cuda_capability_geq(9)
+    architecture = str(_semantic.builder.options.arch)  # such as "sm90"; AMD's is "gfx950"
+    return tl.constexpr(architecture.startswith("sm") and int(architecture[2:].rstrip("af")) >= 90)
+
+
+_rounds_once.__triton_builtin__ = True  # type: ignore[attr-defined]  # else Triton would compile it
+
+
 @triton.jit
 def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
     """Encode values: saturated, rounded to nearest even, with one code for NaN."""
     saturated = tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
-    if not cuda_capability_geq(9):
+    if not _rounds_once():
         saturated = _to_odd(saturated)
     if IS_E4M3:
         codes = saturated.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

@@ -10,11 +10,14 @@ from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind, padded, scaled_m
 from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
-from fp8compile.scale_layouts import down_the_rows, rows_of_fours
+from fp8compile.scale_layouts import down_the_rows
 
 __all__ = ["BLOCK", "BLOCKWISE", "takes_blocks"]
 
 BLOCK = 128
+# Of tiles' scales PyTorch wants rows without a gap, and cuBLAS rows that are a multiple of 16 bytes. With a sum over
+# fewer values than a multiple of this one, `torch._scaled_mm` refuses what cuBLAS reads (seen on an H200).
+SUM_OF_TILES = 4 * BLOCK
 POWERS_OF_TWO = (
     "Take fp8compile.recipes.blockwise(scale='pow2'), or ask for emulation in float64 (emulate=True), right and slow."
 )
@@ -33,20 +36,26 @@ def _lacks(problem: GemmProblem) -> str | None:
     return lacking
 
 
-def _block_scales(operand: Quantized, rows: int) -> Tensor:
+def _has_tiles(operand: Quantized) -> bool:
+    return operand.quantizer.block[0] == BLOCK
+
+
+def _block_scales(operand: Quantized, rows: int, sum_to: int) -> Tensor:
     """Scales of blocks along the summed dim, in the layout of Hopper's GEMM."""
     values = operand.scale_values()
-    if operand.quantizer.block[0] == BLOCK:
-        return rows_of_fours(values)
-    return down_the_rows(padded(values, rows - values.shape[0], 0, value=1.0))
-
-
-def _scales(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
-    return _block_scales(a, m), _block_scales(b.t(), n).t()
+    further = -values.shape[1] % (sum_to // BLOCK) if sum_to > BLOCK else 0  # blocks of padding
+    if _has_tiles(operand):
+        return padded(values, 0, further, value=1.0).contiguous()
+    return down_the_rows(padded(values, rows - values.shape[0], further, value=1.0))
 
 
 def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    return scaled_mm(a, b, out_dtype, _scales, rows_to=ALIGNMENT)
+    sum_to = SUM_OF_TILES if _has_tiles(a) or _has_tiles(b.t()) else ALIGNMENT
+
+    def scales(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
+        return _block_scales(a, m, sum_to), _block_scales(b.t(), n, sum_to).t()
+
+    return scaled_mm(a, b, out_dtype, scales, rows_to=ALIGNMENT, sum_to=sum_to)
 
 
 BLOCKWISE = GemmKernel(

@@ -9,10 +9,12 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu, triton_target
 
@@ -57,6 +59,20 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
     return module
 
 
+def _worker() -> AbstractContextManager:
+    """Context in which nobody may ask Triton's driver for the GPU, as in the processes that Inductor compiles in.
+
+    They are forked, and CUDA can't be initialized in a forked process.
+    """
+    import triton
+
+    error = RuntimeError(
+        "The kernel asks CUDA for its GPU while it is compiled. Inductor compiles in forked processes, where that"
+        " fails: take the GPU from the compiler's options, or from a constant argument."
+    )
+    return mock.patch.object(triton.runtime.driver.active, "get_current_target", side_effect=error)
+
+
 def _compiled(
     fn: Any,
     kinds: dict[str, str],
@@ -80,7 +96,8 @@ def _compiled(
         constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
         attrs=attributes,
     )
-    found = triton.compile(source, target=triton_target(gpu), options=options)
+    with _worker():
+        found = triton.compile(source, target=triton_target(gpu), options=options)
     parameters = {name: kind for name, kind in signature.items() if kind != "constexpr"}
     return parameters, found.metadata.shared, found.asm["amdgcn" if gpu.is_amd else "ptx"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.scale_layouts import down_the_rows, rows_of_fours, swizzled
+from fp8compile.scale_layouts import down_the_rows, swizzled
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.program.products import Products
 
@@ -39,12 +39,13 @@ def each(scale, rows, columns, tall, wide):
 
 ROWS_A, ROWS_B = scales(M, 1), scales(N, 1, seed=4)
 BLOCKS_A, BLOCKS_B, SQUARE_B = scales(M, 2), scales(N, 2, seed=5), scales(1, 2, seed=6)
+WIDE_B, SQUARES_IN_FOURS = codes(160, K, seed=7).t(), scales(2, 4, seed=8)[:, :2]
 SCALED = {
     "tensorwise": (ONE, ONE * 3, ONE.double(), ONE.double() * 3, "h200"),
     "rowwise": (ROWS_A, ROWS_B.t(), ROWS_A.double(), ROWS_B.double(), "h200"),
     "blocks": (down_the_rows(BLOCKS_A), down_the_rows(BLOCKS_B).t(), each(BLOCKS_A, M, K, 1, 128),
                each(BLOCKS_B, N, K, 1, 128), "h200"),
-    "blocks and squares": (down_the_rows(BLOCKS_A), rows_of_fours(SQUARE_B).t(), each(BLOCKS_A, M, K, 1, 128),
+    "blocks and squares": (down_the_rows(BLOCKS_A), SQUARE_B.t(), each(BLOCKS_A, M, K, 1, 128),
                            each(SQUARE_B, N, K, 128, 128), "h200"),
     "mx": (swizzled(MX_A), swizzled(MX_B), torch.exp2(each(MX_A, M, K, 1, 32) - 127),
            torch.exp2(each(MX_B, N, K, 1, 32) - 127), "b200"),
@@ -78,9 +79,10 @@ def test_a_scaled_product_is_that_of_the_values(name, assert_bits_equal):
             ),
         ),
         ((A, B, BLOCKS_A, down_the_rows(BLOCKS_B).t()), {}, r"strides \(1, 48\)"),
-        ((A, B, down_the_rows(BLOCKS_A), SQUARE_B.t()), {}, r"strides \(4, 1\)"),
+        ((A, WIDE_B, down_the_rows(BLOCKS_A), SQUARES_IN_FOURS.t()), {}, r"strides \(2, 1\)"),
+        ((A, WIDE_B, down_the_rows(BLOCKS_A), SQUARES_IN_FOURS.contiguous().t()), {}, "a multiple of 16 bytes"),
         ((A, B, down_the_rows(BLOCKS_A), down_the_rows(BLOCKS_B).t()), {"arch": "b200"}, "9.0 only"),
-        ((A, B, rows_of_fours(SQUARE_B), rows_of_fours(SQUARE_B).t()), {}, "on one side at most"),
+        ((A, B, SQUARE_B, SQUARE_B.t()), {}, "on one side at most"),
         ((A, B, ROWS_A, ONE), {}, "two scalings that go together"),
         ((A, B, swizzled(MX_A), swizzled(MX_B)), {}, "on compute capability 10.0 to 12.1"),
         ((A, B, swizzled(MX_A)[:512], swizzled(MX_B)), {"arch": "b200"}, "1024 scales in tiles"),

@@ -93,8 +93,9 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
         demand(laid, name, f"scales of 1 x {BLOCK} with strides {strides}.")
         return "1x128" if blocks > 1 else "rowwise or 1x128", values.repeat_interleave(BLOCK, 1)[:, :k]
     demand(tuple(scale.shape) == (-(-rows // BLOCK), blocks), name, f"another shape for codes ({rows}, {k}).")
-    strides = (-(-blocks // 4) * 4, 1)
-    demand(tuple(scale.stride()) == strides, name, f"scales of {BLOCK} x {BLOCK} with strides {strides}.")
+    laid = all(size == 1 or has == wants for size, has, wants in zip(scale.shape, scale.stride(), (blocks, 1)))  # noqa: B905
+    demand(laid, name, f"scales of {BLOCK} x {BLOCK} with strides {(blocks, 1)}, which PyTorch asks for.")
+    demand(blocks % 4 == 0 or scale.shape[0] == 1, name, "rows of a multiple of 16 bytes, which cuBLAS asks for.")
     return "128x128", values.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
 
 

@@ -1,0 +1,167 @@
+"""What do a decoder layer, its experts and its optimizer take on a GPU, in time and in memory, beside bfloat16?
+
+layer       attention and feed-forward of Llama 3 8B, 8192 tokens, forward and backward, compiled: exact, with saved
+            tensors as codes, and in a step that a Monitor reads. "peak" is the most memory beyond weights and input
+experts     the feed-forward of Qwen3-30B-A3B behind its router: 65,536 rows sorted into 128 experts
+optimizer   a step of AdamW over that layer's weights, PyTorch's fused one and `f8.optim.AdamW`, and its state
+
+On a CPU sizes are tiny, and the numbers show only that the script works.
+
+    python -m benchmarks.gpu_step [--json] [--only layer | experts | optimizer] [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import fp8compile as f8
+from benchmarks.blocks import SHAPES, Attention
+from benchmarks.experts import experts_arguments, feed_forward
+from benchmarks.linear import runnable
+from benchmarks.machine import machine
+from benchmarks.mlp import Mlp, converted
+from benchmarks.table import Row, emit
+from benchmarks.timing import device, medians, where
+
+__all__ = ["experts_rows", "layer_row", "optimizer_rows"]
+
+STATISTICS = ("amax", "saturation", "underflow")
+LAYER = {"cuda": ("llama3-8b", 8192), "cpu": ("tiny", 64)}
+EXPERTS = {"cuda": (65536, 2048, 768, 128), "cpu": (64, 32, 32, 4)}  # rows, dim, hidden, experts
+KINDS = ("exact", "codes", "read by a Monitor")
+
+
+def _layer() -> tuple[nn.Module, Tensor]:
+    name, tokens = LAYER[device()]
+    shape = SHAPES[name]
+    with torch.device(device()):
+        model = nn.Sequential(Attention(shape), Mlp(shape.d, shape.h))
+        return model, torch.randn(tokens, shape.d, dtype=torch.bfloat16, requires_grad=True)
+
+
+def _once(step: Callable[[], object]) -> float:
+    """Bytes that a step holds at its largest moment, beyond what was there."""
+    step()
+    gc.collect()
+    machine().forget_peak()
+    before = torch.cuda.memory_allocated() if device() == "cuda" else 0
+    step()
+    return machine().peak_bytes() - before
+
+
+def layer_row(contender: str, kind: str, rounds: int) -> Row:
+    """Milliseconds and peak of one layer, forward and backward; each model is freed before the next."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = _layer()
+    model = converted(contender, model)
+    if kind == "read by a Monitor":
+        f8.Monitor(model, STATISTICS, every=1)
+    saved = f8.SavedAsCodes() if kind == "codes" else None
+    compiled = f8.compile(model, saved=saved) if saved else machine().compile(model, dynamic=False)
+    grad = torch.randn_like(x)
+    step: Callable[[], object] = lambda: torch.autograd.grad(compiled(x), [x, *model.parameters()], grad)  # noqa: E731
+    began = time.perf_counter()
+    peak = _once(step)
+    row: Row = {"contender": contender, "kind": kind, "ms": medians({"": step}, rounds)[""], "peak MB": peak / 1e6}
+    print(f"{row}, after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)  # a lease may end any time
+    return row
+
+
+def experts_rows(rounds: int) -> list[Row]:
+    """Milliseconds of the experts' feed-forward, forward and backward, in turns."""
+    rows, dim, hidden, experts = EXPERTS[device()]
+    torch.manual_seed(0)
+    *tensors, _ = experts_arguments(rows, dim, hidden, experts)
+    values = [torch.randn_like(each, device=device()).mul_(0.1).requires_grad_() for each in tensors]
+    chosen = torch.multinomial(torch.rand(experts) + 0.1, rows, replacement=True)
+    ends = torch.bincount(chosen, minlength=experts).cumsum(0).int().to(device())
+    grad = torch.randn(rows, dim, device=device(), dtype=torch.bfloat16)
+
+    def step_of(recipe: f8.Recipe | None) -> Callable[[], object]:
+        torch._dynamo.reset()
+        compiled = machine().compile(partial(feed_forward, recipe=recipe), dynamic=False)
+        return lambda: torch.autograd.grad(compiled(*values, ends), values, grad)
+
+    recipes = {name: f8.recipes.by_name(name) for name in ("rowwise_bf16_wgrad", "rowwise", "blockwise")}
+    steps = {"bf16": step_of(None)} | {name: step_of(recipe) for name, recipe in recipes.items()}
+    peaks = {}
+    for name, step in steps.items():
+        peaks[name] = _once(step)
+        print(f"{name}: {peaks[name]} bytes", file=sys.stderr, flush=True)
+    found = medians(steps, rounds)
+    return [
+        {"contender": name, "ms": ms, "speed to bf16": found["bf16"] / ms, "peak MB": peaks[name] / 1e6}
+        for name, ms in found.items()
+    ]
+
+
+def optimizer_rows(rounds: int) -> list[Row]:
+    """Milliseconds of an AdamW step over a layer's weights, and MB of its state."""
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "torch.optim.AdamW, fused": partial(torch.optim.AdamW, fused=True),
+        "f8.optim.AdamW": f8.optim.AdamW,
+        "f8.optim.AdamW, nearest": partial(f8.optim.AdamW, rounding="nearest"),
+    }
+    rows: list[Row] = []
+    for name, kind in kinds.items():
+        torch._dynamo.reset()
+        model, _ = _layer()
+        model.float()
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = kind(model.parameters(), lr=1e-4)
+        if device() == "cpu" and name.startswith("f8"):
+            optimizer = kind(model.parameters(), lr=1e-4, backend=None)
+        began = time.perf_counter()
+        ms = medians({"": optimizer.step}, rounds)[""]
+        print(f"{name}: {ms} ms, after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
+        rows.append(
+            {
+                "optimizer": name,
+                "ms": ms,
+                "state MB": state / 1e6,
+                "parameters": sum(map(Tensor.numel, model.parameters())),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=("layer", "experts", "optimizer"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--contenders", nargs="+")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    args = parser.parse_args()
+    if args.only in (None, "layer"):
+        names = args.contenders or ["bf16", *runnable()]
+        pairs = [(name, kind) for name in dict.fromkeys(names) for kind in KINDS if name != "bf16" or kind != KINDS[2]]
+        pairs = [(name, kind) for name, kind in pairs if kind in args.kinds or (name, kind) == ("bf16", KINDS[0])]
+        pairs = [(name, kind) for name, kind in pairs if "torchao" not in name or kind == KINDS[0]]
+        found = [layer_row(*pair, args.rounds) for pair in pairs]
+        first = float(found[0]["ms"])
+        found = [row | {"speed to bf16": first / float(row["ms"])} for row in found]
+        emit(
+            f"A decoder layer of {LAYER[device()][0]}, {LAYER[device()][1]} tokens, {where()}",
+            found,
+            as_json=args.json,
+        )
+    if args.only in (None, "experts"):
+        emit(f"Experts' feed-forward {EXPERTS[device()]}, {where()}", experts_rows(args.rounds), as_json=args.json)
+    if args.only in (None, "optimizer"):
+        emit(f"AdamW over a layer's weights, {where()}", optimizer_rows(args.rounds), as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
