@@ -256,4 +256,6 @@ class Quantizer(Constant):
             Shape ``shape``, ``dtype``.
         """
         scale_values = expand_blocks(self.scale_values(scale).to(dtype), codes.shape, self.block)
-        return from_matrix(self.element_format().decode(as_matrix(codes)).to(dtype) * scale_values, codes.shape)
+        # The product promotes the codes. Converted before it, PyTorch 2.11 would make one conversion of the two from
+        # float8, and for float8 to float64 Triton 3.6 aborts the process.
+        return from_matrix(self.element_format().decode(as_matrix(codes)) * scale_values, codes.shape)

@@ -265,7 +265,8 @@ class TwoLevelScaling(Quantizer):
         matrix = as_matrix(codes)
         matrix = matrix if self.packed == "none" else unpack(matrix, PAIRS[self.packed])
         numbers = self.element_format().decode(matrix).to(dtype)
-        numbers = numbers * expand_blocks(self.scale_values(scale).to(dtype), matrix.shape, self.block)
+        # the product promotes the scales, see `Quantizer.dequantize`
+        numbers = numbers * expand_blocks(self.scale_values(scale), matrix.shape, self.block)
         if self.hadamard:
             numbers = inverse_hadamard(numbers, self._summed_dim(), self.hadamard)
         return from_matrix(numbers, shape)
