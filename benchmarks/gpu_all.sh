@@ -13,6 +13,8 @@ set -u
 cd "$(dirname "$0")/.." || exit 2
 doctor=()
 tests=(-m gpu)
+steps=()
+kernels=(--only experts)
 block=(--rounds 7 --shapes llama3-8b)
 gemm=(--rounds 7 --sizes 16384x4096x14336 16384x8192x8192 4096x4096x4096)
 train=(--steps 8 --contenders tensorwise rowwise)
@@ -33,6 +35,8 @@ if [ "${1:-}" = --rehearse ]; then
     few=(--rounds 1)
     overhead=(--rounds 1 --calls 1)
     import_time=(--runs 1)
+    steps=(--rounds 1 --contenders bf16 --only layer optimizer)
+    kernels=(--only optimizer)
 fi
 logs=${1:-${OUT:-$(mktemp -d)}}
 python=${PYTHON:-python3}
@@ -43,6 +47,8 @@ export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$(nproc)}
 major=$("$python" -c 'import torch; print(torch.cuda.get_device_capability()[0])' 2>/dev/null || echo 0)
 [ "$major" -lt 10 ] || train+=(mxfp8 nvfp4)
 mkdir -p "$logs" || exit 2
+# one process for each of some tests: most of their time is the compiler's
+[ ${#tests[@]} = 0 ] || ! "$python" -c 'import xdist' 2>/dev/null || tests+=(-p xdist -n 8)
 failed=()
 
 # step NAME SECONDS COMMAND...: runs it with a time limit, its output to a log; says how it went
@@ -66,17 +72,19 @@ assert machine().is_rehearsal or torch.cuda.is_available(), "there is no GPU; tr
 print("torch", torch.__version__, "triton", triton.__version__, "on", machine().name())' || exit 2
 [ -z "${FP8COMPILE_REHEARSAL:-}" ] && "$python" -c 'import torchao' 2>/dev/null && train+=("torchao tensorwise")
 
-step doctor 110 "$python" -m fp8compile doctor "${doctor[@]}"
-step tests 300 "$python" -m pytest tests/package/test_gpu.py "${tests[@]}" -q --maxfail=20 --show-capture=no -p no:cacheprovider
-step linear 300 "$python" -m benchmarks.linear "${few[@]}"
-step block 240 "$python" -m benchmarks.block "${block[@]}"
-step gemm 240 "$python" -m benchmarks.gemm "${gemm[@]}"
+step doctor 150 "$python" -m fp8compile doctor "${doctor[@]}"
+step tests 240 "$python" -m pytest tests/package/test_gpu.py "${tests[@]}" -q --maxfail=20 --show-capture=no -p no:cacheprovider
+step linear 180 "$python" -m benchmarks.linear "${few[@]}"
+step block 180 "$python" -m benchmarks.block "${block[@]}"
+step gemm 120 "$python" -m benchmarks.gemm "${gemm[@]}"
 step train 300 "$python" -m benchmarks.train "${train[@]}"
-step compile_time 180 "$python" -m benchmarks.compile_time "${compile_time[@]}"
-step overhead 60 "$python" -m benchmarks.overhead "${overhead[@]}"
-step import_time 60 "$python" -m benchmarks.import_time "${import_time[@]}"
+step gpu_step 240 "$python" -m benchmarks.gpu_step "${steps[@]}"
+step gpu_kernels 90 "$python" -m benchmarks.gpu_kernels "${kernels[@]}"
+step compile_time 150 "$python" -m benchmarks.compile_time "${compile_time[@]}"
+step overhead 45 "$python" -m benchmarks.overhead "${overhead[@]}"
+step import_time 45 "$python" -m benchmarks.import_time "${import_time[@]}"
 
-for name in doctor tests linear block gemm train compile_time overhead import_time; do
+for name in doctor tests linear block gemm train gpu_step gpu_kernels compile_time overhead import_time; do
     printf '\n== %s\n' "$name"
     tail -n 40 "$logs/$name.log"
 done

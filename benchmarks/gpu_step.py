@@ -7,7 +7,7 @@ optimizer   a step of AdamW over that layer's weights, PyTorch's fused one and `
 
 On a CPU sizes are tiny, and the numbers show only that the script works.
 
-    python -m benchmarks.gpu_step [--json] [--only layer | experts | optimizer] [--rounds 7]
+    python -m benchmarks.gpu_step [--json] [--only layer experts optimizer] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -27,16 +27,27 @@ from benchmarks.blocks import SHAPES, Attention
 from benchmarks.experts import experts_arguments, feed_forward
 from benchmarks.linear import runnable
 from benchmarks.machine import machine
-from benchmarks.mlp import Mlp, converted
+from benchmarks.mlp import Mlp, contenders, converted
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, medians, where
 
-__all__ = ["experts_rows", "layer_row", "optimizer_rows"]
+__all__ = [
+    "KINDS",
+    "PARTS",
+    "experts_rows",
+    "experts_steps",
+    "layer_row",
+    "layer_step",
+    "optimizer_rows",
+    "optimizers",
+    "pairs_of",
+]
 
 STATISTICS = ("amax", "saturation", "underflow")
 LAYER = {"cuda": ("llama3-8b", 8192), "cpu": ("tiny", 64)}
 EXPERTS = {"cuda": (65536, 2048, 768, 128), "cpu": (64, 32, 32, 4)}  # rows, dim, hidden, experts
 KINDS = ("exact", "codes", "read by a Monitor")
+PARTS = ("layer", "experts", "optimizer")
 
 
 def _layer() -> tuple[nn.Module, Tensor]:
@@ -57,8 +68,8 @@ def _once(step: Callable[[], object]) -> float:
     return machine().peak_bytes() - before
 
 
-def layer_row(contender: str, kind: str, rounds: int) -> Row:
-    """Milliseconds and peak of one layer, forward and backward; each model is freed before the next."""
+def layer_step(contender: str, kind: str) -> Callable[[], object]:
+    """Forward and backward of one layer."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = _layer()
@@ -68,7 +79,12 @@ def layer_row(contender: str, kind: str, rounds: int) -> Row:
     saved = f8.SavedAsCodes() if kind == "codes" else None
     compiled = f8.compile(model, saved=saved) if saved else machine().compile(model, dynamic=False)
     grad = torch.randn_like(x)
-    step: Callable[[], object] = lambda: torch.autograd.grad(compiled(x), [x, *model.parameters()], grad)  # noqa: E731
+    return lambda: torch.autograd.grad(compiled(x), [x, *model.parameters()], grad)
+
+
+def layer_row(contender: str, kind: str, rounds: int) -> Row:
+    """Milliseconds and peak of one layer, forward and backward; each model is freed before the next."""
+    step = layer_step(contender, kind)
     began = time.perf_counter()
     peak = _once(step)
     row: Row = {"contender": contender, "kind": kind, "ms": medians({"": step}, rounds)[""], "peak MB": peak / 1e6}
@@ -76,8 +92,8 @@ def layer_row(contender: str, kind: str, rounds: int) -> Row:
     return row
 
 
-def experts_rows(rounds: int) -> list[Row]:
-    """Milliseconds of the experts' feed-forward, forward and backward, in turns."""
+def experts_steps() -> dict[str, Callable[[], object]]:
+    """The experts' feed-forward, forward and backward, in bfloat16 and with recipes."""
     rows, dim, hidden, experts = EXPERTS[device()]
     torch.manual_seed(0)
     *tensors, _ = experts_arguments(rows, dim, hidden, experts)
@@ -92,8 +108,12 @@ def experts_rows(rounds: int) -> list[Row]:
         return lambda: torch.autograd.grad(compiled(*values, ends), values, grad)
 
     recipes = {name: f8.recipes.by_name(name) for name in ("rowwise_bf16_wgrad", "rowwise", "blockwise")}
-    steps = {"bf16": step_of(None)} | {name: step_of(recipe) for name, recipe in recipes.items()}
-    peaks = {}
+    return {"bf16": step_of(None)} | {name: step_of(recipe) for name, recipe in recipes.items()}
+
+
+def experts_rows(rounds: int) -> list[Row]:
+    """Milliseconds and peak of the experts' feed-forward, in turns."""
+    steps, peaks = experts_steps(), {}
     for name, step in steps.items():
         peaks[name] = _once(step)
         print(f"{name}: {peaks[name]} bytes", file=sys.stderr, flush=True)
@@ -104,62 +124,65 @@ def experts_rows(rounds: int) -> list[Row]:
     ]
 
 
-def optimizer_rows(rounds: int) -> list[Row]:
-    """Milliseconds of an AdamW step over a layer's weights, and MB of its state."""
+def optimizers() -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """AdamW over a layer's weights, float32 with gradients: PyTorch's and ours, each freed before the next."""
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "torch.optim.AdamW, fused": partial(torch.optim.AdamW, fused=True),
         "f8.optim.AdamW": f8.optim.AdamW,
         "f8.optim.AdamW, nearest": partial(f8.optim.AdamW, rounding="nearest"),
     }
-    rows: list[Row] = []
     for name, kind in kinds.items():
         torch._dynamo.reset()
         model, _ = _layer()
         model.float()
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        optimizer = kind(model.parameters(), lr=1e-4)
-        if device() == "cpu" and name.startswith("f8"):
-            optimizer = kind(model.parameters(), lr=1e-4, backend=None)
-        began = time.perf_counter()
+        step_by_step = {"backend": None} if device() == "cpu" and name.startswith("f8") else {}
+        yield name, kind(model.parameters(), lr=1e-4, **step_by_step)
+
+
+def optimizer_rows(rounds: int) -> list[Row]:
+    """Milliseconds of an AdamW step over a layer's weights, and MB of its state."""
+    rows: list[Row] = []
+    for name, optimizer in optimizers():
         ms = medians({"": optimizer.step}, rounds)[""]
-        print(f"{name}: {ms} ms, after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
-        rows.append(
-            {
-                "optimizer": name,
-                "ms": ms,
-                "state MB": state / 1e6,
-                "parameters": sum(map(Tensor.numel, model.parameters())),
-            }
-        )
+        print(f"{name}: {ms} ms", file=sys.stderr, flush=True)
+        tensors = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        sizes = {
+            "state MB": sum(each.nbytes for each in tensors) / 1e6,
+            "parameters": sum(map(Tensor.numel, parameters)),
+        }
+        rows.append({"optimizer": name, "ms": ms} | sizes)
     return rows
+
+
+def pairs_of(names: Sequence[str], kinds: Sequence[str]) -> list[tuple[str, str]]:
+    """Contenders of the layer and their kinds: bf16 is never read, torchao's layers are only exact."""
+    pairs = []
+    for name in names:
+        possible = KINDS[:1] if name.startswith("torchao") else KINDS[:2] if name == "bf16" else KINDS
+        pairs += [(name, kind) for kind in possible if kind in kinds or (name, kind) == ("bf16", "exact")]
+    return pairs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=("layer", "experts", "optimizer"))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--contenders", nargs="+")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--contenders", nargs="+", choices=contenders(), default=runnable(), help="of the layer")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of the layer")
     args = parser.parse_args()
-    if args.only in (None, "layer"):
-        names = args.contenders or ["bf16", *runnable()]
-        pairs = [(name, kind) for name in dict.fromkeys(names) for kind in KINDS if name != "bf16" or kind != KINDS[2]]
-        pairs = [(name, kind) for name, kind in pairs if kind in args.kinds or (name, kind) == ("bf16", KINDS[0])]
-        pairs = [(name, kind) for name, kind in pairs if "torchao" not in name or kind == KINDS[0]]
+    pairs = pairs_of(list(dict.fromkeys(["bf16", *args.contenders])), args.kinds)
+    if "layer" in args.only:
         found = [layer_row(*pair, args.rounds) for pair in pairs]
-        first = float(found[0]["ms"])
-        found = [row | {"speed to bf16": first / float(row["ms"])} for row in found]
-        emit(
-            f"A decoder layer of {LAYER[device()][0]}, {LAYER[device()][1]} tokens, {where()}",
-            found,
-            as_json=args.json,
-        )
-    if args.only in (None, "experts"):
+        rows = [row | {"speed to bf16": float(found[0]["ms"]) / float(row["ms"])} for row in found]
+        name, tokens = LAYER[device()]
+        emit(f"A decoder layer of {name}, {tokens} tokens, {where()}", rows, as_json=args.json)
+    if "experts" in args.only:
         emit(f"Experts' feed-forward {EXPERTS[device()]}, {where()}", experts_rows(args.rounds), as_json=args.json)
-    if args.only in (None, "optimizer"):
+    if "optimizer" in args.only:
         emit(f"AdamW over a layer's weights, {where()}", optimizer_rows(args.rounds), as_json=args.json)
 
 

@@ -69,7 +69,7 @@ OPTIONS = {  # for the tables of GPUs alone: each placement treats them as the r
 HEAD = """# Support matrix
 
 Written by `python -m benchmarks.support`, from the tables of GEMMs and by trying each placement on
-one rank. **No GPU has run any of it**: a GPU's column is what the code chooses for it."""
+one rank. A GPU's column is what the code chooses for it; [one H200](h200.md) has run its own."""
 GEMMS_OF = """- A word is the GEMM that multiplies all three products of a layer; with several, those of output,
   grad_input and grad_weight, where `-` is a product that the recipe leaves in bf16.
 - *no (n)*: the product raises, for the reason n. With `emulate=True` of a recipe's function a

@@ -59,7 +59,7 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
     return module
 
 
-def _worker() -> AbstractContextManager:
+def _worker() -> AbstractContextManager[Any]:
     """Context in which nobody may ask Triton's driver for the GPU, as in the processes that Inductor compiles in.
 
     They are forked, and CUDA can't be initialized in a forked process.
