@@ -1,6 +1,6 @@
 """Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
 
-from fp8compile.inductor.fusion import is_fusible
+from fp8compile.inductor.fusion import behind_views, is_fusible, leaves_of
 from fp8compile.inductor.noted_blocks import block_noted, noted_block
 from fp8compile.inductor.partitioner_marks import (
     is_repeated_in_backward,
@@ -12,18 +12,26 @@ from fp8compile.inductor.partitioner_marks import (
     repeat_in_backward,
 )
 from fp8compile.inductor.prologues import register_tile_kernel
-from fp8compile.inductor.registration import register_decomposition, register_fallback, register_lowering
+from fp8compile.inductor.registration import (
+    register_decomposition,
+    register_fallback,
+    register_joint_pass,
+    register_lowering,
+)
 from fp8compile.inductor.row_groups import lower_largest_of_sums
 from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph, once_with_more
-from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
+from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch, TileMatrix
 
 __all__ = [
     "TileKernel",
     "TileLaunch",
+    "TileMatrix",
+    "behind_views",
     "block_noted",
     "constant",
     "is_fusible",
     "is_repeated_in_backward",
+    "leaves_of",
     "left_in_backward",
     "left_in_forward",
     "lower_largest_of_sums",
@@ -35,6 +43,7 @@ __all__ = [
     "recomputed",
     "register_decomposition",
     "register_fallback",
+    "register_joint_pass",
     "register_lowering",
     "register_tile_kernel",
     "repeat_in_backward",

@@ -6,7 +6,7 @@ import torch
 
 from fp8compile._compat import nodes_of
 
-__all__ = ["VIEWS", "is_fusible"]
+__all__ = ["VIEWS", "behind_views", "is_fusible", "leaves_of"]
 
 VIEWS = {
     getattr(torch.ops.aten, name).default
@@ -38,3 +38,32 @@ def is_fusible(tensor: torch.Tensor) -> bool:
         if node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES):
             return True
     return False
+
+
+# ---------------------------------------------------------------------------------- in a graph that is traced already
+
+BARRIERS = {torch.ops.aten.view.dtype, torch.ops.aten.bitwise_xor.Scalar}  # as `rounding_barrier.made_of_kept` traces
+
+
+def behind_views(node: torch.fx.Node) -> torch.fx.Node:
+    """The node whose values a node shows, through views of it and through a rounding barrier."""
+    while node.op == "call_function" and node.target in VIEWS | BARRIERS:
+        node = node.args[0]  # type: ignore[assignment]  # the first argument of each of these is a tensor
+    return node
+
+
+def leaves_of(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """The nodes that a kernel reads which computes this node by pointwise code, without those of fewer elements."""
+    size, leaves, seen, left = node.meta["val"].numel(), set(), {node}, [node]
+    while left:
+        each = left.pop()
+        shown = behind_views(each)
+        is_pointwise = shown.op == "call_function" and (
+            torch.Tag.pointwise in getattr(shown.target, "tags", ()) or shown.target in COPIES
+        )
+        if not is_pointwise and shown.meta["val"].numel() == size:
+            leaves.add(shown)
+        below = shown.all_input_nodes if is_pointwise else []
+        left += [further for further in below if further not in seen]
+        seen.update(below)
+    return leaves

@@ -12,7 +12,7 @@ import torch
 
 from fp8compile._compat import when_imported
 
-__all__ = ["register_decomposition", "register_fallback", "register_lowering"]
+__all__ = ["register_decomposition", "register_fallback", "register_joint_pass", "register_lowering"]
 
 
 def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
@@ -71,3 +71,23 @@ def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) ->
         lowering.make_fallback(op, layout, warn=False, override_decomp=True)
 
     when_imported("torch._inductor.lowering", register)
+
+
+def register_joint_pass(op: torch._ops.OpOverload, run: Callable[[torch.fx.Graph], None]) -> None:
+    """Run a pass over each joint graph that calls ``op``, before it is cut into forward and backward.
+
+    Graphs without a backward are passed too. ``run`` changes the graph and removes all calls of ``op``; it may insert
+    nodes before those that they depend on, since Inductor sorts the graph after it.
+    """
+
+    def register() -> None:
+        from torch._inductor import pattern_matcher
+        from torch._inductor.fx_passes import joint_graph
+
+        def handle(match: Any, *args: Any) -> None:
+            run(match.graph)
+
+        pattern = pattern_matcher.CallFunctionVarArgs(op, users=pattern_matcher.MULTIPLE)
+        pattern_matcher.register_graph_pattern(pattern, pass_dict=joint_graph.pass_patterns[-1])(handle)
+
+    when_imported("torch._inductor.fx_passes.joint_graph", register)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TileKernel", "TileLaunch"]
+__all__ = ["TileKernel", "TileLaunch", "TileMatrix"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,16 @@ class TileKernel:
     added_to: tuple[str, ...] = ()
     # Whether the kernel stores its first result with `write`. If not, other nodes read the matrix too.
     writes: bool = True
+    # Names of the constants that each of several matrices has of its own, if a template may repeat the kernel's code.
+    of_matrix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TileMatrix:
+    """One of several matrices for which a template repeats a kernel's code, from the call of `values` on."""
+
+    constants: Mapping[str, Any]  # compile-time arguments that are this matrix's own
+    left_out: tuple[str, ...] = ()  # names of the pointers among the outputs that this matrix does not have
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,8 @@ class TileLaunch:
     sizes: Mapping[str, Any]  # a value for each name in ``TileKernel.sizes``, int or SymInt
     constants: Mapping[str, Any]  # compile-time arguments
     warps: int  # number of warps, of 32 threads each
+    # The matrices of a template that reads several; all have one shape. Empty: one matrix, with ``constants`` alone.
+    matrices: tuple[TileMatrix, ...] = ()
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Launch the kernel on the matrix, the other inputs and the outputs."""

@@ -28,35 +28,58 @@ from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
 __all__ = ["lower_computing"]
 
 VALUES = re.compile(r"( +)x = values\(x_ptr, (\w+), (\w+), (\w+), stride_m, stride_k\)\n")
-WRITE = re.compile(r"( +)write\(\w+, (\w+), (\w+), (\w+), (\w+), \w+\)\n")
+WRITE = re.compile(r"( +)write\((\w+), (\w+), (\w+), (\w+), (\w+), \w+\)\n")
 ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor interprets the first letters of names; "tmp" is free to use
 
 
 def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any) -> Any:
     """Lower an op to a kernel that computes its matrix ``x`` itself; None if Inductor should call the op.
 
-    ``launch`` returns the launch of the kernel, as `register_tile_kernel` takes it.
+    ``x`` may be a list of matrices of one shape. ``launch`` returns the launch of the kernel, as
+    `register_tile_kernel` takes it.
     """
     fakes: Any = torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
-    computed = _computed(x) if statically_true(fakes[0].numel() > 0) else None
-    found = launch(*fakes) if computed is not None else None
-    return None if found is None else _lower(found, x, fakes[0], computed, args)
+    fake_x, xs = (fakes[0][0], x) if isinstance(x, (list, tuple)) else (fakes[0], [x])
+    if not statically_true(fake_x.numel() > 0):
+        return None
+    computed = [_computed(*each) for each in zip(xs, V.graph.current_node.all_input_nodes, strict=False)]
+    found = launch(*fakes) if all(each is not None for each in computed) else None
+    return None if found is None else _lower(found, xs, fake_x, computed, args)
 
 
 # ---------------------------------------------------------------------------------- the code of the input
 
 
-def _computed(x: Any) -> Any:
+def _computed(x: Any, made: torch.fx.Node) -> Any:
     """The pointwise code that computes a matrix on a GPU, if nothing has stored the matrix yet; otherwise None."""
-    if x.get_device().type != "cuda" or len(x.get_size()) != 2 or not isinstance(x.data, ir.StorageBox):
+    if x.get_device().type != "cuda" or len(x.get_size()) != 2:
         return None
     node = V.graph.current_node
-    if any(user < node for user in node.all_input_nodes[0].users):
+    if any(user < node for user in made.users):
         return None
-    data = x.data.data
-    if isinstance(data, ir.ComputedBuffer) and not _is_changed(data):
-        data = data.data  # Inductor stores long code; once the kernel computes it, nobody reads it, and it is dropped
-    return data if type(data) is ir.Pointwise else None
+    return _code(x)
+
+
+def _code(x: Any) -> Any:
+    """The pointwise code of a tensor, or of what it views with other sizes or as another dtype; otherwise None."""
+    if isinstance(x.data, ir.StorageBox):
+        data = x.data.data
+        if isinstance(data, ir.ComputedBuffer) and not _is_changed(data):
+            data = data.data  # Inductor stores long code; once the kernel computes it, nobody reads it: it is dropped
+        return data if type(data) is ir.Pointwise else None
+    if type(x.data) not in (ir.View, ir.DtypeView) or (of := _code(x.data.data)) is None:
+        return None
+    if type(x.data) is ir.View:
+        reindex, inner = x.data.make_reindexer(), of.inner_fn
+        return ir.Pointwise(
+            device=x.get_device(), dtype=of.dtype, inner_fn=lambda index: inner(reindex(index)), ranges=x.get_size()
+        )
+    return ir.Pointwise(
+        device=x.get_device(),
+        dtype=x.get_dtype(),
+        inner_fn=lambda index: ops.to_dtype_bitcast(of.inner_fn(index), x.get_dtype(), of.dtype),
+        ranges=x.get_size(),
+    )
 
 
 def _is_changed(buffer: Any) -> bool:
@@ -67,41 +90,51 @@ def _is_changed(buffer: Any) -> bool:
 # ---------------------------------------------------------------------------------- the template
 
 
-def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    device, kernel, node = computed.get_device(), launch.kernel, V.graph.current_node
-    results = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
+def _lower(
+    launch: TileLaunch, xs: list[Any], fake_x: torch.Tensor, computed: list[Any], args: tuple[Any, ...]
+) -> Any:
+    device, kernel, node = computed[0].get_device(), launch.kernel, V.graph.current_node
+    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     first, *others = results if kernel.writes else (fake_x.contiguous(), *results)
     writes_beside = kernel.writes and len(node.all_input_nodes[0].users) > 1
     inputs = [ir.ExternKernel.require_contiguous(each) for each in args if isinstance(each, ir.TensorBox)]
+    template = _template(kernel, writes_beside, tuple(each.left_out for each in launch.matrices))
     outputs = [
         _allocated(each, device, zero=name in kernel.added_to)
-        for name, each in zip(kernel.outputs, others, strict=True)
+        for name, each in zip(template.outputs, others, strict=True)
     ]
     values = [_allocated(fake_x.contiguous(), device)] if writes_beside else []
-    code = ir.ComputedBuffer(
-        name="computed", layout=ir.FlexibleLayout(device, computed.dtype, computed.ranges), data=computed
-    )
-    for name in code.get_read_names():
+    codes = [
+        ir.ComputedBuffer(name="computed", layout=ir.FlexibleLayout(device, each.dtype, each.ranges), data=each)
+        for each in computed
+    ]
+    for name in (name for code in codes for name in code.get_read_names()):
         buffer = V.graph.name_to_buffer.get(name)  # None for graph inputs, which have layouts already
         if buffer is not None:
             buffer.decide_layout()  # needed now, because the template is printed now
-    choice = _template(kernel, writes_beside).generate(
+    of_matrices = {
+        f"{name}_{number}": value
+        for number, each in enumerate(launch.matrices)
+        for name, value in each.constants.items()
+    }
+    choice = template.generate(
         input_nodes=(*inputs, *outputs, *values),
         layout=ir.FixedLayout(device, first.dtype, _exprs(first.shape), _exprs(first.stride())),
         mutated_inputs=[*outputs, *values],
-        subgraphs=[code],
+        subgraphs=codes,
         call_sizes=[*_exprs(launch.grid), *_exprs(launch.sizes[name] for name in kernel.sizes)],
         num_stages=1,
         num_warps=launch.warps,
         **launch.constants,
+        **of_matrices,
     )
     result: Any = ir.TensorBox.create(_Computing(choice, computed))
     for written in values:
         written.data.data.data._post_init_setattr("origin_node", node.args[0])
     for written in values if kernel.writes else [result]:
-        x.data.data = written.data.data  # later readers of x read this buffer
+        xs[0].data.data = written.data.data  # later readers of x read this buffer
     found = (result, *outputs) if kernel.writes else tuple(outputs)
-    return found if isinstance(node.meta["val"], tuple) else found[0]
+    return type(node.meta["val"])(found) if isinstance(node.meta["val"], (tuple, list)) else found[0]
 
 
 def _allocated(like: torch.Tensor, device: torch.device, *, zero: bool = False) -> Any:
@@ -119,21 +152,67 @@ def _exprs(sizes: Any) -> list[Any]:
 
 
 @cache
-def _template(kernel: TileKernel, writes_values: bool) -> Any:
+def _template(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, ...], ...]) -> Any:
+    """The template of a kernel. ``matrices`` names the pointers that each of several matrices does not have."""
+
     def grid(x: Any, y: Any, z: Any, *rest: Any) -> tuple[Any, Any, Any]:
         return x, y, z
 
     class Template(TritonTemplate):
         kernel_type = type("Kernel", (_Kernel,), {"described": kernel, "writes_values": writes_values})
+        outputs = _outputs(kernel, matrices)
 
     name = kernel.function.__name__ + "_and_values" * writes_values
-    return Template(name, SymbolicGridFn(grid), _source(kernel, writes_values))
+    if matrices:
+        kinds = ("columns" if left_out else "both" for left_out in matrices)
+        name = "_".join((name, "of", *kinds))
+    return Template(name, SymbolicGridFn(grid), _source(kernel, writes_values, matrices))
 
 
-def _source(kernel: TileKernel, writes_values: bool) -> str:
-    """The text of the template: the kernel's source with the lines of `values` and `write` replaced."""
+def _first_output(kernel: TileKernel) -> str:
+    """The name of the pointer to the first result, which `write` stores."""
+    return WRITE.search(inspect.getsource(kernel.function.fn)).group(2)  # type: ignore[union-attr]
+
+
+def _outputs(kernel: TileKernel, matrices: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """Names of the pointers to all results but the template's first."""
+    if not matrices:
+        return kernel.outputs
+    every = (_first_output(kernel), *kernel.outputs)
+    return tuple(
+        f"{name}_{number}"
+        for number, left_out in enumerate(matrices)
+        for name in every[number == 0 :]
+        if name not in left_out
+    )
+
+
+def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, ...], ...]) -> str:
+    """The text of the template: the kernel's source with the lines of `values` and `write` replaced.
+
+    For several matrices the lines from `values` on are repeated. They load again what an earlier matrix loaded: a
+    tile of inputs stays in a multiprocessor's cache, but several do not fit its registers.
+    """
     source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
     _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
+    pointers = (*kernel.inputs, *_outputs(kernel, matrices), *(["values_ptr"] if writes_values else []))
+    named = ", ".join(f'"{name}"' for name in pointers)
+    sizes = "".join(f'    {name} = {{{{size_called("{name}")}}}}\n' for name in kernel.sizes)
+    if matrices:
+        at = VALUES.search(body).start()  # type: ignore[union-attr]
+        own = (_first_output(kernel), *kernel.outputs, *kernel.of_matrix)
+        parts = [
+            re.sub(rf"\b({'|'.join(own)})\b", rf"\1_{number}", _filled(body[at:], kernel, number))
+            for number in range(len(matrices))
+        ]
+        body = body[:at] + "\n".join(parts)
+    else:
+        body = _filled(body, kernel)
+    return f"{{{{def_kernel({named})}}}}\n{sizes}{body}\n"
+
+
+def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
+    """The kernel's lines for one matrix, with those of `values`, and of `write` for the first matrix, replaced."""
 
     def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:
         store = f'store_output(("tmp_i", "tmp_j"), "{values}", "{is_stored}", {len(indent)}, {kernel.tile})'
@@ -141,17 +220,19 @@ def _source(kernel: TileKernel, writes_values: bool) -> str:
 
     def computed(line: re.Match[str]) -> str:
         indent, m, k, is_inside = line.groups()
-        made = f'{indent}{ROW}, {COLUMN} = {m}, {k}\n{indent}{{{{computed("{is_inside}", {len(indent)})}}}}\n'
+        call = f'computed({number}, "{is_inside}", {len(indent)})'
+        made = f"{indent}{ROW}, {COLUMN} = {m}, {k}\n{indent}{{{{{call}}}}}\n"
         return made if kernel.writes else made + stored(indent, m, k, "x", is_inside)
 
+    def written(line: re.Match[str]) -> str:
+        indent, _, *others = line.groups()
+        return stored(indent, *others) if number == 0 else line.group()
+
     body, values_found = VALUES.subn(computed, body)
-    body, writes_found = WRITE.subn(lambda line: stored(*line.groups()), body)
+    body, writes_found = WRITE.subn(written, body)
     counts = values_found, writes_found
     assert counts == (1, int(kernel.writes)), f"{kernel.function}: {values_found} values, {writes_found} writes"
-    pointers = (*kernel.inputs, *kernel.outputs, *(["values_ptr"] if writes_values else []))
-    named = ", ".join(f'"{name}"' for name in pointers)
-    sizes = "".join(f'    {name} = {{{{size_called("{name}")}}}}\n' for name in kernel.sizes)
-    return f"{{{{def_kernel({named})}}}}\n{sizes}{body}\n"
+    return body
 
 
 def _imports(function: Any) -> str:
@@ -178,11 +259,11 @@ class _Kernel(TritonTemplateKernel):
         """The size with this name, as text for the template."""
         return self.kexpr(self.rename_indexing(self.call_sizes[3 + self.described.sizes.index(name)]))
 
-    def computed(self, is_inside: str, indent: int) -> str:
-        """The lines of code that compute ``x``."""
+    def computed(self, number: int, is_inside: str, indent: int) -> str:
+        """The lines of code that compute ``x``, which is the matrix with this number."""
         subgraphs: Any = self.subgraphs
-        (buffer,) = subgraphs
-        with self.create_subgraph_body("computed"):
+        buffer = subgraphs[number]
+        with self.create_subgraph_body(f"computed_{number}"):
             handler = _Loads(self, is_inside)
             with V.set_ops_handler(handler):
                 _loop_body(buffer.data)([sympy_index_symbol(ROW), sympy_index_symbol(COLUMN)])
@@ -261,16 +342,17 @@ class _Loads(WrapperHandler):
 class _Computing(ir.TritonTemplateBuffer):
     """The buffer of the template's result. It also reports which elements of other buffers the fused code reads."""
 
-    def __init__(self, choice: Any, computed: Any) -> None:
+    def __init__(self, choice: Any, computed: list[Any]) -> None:
         super().__init__(choice.layout, choice.input_nodes, choice.make_kernel_render, choice.mutated_inputs)
         self.computed = computed
         self.allow_epilogue_fusion = self.allow_prologue_fusion = False
 
     def extract_read_writes(self, normalize: bool = False) -> Any:
         found = super().extract_read_writes(normalize)
-        code = dependencies.extract_read_writes(
-            lambda index, _: self.computed.inner_fn(index), self.computed.ranges, (), normalize=normalize
-        )
-        names = {read.name for read in code.reads}
-        found.reads = type(found.reads)(read for read in found.reads if read.name not in names) | code.reads
+        for each in self.computed:
+            code = dependencies.extract_read_writes(
+                lambda index, _, each=each: each.inner_fn(index), each.ranges, (), normalize=normalize
+            )
+            names = {read.name for read in code.reads}
+            found.reads = type(found.reads)(read for read in found.reads if read.name not in names) | code.reads
         return found

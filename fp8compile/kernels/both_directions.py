@@ -6,6 +6,7 @@ magnitudes: they have the same order as the magnitudes, and NaN is the largest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -14,12 +15,15 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from fp8compile.formats import E4M3, E5M2, FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX, limit_of
+from fp8compile.inductor import TileKernel, TileLaunch, TileMatrix
 from fp8compile.kernels.counts import is_beyond, is_underflow, store_counts
 from fp8compile.kernels.programs import TILE, tile_programs
+from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
-__all__ = ["WARPS", "both_directions", "both_kernel", "constants"]
+__all__ = ["BOTH", "WARPS", "along_columns", "both_directions", "both_kernel", "constants", "tiles_of_several"]
 
+SMALL_TILE = 64  # of blocks that are not longer, where a program makes codes of several matrices
 WARPS = 16  # a thread then has 120 registers on sm_90; with 8 warps it has 209
 RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 
@@ -131,34 +135,38 @@ def _store_counts(
 
 @triton.jit
 def both_kernel(
-    x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, M, K,
+    x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, M, K, stride_m, stride_k,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Quantize one tile of one matrix; rows beyond M and columns beyond K count as zeros, which change no amax."""
+    """Quantize one tile of one matrix; rows beyond M and columns beyond K count as zeros, which change no amax.
+
+    If R_RULE is None, only codes along columns are made.
+    """
     BLOCKS: tl.constexpr = TILE // BLOCK
     before = tl.program_id(2).to(tl.int64) * M  # number of rows in the matrices before this one
+    all_rows = M * tl.num_programs(2)
     first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
     m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
     is_inside = (m[:, None] < M) & (k[None, :] < K)
-    at = (before + m)[:, None] * K + k[None, :]
-    x = tl.load(x_ptr + at, is_inside, other=0.0).to(tl.float32)
+    row, column = (before + m)[:, None], k[None, :]
+    x = values(x_ptr, row, column, is_inside, stride_m, stride_k)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
-    row_amax = tl.max(tl.reshape(magnitude, (TILE, BLOCKS, BLOCK)), 2)
-    multiplier, scale = _scales(row_amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
-    spread = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-    codes = _encode(x * spread, R_MAX, R_E4M3)
-    tl.store(rows_ptr + at, codes, is_inside)
-    if counts_ptr is not None:
-        scales = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-        _store_counts(counts_ptr, 0, magnitude, codes, scales, R_E4M3, R_RULE)
-    block = first_k // BLOCK + tl.arange(0, BLOCKS)
-    is_block = (m[:, None] < M) & (block[None, :] * BLOCK < K)
-    all_rows = M * tl.num_programs(2)
-    tl.store(row_scales_ptr + (before + m)[:, None] + block[None, :] * all_rows, scale, is_block)
+    if R_RULE is not None:
+        row_amax = tl.max(tl.reshape(magnitude, (TILE, BLOCKS, BLOCK)), 2)
+        multiplier, scale = _scales(row_amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
+        spread = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
+        codes = _encode(x * spread, R_MAX, R_E4M3)
+        write(rows_ptr, row, column, codes, is_inside, K)
+        if counts_ptr is not None:
+            scales = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
+            _store_counts(counts_ptr, 0, magnitude, codes, scales, R_E4M3, R_RULE)
+        block = first_k // BLOCK + tl.arange(0, BLOCKS)
+        is_block = (m[:, None] < M) & (block[None, :] * BLOCK < K)
+        tl.store(row_scales_ptr + (before + m)[:, None] + block[None, :] * all_rows, scale, is_block)
 
     column_amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
     multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
@@ -175,12 +183,23 @@ def both_kernel(
     tl.store(column_scales_ptr + block[:, None] * K + k[None, :], scale, is_block)
 
 
+BOTH = TileKernel(
+    both_kernel,
+    inputs=(),
+    outputs=("row_scales_ptr", "columns_ptr", "column_scales_ptr"),
+    sizes=("M", "K"),
+    of_matrix=tuple(f"{side}_{name}" for side in "RC" for name in ("MAX", "EXPONENT", "E4M3", "RULE", "EPS")),
+)
+
+
 def constants(rows: CurrentScaling, columns: CurrentScaling) -> dict[str, object]:
     """Compile-time constants of `both_kernel`."""
     return {"TILE": TILE, "BLOCK": rows.block[1], **_of_direction("R", rows), **_of_direction("C", columns)}
 
 
-def _of_direction(prefix: str, quantizer: CurrentScaling) -> dict[str, object]:
+def _of_direction(prefix: str, quantizer: CurrentScaling | None) -> dict[str, object]:
+    if quantizer is None:
+        return {f"{prefix}_{name}": None for name in ("MAX", "EXPONENT", "E4M3", "RULE", "EPS")}
     fmt = quantizer.element_format()
     return {
         f"{prefix}_MAX": fmt.max,
@@ -209,4 +228,42 @@ def both_directions(
     """
     *_, m, k = x.shape
     chosen = constants(rows, columns)
-    both_kernel[tile_programs(x.shape)](x, *outputs, m, k, **chosen, counts_ptr=counts, num_warps=WARPS)
+    both_kernel[tile_programs(x.shape)](x, *outputs, m, k, k, 1, **chosen, counts_ptr=counts, num_warps=WARPS)
+
+
+def along_columns(x: Tensor, quantizer: CurrentScaling, outputs: tuple[Tensor, Tensor]) -> None:
+    """Launch the kernel for codes along columns alone.
+
+    Args:
+        x: (M, K), or a stack of matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
+        quantizer: Block (n, 1), n a divisor of 128.
+        outputs: Codes (K, M) and scales (ceil(M / n), K), of each matrix.
+    """
+    *_, m, k = x.shape
+    chosen = {"TILE": TILE, "BLOCK": quantizer.block[0], **_of_direction("R", None), **_of_direction("C", quantizer)}
+    both_kernel[tile_programs(x.shape)](x, None, None, *outputs, m, k, k, 1, **chosen, num_warps=WARPS)
+
+
+def tiles_of_several(
+    m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]]
+) -> TileLaunch:
+    """The launch of `both_kernel` for several matrices (M, K), for a template that computes a tile of all of them.
+
+    Args:
+        m: Number of rows.
+        k: Number of columns.
+        pairs: For each matrix the quantizers along rows and along columns, with blocks (1, n) and (n, 1), n a divisor
+            of 128. None along rows makes codes along columns only; the first matrix has both.
+    """
+    block = pairs[0][1].block[0]
+    tile = max(SMALL_TILE, block)
+    matrices = tuple(
+        TileMatrix(
+            {**_of_direction("R", rows), **_of_direction("C", columns)},
+            ("rows_ptr", "row_scales_ptr") if rows is None else (),
+        )
+        for rows, columns in pairs
+    )
+    grid = (triton.cdiv(m, tile), triton.cdiv(k, tile), 1)
+    shared = {"TILE": tile, "BLOCK": block, "counts_ptr": None}
+    return TileLaunch(BOTH, grid, {"M": m, "K": k}, shared, WARPS * tile // TILE, matrices)

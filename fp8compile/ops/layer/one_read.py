@@ -15,6 +15,7 @@ Each of the two products calls the kernel with equal arguments, and a compiled g
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_ro
 from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.quantize_both import is_pair, quantize_both, quantize_both_counted
+from fp8compile.ops.quantize_several import is_along_columns, noted_codes
 from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels, quantize_two_levels_counted
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight, quantize_weight_counted
-from fp8compile.ops.rounding_barrier import rounded
+from fp8compile.ops.rounding_barrier import made_of_kept, rounded
 from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import GROUP
@@ -54,6 +56,8 @@ def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts:
         return _both_directions(part, rows, columns, counts=counts)[slot != row_slot]
     if _has_packed_kernel(part, rows, columns):
         return _both_packed(part, rows, columns, counts=counts)[slot != row_slot]
+    if slot != OUTPUT.a and _may_be_one_of_several(part, rows if row_slot == GRAD_INPUT.a else None, columns):
+        return _noted(part, quantizer, steps, is_input=slot == GRAD_WEIGHT.b)
     return quantize_part(part, quantizer, steps)
 
 
@@ -121,6 +125,30 @@ def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
         and all(is_aligned(grad_output, each) for each in (rows, columns))
         and not inductor.is_fusible(grad_output.local)
     )
+
+
+def _may_be_one_of_several(part: Plain, rows: Any, columns: Any) -> bool:
+    """Whether one kernel may compute this tensor and others of the same read: then its codes are noted in the graph."""
+    return (
+        (is_along_columns(columns) if rows is None else is_pair(rows, columns))
+        and not part.layout.batch
+        and all(is_aligned(part, each) for each in (rows, columns) if each is not None)
+        and inductor.is_fusible(part.local)
+    )
+
+
+def _noted(part: Plain, quantizer: Quantizer, steps: Steps, *, is_input: bool) -> Quantized:
+    """Quantize step by step, lay codes and scales out as `quantize_both` does, and note of which tensor they are."""
+    found = quantize_part(part, quantizer, steps)
+    # the forward computes an input too; behind the barrier the backward computes it again, and does not keep it
+    x = as_matrix(made_of_kept(part.local) if is_input else part.local)
+    codes, scale = as_matrix(found.codes), found.scale
+    if is_along_columns(quantizer):
+        codes = codes.t().contiguous().t()
+    else:
+        scale = scale.t().contiguous().t()
+    codes, scale = noted_codes(codes, scale, x, quantizer)
+    return replace(found, codes=codes.view(part.local.shape), scale=scale)
 
 
 _BOTH = inductor.once_with_more(quantize_both, quantize_both_counted)
