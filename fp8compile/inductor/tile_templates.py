@@ -44,7 +44,7 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
         return None
     computed = [_computed(*each) for each in zip(xs, V.graph.current_node.all_input_nodes, strict=False)]
     found = launch(*fakes) if all(each is not None for each in computed) else None
-    return None if found is None else _lower(found, xs, fake_x, computed, args)
+    return None if found is None else _lower(found, list(xs), fake_x, computed, args)
 
 
 # ---------------------------------------------------------------------------------- the code of the input
@@ -90,9 +90,7 @@ def _is_changed(buffer: Any) -> bool:
 # ---------------------------------------------------------------------------------- the template
 
 
-def _lower(
-    launch: TileLaunch, xs: list[Any], fake_x: torch.Tensor, computed: list[Any], args: tuple[Any, ...]
-) -> Any:
+def _lower(launch: TileLaunch, xs: list[Any], fake_x: torch.Tensor, computed: list[Any], args: tuple[Any, ...]) -> Any:
     device, kernel, node = computed[0].get_device(), launch.kernel, V.graph.current_node
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     first, *others = results if kernel.writes else (fake_x.contiguous(), *results)

@@ -25,6 +25,7 @@ __all__ = ["BOTH", "WARPS", "along_columns", "both_directions", "both_kernel", "
 
 SMALL_TILE = 64  # of blocks that are not longer, where a program makes codes of several matrices
 WARPS = 16  # a thread then has 120 registers on sm_90; with 8 warps it has 209
+SEVERAL_WARPS = 8  # where addresses of several matrices are in registers too, 16 warps would spill some
 RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 
 MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
@@ -244,9 +245,7 @@ def along_columns(x: Tensor, quantizer: CurrentScaling, outputs: tuple[Tensor, T
     both_kernel[tile_programs(x.shape)](x, None, None, *outputs, m, k, k, 1, **chosen, num_warps=WARPS)
 
 
-def tiles_of_several(
-    m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]]
-) -> TileLaunch:
+def tiles_of_several(m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]]) -> TileLaunch:
     """The launch of `both_kernel` for several matrices (M, K), for a template that computes a tile of all of them.
 
     Args:
@@ -266,4 +265,4 @@ def tiles_of_several(
     )
     grid = (triton.cdiv(m, tile), triton.cdiv(k, tile), 1)
     shared = {"TILE": tile, "BLOCK": block, "counts_ptr": None}
-    return TileLaunch(BOTH, grid, {"M": m, "K": k}, shared, WARPS * tile // TILE, matrices)
+    return TileLaunch(BOTH, grid, {"M": m, "K": k}, shared, SEVERAL_WARPS, matrices)

@@ -49,7 +49,13 @@ def _fake(
     matrices: Sequence[Tensor], in_both: int, rows: Quantizer, columns: Quantizer, others: Quantizer
 ) -> list[Tensor]:
     both = [each for x in matrices[:in_both] for each in empty_outputs(x, rows, columns)]
-    return both + [each for x in matrices[in_both:] for each in empty_outputs(x, rows, others)[2:]]
+    return both + [each for x in matrices[in_both:] for each in _empty_columns(x, others)]
+
+
+def _empty_columns(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    *stack, m, k = x.shape
+    codes = x.new_empty((*stack, k, m), dtype=torch.uint8).transpose(-2, -1)
+    return codes, x.new_empty((*stack, quantizer.scale_shape((m, k))[0], k), dtype=quantizer.scale_dtype())
 
 
 def _several_casts(
@@ -60,6 +66,9 @@ def _several_casts(
 
 
 def _along_columns(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    if x.ndim == 3:
+        codes, scales = zip(*(_along_columns(matrix, quantizer) for matrix in x), strict=True)
+        return torch.stack([each.t() for each in codes]).transpose(-2, -1), torch.stack(scales)
     multiplier, found = scale(amax(x, quantizer), quantizer)
     return cast(x, multiplier, quantizer).t().contiguous().t(), found
 
@@ -83,19 +92,21 @@ def _launch_one(x: Tensor, outputs: Iterator[Tensor], rows: Any, columns: Any, o
     from fp8compile.kernels.both_directions import along_columns, both_directions
 
     if rows is None:
-        along_columns(x, others, (next(outputs).t(), next(outputs)))
+        along_columns(x, others, (next(outputs).transpose(-2, -1), next(outputs)))
     else:
         codes, found, turned, column_scale = (next(outputs) for _ in range(4))
-        both_directions(x, rows, columns, (codes, found.t(), turned.t(), column_scale))
+        laid_out = codes, found.movedim(-1, 0), turned.transpose(-2, -1), column_scale
+        both_directions(x, rows, columns, laid_out)
 
 
-def _launch(
-    matrices: Sequence[Tensor], in_both: int, rows: Any, columns: Any, others: Any
-) -> TileLaunch | None:
+def _launch(matrices: Sequence[Tensor], in_both: int, rows: Any, columns: Any, others: Any) -> TileLaunch | None:
     from fp8compile.kernels.both_directions import tiles_of_several
 
+    if in_both == 0:  # the kernel's first result is of codes along rows
+        return None
     pairs = [(rows, columns) if number < in_both else (None, others) for number in range(len(matrices))]
-    return tiles_of_several(*matrices[0].shape, pairs)
+    m, k = matrices[0].shape
+    return tiles_of_several(m, k, pairs)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -104,6 +115,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
     for dtype, in_both in ((torch.bfloat16, 2), (torch.float32, 1)):
         matrices = [torch.randn(20, 40, generator=generator).to(dtype) for _ in range(3)]
         yield matrices, in_both, rows, columns, CurrentScaling(block=(16, 1), format="e5m2")
+    yield [torch.randn(3, 20, 40, generator=generator)], 0, columns, columns, columns
 
 
 quantize_several: OpOverload = register_op(
@@ -152,9 +164,9 @@ inductor.register_lowering(noted_codes, lambda codes, scale, x, quantizer: (code
 # ---------------------------------------------------------------------------------- the pass
 
 
-@dataclass
+@dataclass(eq=False)
 class _Matrix:
-    """A matrix with notes: the node that computes it, its seen, and its notes by direction."""
+    """A matrix with notes: the node that computes it, the tensor that notes name, and its notes."""
 
     source: fx.Node
     seen: fx.Node
@@ -186,10 +198,7 @@ def fuse_noted(graph: fx.Graph) -> None:
     for members in _sets(free):
         _replace(graph, members)
     for note in graph.find_nodes(op="call_function", target=noted_codes):
-        for reader in list(note.users):
-            reader.replace_all_uses_with(note.args[reader.args[1]])
-            graph.erase_node(reader)
-        graph.erase_node(note)
+        _take_away(graph, note, note.args[:2])
 
 
 def _matrices(graph: fx.Graph) -> list[_Matrix]:
@@ -220,16 +229,21 @@ def _sets(matrices: list[_Matrix]) -> list[list[_Matrix]]:
         joined = [members for members in sets if _fits(members[0], matrix) and _shares(members, matrix, leaves)]
         sets = [members for members in sets if all(members is not each for each in joined)]
         sets.append([*(each for members in joined for each in members), matrix])
+    left = [each for each in matrices if not each.rows]
     for members in sets:
         held = set().union(*(leaves[id(each)] for each in members))
-        beside: list[_Matrix] = []
-        for matrix in (each for each in matrices if not each.rows):
-            is_known = leaves[id(matrix)] <= held and matrix.shape == members[0].shape
-            block = members[0].quantizers()[1].block
-            if is_known and matrix.quantizers()[1].block == block and _fits((beside or [matrix])[0], matrix):
-                beside.append(matrix)
+        known = [
+            each for each in left if leaves[id(each)] and leaves[id(each)] <= held and _is_beside(members[0], each)
+        ]
+        beside = [each for each in known if _fits(known[0], each)]
+        left = [each for each in left if each not in beside]
         members += beside
     return sets
+
+
+def _is_beside(one: _Matrix, other: _Matrix) -> bool:
+    """Whether a kernel that makes one matrix's codes may also make another one's codes along columns."""
+    return one.shape == other.shape and one.quantizers()[1].block == other.quantizers()[1].block
 
 
 def _fits(one: _Matrix, other: _Matrix) -> bool:
@@ -261,10 +275,16 @@ def _replace(graph: fx.Graph, members: list[_Matrix]) -> None:
                 last.meta = {**call.meta, "val": fake}
                 pair.append(last)
             for note in notes:
-                for reader in list(note.users):
-                    reader.replace_all_uses_with(pair[reader.args[1]])
-                    graph.erase_node(reader)
-                graph.erase_node(note)
+                _take_away(graph, note, pair)
+
+
+def _take_away(graph: fx.Graph, note: fx.Node, results: Sequence[Any]) -> None:
+    """Remove a note from a graph; readers of its two results read others."""
+    for reader in list(note.users):
+        number: Any = reader.args[1]
+        reader.replace_all_uses_with(results[number])
+        graph.erase_node(reader)
+    graph.erase_node(note)
 
 
 inductor.register_joint_pass(noted_codes, fuse_noted)

@@ -5,10 +5,13 @@
     stack of weights, square blocks      the same                                             `quantize_weight`
     stack of weights, rows then columns  the same                                             `group_quantize_rows`
     grad_output, FP8                     codes along rows and codes along tokens              `quantize_both`
+    gradients that Inductor computes     the same, and codes along tokens of x                `quantize_several`
+    weight, blocks along columns         codes for grad_input, in the backward                `quantize_several`
     grad_output or x, four bits          the same, after an earlier read for outer amaxes     `quantize_two_levels`
 
-"Rows then columns" is one scale for each row in the output, and one for each column in grad_input. A stack with
-smaller blocks along rows, then columns, uses `quantize_both` for grad_input alone, in the backward.
+"Rows then columns" is one scale for each row in the output, and one for each column in grad_input. Gradients that
+Inductor computes, such as an activation's, are quantized step by step, and a pass over the joint graph puts
+`quantize_several` in place of these steps.
 
 Each of the two products calls the kernel with equal arguments, and a compiled graph keeps a single call.
 """
@@ -27,7 +30,7 @@ from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_ro
 from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.quantize_both import is_pair, quantize_both, quantize_both_counted
-from fp8compile.ops.quantize_several import is_along_columns, noted_codes
+from fp8compile.ops.quantize_several import is_along_columns, noted_codes, quantize_several
 from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels, quantize_two_levels_counted
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight, quantize_weight_counted
 from fp8compile.ops.rounding_barrier import made_of_kept, rounded
@@ -75,6 +78,8 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
         return quantize_part(part, quantizer, steps)
     if part.layout.batch:
         return _matrices(part, quantizer, first, again, steps, is_first=is_first)
+    if not is_first and is_along_columns(again) and is_aligned(part, again):
+        return _along_columns(part, again)
     if not is_weight_pair(first, again, part.local.shape[1]):
         return quantize_part(part, quantizer, steps)
     codes, scale, amax, *counted = _WEIGHT[counts and is_first](part.local, first, again)
@@ -90,9 +95,7 @@ def _matrices(
     """Quantize each matrix of a stack by itself; the caller makes sure that no block spans ranks."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts) and not is_first:
-        with inductor.left_in_backward():  # in the forward it would be kept: a byte for each element of all experts
-            codes, scale = quantize_both(stack, first, again)[2:]
-        return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
+        return _along_columns(part, again)
     matrix = stack.flatten(0, 1)
     if is_row_pair(first, again, matrix.shape[1]):
         codes, scale, amax = group_quantize_rows(matrix, _ends_of_matrices(stack), first, again)
@@ -107,6 +110,13 @@ def _matrices(
     return quantize_part(part, again, steps, local_amax=amax)
 
 
+def _along_columns(part: Plain, quantizer: Quantizer) -> Quantized:
+    """Quantize a weight, or each matrix of a stack, for grad_input by one kernel, in the backward."""
+    with inductor.left_in_backward():  # in the forward it would be kept: a byte for each element of all weights
+        codes, scale = quantize_several([part.local], 0, quantizer, quantizer, quantizer)
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
+
+
 def _ends_of_matrices(stack: Tensor) -> Tensor:
     """Where each matrix of a stack (E, N, K) ends if the stack is flattened to rows; (E,) int32."""
     return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]
@@ -118,7 +128,7 @@ def _ends_of_matrices(stack: Tensor) -> Tensor:
 def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
     """Whether one kernel quantizes grad_output for both gradients.
 
-    If Inductor computes grad_output itself, such as an activation's gradient, its kernel quantizes it too.
+    If Inductor computes grad_output itself, such as an activation's gradient, `_noted` is for it.
     """
     return (
         is_pair(rows, columns)
@@ -128,7 +138,7 @@ def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
 
 
 def _may_be_one_of_several(part: Plain, rows: Any, columns: Any) -> bool:
-    """Whether one kernel may compute this tensor and others of the same read: then its codes are noted in the graph."""
+    """Whether one kernel may compute this tensor and others of the same read, so that its codes are noted."""
     return (
         (is_along_columns(columns) if rows is None else is_pair(rows, columns))
         and not part.layout.batch
