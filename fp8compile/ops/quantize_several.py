@@ -115,7 +115,8 @@ def _samples() -> Iterator[tuple[Any, ...]]:
     for dtype, in_both in ((torch.bfloat16, 2), (torch.float32, 1)):
         matrices = [torch.randn(20, 40, generator=generator).to(dtype) for _ in range(3)]
         yield matrices, in_both, rows, columns, CurrentScaling(block=(16, 1), format="e5m2")
-    yield [torch.randn(3, 20, 40, generator=generator)], 0, columns, columns, columns
+    for x in (torch.randn(3, 20, 40, generator=generator), torch.empty(0, 32), torch.randn(24, 17).half().t()):
+        yield [x], 0, columns, columns, columns
 
 
 quantize_several: OpOverload = register_op(
@@ -139,9 +140,12 @@ def _note(codes: Tensor, scale: Tensor, x: Tensor, quantizer: Quantizer) -> tupl
 
 
 def _note_samples() -> Iterator[tuple[Any, ...]]:
-    x, quantizer = torch.randn(32, 48), CurrentScaling(block=(1, 16))
-    multiplier, found = scale(amax(x, quantizer), quantizer)
-    yield cast(x, multiplier, quantizer), found, x, quantizer
+    quantizer = CurrentScaling(block=(1, 16))
+    for x in (torch.randn(32, 48), torch.randn(16, 40).bfloat16(), torch.empty(0, 32)):
+        multiplier, found = scale(amax(x, quantizer), quantizer)
+        codes = cast(x, multiplier, quantizer)
+        yield codes, found, x, quantizer
+        yield codes.t().contiguous().t(), found.t(), x, quantizer
 
 
 noted_codes: OpOverload = register_op(
