@@ -44,7 +44,12 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
         return None
     computed = [_computed(*each) for each in zip(xs, V.graph.current_node.all_input_nodes, strict=False)]
     found = launch(*fakes) if all(each is not None for each in computed) else None
-    return None if found is None else _lower(found, list(xs), fake_x, computed, args)
+    if found is None:
+        return None
+    is_stored = not found.kernel.writes or len(V.graph.current_node.all_input_nodes[0].users) > 1
+    if is_stored and not isinstance(xs[0].data, ir.StorageBox):
+        return None  # other readers would have to read what is stored through the view
+    return _lower(found, list(xs), fake_x, computed, args)
 
 
 # ---------------------------------------------------------------------------------- the code of the input
@@ -62,24 +67,22 @@ def _computed(x: Any, made: torch.fx.Node) -> Any:
 
 def _code(x: Any) -> Any:
     """The pointwise code of a tensor, or of what it views with other sizes or as another dtype; otherwise None."""
-    if isinstance(x.data, ir.StorageBox):
-        data = x.data.data
+    view = x.data if isinstance(x, ir.TensorBox) else x
+    if isinstance(view, ir.StorageBox):
+        data = view.data
         if isinstance(data, ir.ComputedBuffer) and not _is_changed(data):
             data = data.data  # Inductor stores long code; once the kernel computes it, nobody reads it: it is dropped
         return data if type(data) is ir.Pointwise else None
-    if type(x.data) not in (ir.View, ir.DtypeView) or (of := _code(x.data.data)) is None:
+    if type(view) not in (ir.View, ir.DtypeView) or (of := _code(view.data)) is None:
         return None
-    if type(x.data) is ir.View:
-        reindex, inner = x.data.make_reindexer(), of.inner_fn
-        return ir.Pointwise(
-            device=x.get_device(), dtype=of.dtype, inner_fn=lambda index: inner(reindex(index)), ranges=x.get_size()
-        )
-    return ir.Pointwise(
-        device=x.get_device(),
-        dtype=x.get_dtype(),
-        inner_fn=lambda index: ops.to_dtype_bitcast(of.inner_fn(index), x.get_dtype(), of.dtype),
-        ranges=x.get_size(),
-    )
+    if type(view) is ir.View:
+        reindex = view.make_reindexer()
+        return _pointwise(view, lambda index: of.inner_fn(reindex(index)))
+    return _pointwise(view, lambda index: ops.to_dtype_bitcast(of.inner_fn(index), view.get_dtype(), of.dtype))
+
+
+def _pointwise(like: Any, inner: Callable[..., Any]) -> Any:
+    return ir.Pointwise(device=like.get_device(), dtype=like.get_dtype(), inner_fn=inner, ranges=like.get_size())
 
 
 def _is_changed(buffer: Any) -> bool:

@@ -10,7 +10,7 @@ from golden_cases import CASES
 from torch import Tensor
 
 import fp8compile as f8
-from fp8compile.kernels.both_directions import both_directions
+from fp8compile.kernels.both_directions import along_columns, both_directions
 from fp8compile.kernels.weights import rows_and_columns, square_blocks
 from fp8compile.ops.quantize_both import empty_outputs, two_casts
 from fp8compile.ops.quantize_weight import step_by_step
@@ -36,6 +36,12 @@ def every_bfloat16() -> Tensor:
 def kernel(x: Tensor, rows: f8.CurrentScaling, columns: f8.CurrentScaling) -> tuple[Tensor, ...]:
     codes, scale, column_codes, column_scale = outputs = empty_outputs(x, rows, columns)
     both_directions(x, rows, columns, (codes, scale.movedim(-1, 0), column_codes.transpose(-2, -1), column_scale))
+    return outputs
+
+
+def columns_kernel(x: Tensor, rows: f8.CurrentScaling, columns: f8.CurrentScaling) -> tuple[Tensor, ...]:
+    codes, scale = outputs = empty_outputs(x, rows, columns)[2:]
+    along_columns(x, columns, (codes.transpose(-2, -1), scale))
     return outputs
 
 
@@ -94,6 +100,7 @@ def comparisons() -> Iterator[tuple[str, list[int]]]:
         if rows.scale == RULES[0]:
             x = values((420, 130), torch.bfloat16).view(3, 140, 130)  # blocks end with each matrix
             yield compared(f"stack {rows} {columns}", kernel(x, rows, columns), two_casts(x, rows, columns))
+            yield compared(f"columns {columns}", columns_kernel(x, rows, columns), two_casts(x, rows, columns)[2:])
     for first, again in weight_pairs():
         for shape, dtype in INPUTS:
             x = values(shape, dtype)
