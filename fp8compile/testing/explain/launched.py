@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8compile.ops import FOUR_BIT_PRODUCTS
 from fp8compile.ops.registry import OPS
@@ -95,10 +96,10 @@ def launched_kernels(found: Schedule, gpu: Gpu) -> Iterator[CompiledKernel]:
         if op is None or op.overload in FOUR_BIT_PRODUCTS:  # PyTorch multiplies in those
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
-        fakes: list[Any] = [each for each in args if isinstance(each, Tensor)]
+        fakes: list[Any] = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         mode = fakes[0].fake_mode
         with pretend_target(gpu.target), mode, _recorded() as launches:
-            op.impl(*map(_on_the_cpu, args), **kwargs)
+            op.impl(*tree_map(_on_the_cpu, list(args)), **kwargs)
         for launch in launches:
             kernel = launch.compiled(gpu)
             if kernel.ptx not in compiled:
