@@ -81,7 +81,7 @@ def _group_of(offsets_ptr, tile, E):
 
 @triton.jit
 def _end(offsets_ptr, group, R, E):
-    """The end of a group's rows; R for rows after the last group."""
+    """Where a group's rows end; the number of all rows, R, if ``group`` is E, which stands for rows after the last."""
     return tl.minimum(tl.load(offsets_ptr + group, group < E, other=R), R)
 
 

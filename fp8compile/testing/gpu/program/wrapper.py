@@ -211,7 +211,11 @@ class Program:
         return any(launch.is_template for launch in self._generated)
 
     def keep(self, args: Sequence[Any]) -> None:
-        """Copy results of templates to ``of_templates``; ``args`` are the arguments of a launch that has just run."""
+        """Copy what a launch of one of Inductor's templates has written, so that it is compared later.
+
+        Args:
+            args: The arguments of the launch that has just run; templates write to some of them.
+        """
         for name, arg in zip(self._generated[len(self.launches)].arguments, args, strict=False):
             if name in self.found.of_templates:
                 with _disable_current_modes():
