@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile._compat import guard_or_false
-from fp8compile.formats import Float4Format, Float8Format, lanes_of
+from fp8compile.formats import Float4Format, Float8Format, lanes_of, limit_of, magnitude_of_code
 from fp8compile.layout.cuts import SIDES
 from fp8compile.layout.packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.count_cast import count_cast
 from fp8compile.ops.groups.layout import (
     alignment,
     group_of_rows,
@@ -45,7 +46,7 @@ from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import random_hadamard
 from fp8compile.scale_layouts import untiled
 
-__all__ = ["Elements", "elements_of", "elements_of_codes", "numbers_of", "pieces_of"]
+__all__ = ["Elements", "counts_of_pieces", "elements_of", "elements_of_codes", "numbers_of", "pieces_of"]
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,8 @@ def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combin
     return first.int() + second.int() if first.dtype == torch.bool else first + second
 
 
-def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tuple[Tensor, ...]:
+def pieces_of(elements: Elements, numbers: Tensor, combine: str) -> Tensor:
     """Reduce numbers of each element as the cast goes through memory: a piece for each row, or each block of a row.
-
-    Pieces of blocks are a part of what the cast writes, so counts have as few bytes as hold the size of a block.
 
     Args:
         elements: The elements.
@@ -251,18 +250,26 @@ def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tu
         combine: ``"sum"`` or ``"max"``.
 
     Returns:
-        (E, pieces) each, and E is 1 for a matrix; (rows,) with groups.
+        (E, pieces), and E is 1 for a matrix; (rows,) with groups.
     """
-    return tuple(_pieces(each, combine, elements) for each in numbers)
+    return _pieces(elements, lambda: _reduced(numbers, combine))
 
 
-def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
+def counts_of_pieces(elements: Elements) -> Tensor:
+    """`count_cast` of elements without lanes, in the shapes of `pieces_of`."""
+    limit = torch.where(elements.scale > 0, elements.scale * limit_of(elements.format), torch.inf)
+    mask = magnitude_of_code(elements.format)
+    return _pieces(elements, lambda: count_cast(elements.magnitude(), elements.codes, limit, mask))
+
+
+def _pieces(elements: Elements, reduced: Callable[[], Tensor]) -> Tensor:
+    values = elements.values
     if elements.group is not None:
-        return _reduced(each, combine)
-    matrices = each.shape[0] if elements.batch else 1
-    if guard_or_false(each.numel() == 0):
-        return each.new_empty((matrices, 0), dtype=torch.float32)
-    return _reduced(each, combine).reshape(matrices, -1)
+        return reduced()
+    matrices = values.shape[0] if elements.batch else 1
+    if guard_or_false(values.numel() == 0):
+        return values.new_empty((matrices, 0), dtype=torch.float32)
+    return reduced().reshape(matrices, -1)
 
 
 def _reduced(values: Tensor, combine: str) -> Tensor:
