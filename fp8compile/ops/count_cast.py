@@ -88,7 +88,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) & 0x83
         for limit in (torch.full((*shape[:-1], 1), 0.5), magnitude.roll(1, -1)):
             yield magnitude, codes, limit, 0x7F
-            yield magnitude.where(magnitude < 2, torch.nan), codes, limit, 0x07
+            yield magnitude.where(magnitude < 2, torch.nan), codes.mT.contiguous().mT, limit, 0x07
 
 
 count_cast: OpOverload = register_op(

@@ -104,7 +104,7 @@ def test_our_ops_keep_every_contract(name, backends, monkeypatch):
 
 # DTensor takes layers apart itself, or is given what one rank has
 LAYERS = {op.name() for op in (*OPS_OF_LAYERS, *OBSERVE_OPS)}
-OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce", "add_pieces")
+OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce", "add_pieces", "count_cast")
 COUNTED = ("quantize_weight_counted", "quantize_both_counted", "quantize_two_levels_counted")  # of one rank
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data

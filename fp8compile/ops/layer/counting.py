@@ -145,10 +145,12 @@ def _of_slot(
         return _of_counts(own, found.counts, names, counts=seen.counts)
     dtype = torch.float32 if found.quantizer.transform() else own.local.dtype
     in_backward = operands.phase is Phase.BACKWARD
+    by_rows = in_backward and slot == GRAD_WEIGHT.b and inductor.is_made_by_rows(own.local)  # with its norm's gradient
     own = own if operands.phase is Phase.EAGER else replace(own, local=rounded(own.local, apart=in_backward))
     # the partitioner would count in the forward, which needs no tangent, and so cast there too
     with inductor.left_in_backward() if in_backward else nullcontext():
-        elements = elements_of(own, found, seen.part.local.shape, along_tokens=slot in ALONG_ROWS)
+        shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
+        elements = elements_of(own, found, shape, along_tokens=along_tokens, by_rows=by_rows)
         cast = _Cast(elements, own.layout, dtype, has_magnitudes)
         return _of_elements(cast, names, counts=seen.counts, first=first)
 

@@ -106,7 +106,9 @@ def _magnitude(elements: Elements) -> Tensor:
     return elements.values.abs()
 
 
-def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool) -> Elements:
+def elements_of(
+    part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool, by_rows: bool = False
+) -> Elements:
     """Bring the values, codes and scales of an operand into one shape.
 
     Args:
@@ -114,19 +116,21 @@ def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_to
         found: Their codes, before ranks gather them.
         shape: Shape of the values without the rows that pad each matrix of a stack to whole blocks.
         along_tokens: Whether codes of groups lie along tokens.
+        by_rows: Whether the kernel that casts goes through whole rows, whatever the blocks.
     """
     if part.layout.ends is not None:
         return _of_groups(part, found, along_tokens=along_tokens)
     values = part.local if part.layout.batch else as_matrix(part.local)
-    return _of_matrices(values, found, shape[-2] if part.layout.batch else None, along_tokens=along_tokens)
+    n = -1 if by_rows else _run(found.quantizer, along_tokens=along_tokens)
+    return _of_matrices(values, found, shape[-2] if part.layout.batch else None, n)
 
 
 def elements_of_codes(found: Quantized) -> Elements:
     """The elements of a weight that is kept as codes, whose own values are not known; see `elements_of`."""
-    return _of_matrices(None, found, None, along_tokens=False)
+    return _of_matrices(None, found, None, _run(found.quantizer, along_tokens=False))
 
 
-def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, along_tokens: bool) -> Elements:
+def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, n: int) -> Elements:
     batch, (operand, *windows) = found.layout.batch, as_operand(found)
     scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
     codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
@@ -144,7 +148,7 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, a
     elif rows is not None:
         scales = scales.expand(codes.shape)
         values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
-    numel, n = values.shape[batch:].numel(), _run(quantizer, along_tokens=along_tokens)
+    numel = values.shape[batch:].numel()
     if not batch and n > 1 and guard_or_false(values.shape[1] % n == 0) and guard_or_false(numel > 0):
         # a block a row, as the cast reads it: PyTorch 2.13 fuses no two nodes if one reads a buffer in two forms
         of_block = quantizer.block == (1, n) and not any(windows)
