@@ -301,7 +301,7 @@ def register_observe(
             names = "amax,underflow,scale"
             for values in (grad, grad.mT.contiguous().mT):
                 buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
-                # codes of groups, which calls make, are counted in a graph's forward, and without a graph in the backward
+                # a graph counts codes of groups, which calls make, in the forward, and eager mode in the backward
                 for later in (False, True) if offsets is None else (False,):
                     if op.gradient:
                         own = (x, weight) if later else (None, None)
