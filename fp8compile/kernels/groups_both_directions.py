@@ -11,8 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8compile.inductor import TileKernel, TileLaunch
-from fp8compile.kernels.both_directions import TILE, WARPS, _encode, _scales, constants
+from fp8compile.inductor import TileKernel, TileLaunch, with_counts
+from fp8compile.kernels.both_directions import (
+    LIMIT_E4M3,
+    LIMIT_E5M2,
+    TILE,
+    WARPS,
+    _encode,
+    _scales,
+    _value_of_scale,
+    constants,
+)
+from fp8compile.kernels.counts import add_counts, is_beyond, is_underflow
 from fp8compile.kernels.groups import _rows, _transposed, _units
 from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
@@ -21,11 +31,26 @@ __all__ = ["GROUPS_BOTH", "WARPS", "group_constants", "groups_both_directions", 
 
 
 @triton.jit
+def _count_units(
+    counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
+    UNITS: tl.constexpr, IS_E4M3: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """Add what is counted of each run of columns to the counts of its group; only tokens of groups count."""
+    split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
+    magnitude = tl.where(is_token, magnitude, 0)
+    underflow = is_underflow(magnitude, codes, 0x7F).to(tl.int32)
+    beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2).to(tl.int32)
+    amax, underflow = tl.max(tl.reshape(magnitude, split), 1), tl.sum(tl.reshape(underflow, split), 1)
+    add_counts(counts_ptr, direction, group, E, amax, underflow, tl.sum(tl.reshape(beyond, split), 1), group < E)
+
+
+@triton.jit
 def groups_both_kernel(
     x_ptr, offsets_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, R, K, E, C, stride_m, stride_k,
     TILE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
+    counts_ptr=None,
 ):  # fmt: skip
     """Quantize one tile of columns of codes; columns without a row count as zeros, which change no amax."""
     BLOCKS: tl.constexpr = TILE // BLOCK
@@ -45,6 +70,9 @@ def groups_both_kernel(
     spread = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
     codes = _encode(x * spread, R_MAX, R_E4M3)
     write(rows_ptr, m, k, codes, is_inside, K)
+    if counts_ptr is not None:
+        spread = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
+        _count_units(counts_ptr, 0, group, E, magnitude, codes, spread, is_token, UNITS, R_E4M3, R_RULE)
     block = first_k // BLOCK + tl.arange(0, BLOCKS)[None, :]
     tl.store(row_scales_ptr + m + block * R, scale, is_row & (block * BLOCK < K))
 
@@ -52,6 +80,9 @@ def groups_both_kernel(
     multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
     encoded = _encode(x * spread, C_MAX, C_E4M3)
+    if counts_ptr is not None:
+        spread = tl.reshape(tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
+        _count_units(counts_ptr, 1, group, E, magnitude, encoded, spread, is_token, UNITS, C_E4M3, C_RULE)
     at, column, turned, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
     tl.store(columns_ptr + at * C + column, turned, is_stored)
     block = first // BLOCK + tl.arange(0, BLOCKS).to(tl.int64)[:, None]
@@ -66,22 +97,34 @@ GROUPS_BOTH = TileKernel(
 )
 
 
+GROUPS_BOTH_COUNTED = with_counts(GROUPS_BOTH)
+
+
 def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -> dict[str, object]:
     """Compile-time constants of `groups_both_kernel`."""
     return {**constants(rows, columns), "ALIGN": align}
 
 
 def groups_both_directions(
-    x: Tensor, offsets: Tensor, length: int, rows: CurrentScaling, columns: CurrentScaling, align: int
+    x: Tensor,
+    offsets: Tensor,
+    length: int,
+    rows: CurrentScaling,
+    columns: CurrentScaling,
+    align: int,
+    *,
+    counts: bool = False,
 ) -> TileLaunch:
     """The launch of `groups_both_kernel`. Call it with ``x``, the offsets and four contiguous outputs.
 
     Outputs are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K, C) and scales (C / n, K) along
     tokens. Blocks are (1, n) and (n, 1), with n a divisor of 128. Groups begin at multiples of ``align`` columns, a
-    divisor of 128 and a multiple of n. ``length`` is C.
+    divisor of 128 and a multiple of n. ``length`` is C. With ``counts``, a fifth output is `fp8compile.ops.counts` of
+    groups, zeros before the launch.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     # padded groups and the rows after them need at most this many columns, possibly more than the codes have
     grid = (triton.cdiv(size + groups * (align - 1), TILE), triton.cdiv(k, TILE), 1)
     sizes = {"R": size, "K": k, "E": groups, "C": length}
-    return TileLaunch(GROUPS_BOTH, grid, sizes, group_constants(rows, columns, align), WARPS)
+    kernel = GROUPS_BOTH_COUNTED if counts else GROUPS_BOTH
+    return TileLaunch(kernel, grid, sizes, group_constants(rows, columns, align), WARPS)

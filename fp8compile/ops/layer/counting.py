@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8compile import inductor
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.counts import COUNTED, pieces_of_counts
+from fp8compile.ops.groups.layout import sizes_of_groups
 from fp8compile.ops.layer.elements import (
     Elements,
     counts_of_pieces,
@@ -142,7 +143,7 @@ def _of_slot(
     if not is_here(slot, found):
         return None
     if found.counts is not None:
-        return _of_counts(own, found.counts, names, counts=seen.counts)
+        return _of_counts(found.counts, seen.part, own.layout, names, counts=seen.counts, first=first)
     dtype = torch.float32 if found.quantizer.transform() else own.local.dtype
     in_backward = operands.phase is Phase.BACKWARD
     by_rows = in_backward and slot == GRAD_WEIGHT.b and inductor.is_made_by_rows(own.local)  # with its norm's gradient
@@ -155,17 +156,24 @@ def _of_slot(
         return _of_elements(cast, names, counts=seen.counts, first=first)
 
 
-def _of_counts(part: Plain, found: Tensor, names: str, *, counts: bool) -> Pieces:
-    """What a kernel has counted of a matrix."""
+def _of_counts(found: Tensor, part: Plain, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
+    """What a kernel has counted of the matrices or groups of a part."""
     sums, maxima = columns_of(names)
+    local, ends, matrices = part.local, layout.ends, 1
+    numel: Tensor | int = local.shape[layout.batch :].numel()
+    if ends is not None:
+        matrices, numel = ends.shape[0], sizes_of_groups(ends).double() * local.shape[1]
+    elif layout.batch:
+        matrices = local.shape[0]
     return Pieces(
-        sums=tuple(Piece(pieces_of_counts(found, each.name)) for each in sums),
-        maxima=tuple(Piece(pieces_of_counts(found, each.name)) for each in maxima),
+        sums=tuple(Piece(pieces_of_counts(found, each.name, matrices)) for each in sums),
+        maxima=tuple(Piece(pieces_of_counts(found, each.name, matrices)) for each in maxima),
         group=None,
-        numel=part.local.numel(),
+        numel=numel,
         has_values=True,
         counts=counts,
-        layout=part.layout,
+        layout=layout,
+        first=first,
     )
 
 

@@ -141,7 +141,9 @@ class ObserveOp:
             return self.gradient is (slot not in FORWARD_SLOTS)
         if found is None:
             return later or not self.gradient
-        return self.gradient is (later and (inductor.is_fusible(found.codes) or not is_traced(found.codes)))
+        if not later or not is_traced(found.codes):
+            return self.gradient is later
+        return self.gradient is (inductor.is_fusible(found.codes) or inductor.is_left_in_backward(found.codes))
 
     def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
         """Run the op.

@@ -22,8 +22,8 @@ from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
 from fp8compile.ops.groups.group_quantize import group_quantize
-from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
-from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
+from fp8compile.ops.groups.group_quantize_both import group_quantize_both, group_quantize_both_counted, is_group_pair
+from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, group_quantize_rows_counted, is_row_pair
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.layout import group_to_read
@@ -35,8 +35,8 @@ from fp8compile.target import target_of
 
 __all__ = ["as_values_of_rows", "by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
 
-_both_directions = inductor.once_a_graph(group_quantize_both)
-_rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
+_BOTH = inductor.once_with_more(group_quantize_both, group_quantize_both_counted)
+_ROWS = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
@@ -53,6 +53,7 @@ def quantize_groups(
     along_tokens: bool,
     reads_once: bool,
     is_input: bool = False,
+    counts: bool = False,
 ) -> Quantized:
     """Quantize rows that are sorted by group, along rows or along tokens.
 
@@ -66,6 +67,7 @@ def quantize_groups(
             Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the rows.
         is_input: Whether the rows are a layer's input, which the backward may recompute from tensors that are kept
             anyway.
+        counts: Whether kernels also count what they cast, where they can; see `Quantized.counts`.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
@@ -73,18 +75,22 @@ def quantize_groups(
         return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once)
     x = part.local
     ends: Any = part.layout.ends  # rows are in groups
+    counted: list[Tensor] = []
     if reads_once and is_group_pair(rows, tokens):
-        found = _both_directions(x, ends, rows, tokens)
+        *found, last = _BOTH[counts](x, ends, rows, tokens)
+        found, counted = (found, [last[int(along_tokens)]]) if counts else ([*found, last], [])
         codes, scale = found[2:] if along_tokens else found[:2]
     elif along_tokens:
         codes, scale = _tokens(part, rows, tokens, steps, reads_once=reads_once, is_input=is_input)
     elif reads_once and is_row_pair(rows, tokens, x.shape[1]):
-        codes, scale, _ = _rows_and_amaxes(x, ends, rows, tokens)
+        codes, scale, _, *found = _ROWS[counts](x, ends, rows, tokens)
+        counted = [each[0] for each in found]
     elif rows.block[0] == 1:
         return quantize_part(part, rows, steps)
     else:
         codes, scale = cast_rows(x, ends, rows, steps, lambda amaxes: _over_ranks(amaxes, part, rows))
-    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
+    own = counted[0] if counted else None
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout, counts=own)
 
 
 def cast_rows(
@@ -106,7 +112,7 @@ def _tokens(
     if tokens.block[0] != -1:
         return group_quantize(x, ends, tokens)
     if reads_once and is_row_pair(rows, tokens, x.shape[1]):
-        _, _, amaxes = _rows_and_amaxes(x, ends, rows, tokens)
+        amaxes = _ROWS[False](x, ends, rows, tokens)[2]
         x = made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
     else:
         amaxes = _over_ranks(group_amax(x, ends, tokens), part, tokens)

@@ -46,7 +46,7 @@ class Pieces:
     Attributes:
         sums: Numbers for each total that is added; None if they are counted elsewhere. Not all sums and maxima are.
         maxima: Numbers for each total that is a maximum, likewise.
-        group: The group of each row, E for a row of none; None without groups.
+        group: The group of each row, E for a row of none; None if pieces are those of matrices or groups.
         numel: Number of elements of each matrix; of groups (E,) float64.
         has_values: Whether values are known, and not only codes.
         counts: Whether this rank adds its elements to sums; it does not if another rank adds the same.
@@ -108,8 +108,8 @@ def rows_of(
         numbers,
         list(counts),
         [each.group for each in grouped],
-        [each.numel for each in grouped],
-        [0 if isinstance(each.numel, Tensor) else each.numel for each in distinct],
+        [each.numel for each in distinct if isinstance(each.numel, Tensor)],
+        [-1 if isinstance(each.numel, Tensor) else each.numel for each in distinct],
         [flag for each in distinct for flag in each.flags()],
         [-1 if (each := found.get(slot)) is None else places[id(each)] for slot in slots],
         matrices,
@@ -152,9 +152,10 @@ def _impl(
         pieces: Numbers of rows or blocks.
         numbers: Four for each `Piece`: its index among ``pieces``, its operand, its column, its half.
         columns: Number of columns that are sums, and of those that are maxima.
-        groups: The group of each row, for each operand with groups.
-        sizes: Number of elements of each group, for the same operands.
-        numels: Number of elements of each matrix, for each operand; 0 with groups.
+        groups: The group of each row, for each operand whose pieces are of rows in groups.
+        sizes: Number of elements of each group, (E,) float64, for each operand with groups, whether or not its pieces
+            are of rows.
+        numels: Number of elements of each matrix, for each operand; -1 with groups.
         flags: `Pieces.flags` of each operand.
         rows: The operand of each row of the result; -1 for a row without elements.
         matrices: Number of matrices of the result.
@@ -163,14 +164,15 @@ def _impl(
         (rows, 3 + sums + maxima, matrices) float64, `FIRST_SUMS` before the others. It is one tensor, and so one node
         of a graph.
     """
-    with_groups = zip(groups, sizes, strict=True)
+    every_group, every_size = iter(groups), iter(sizes)
     found: list[Tensor] = []
     for operand, numel in enumerate(numels):
         own = [each for each in _fours(numbers) if each[1] == operand]
         first, has_values, counts, length, total = flags[operand * FLAGS :][:FLAGS]
-        one, group = pieces[own[0][0]], None
-        if one.ndim == 1:
-            group, size = next(with_groups)
+        one = pieces[own[0][0]]
+        group = next(every_group) if one.ndim == 1 else None
+        if numel == -1:
+            size = next(every_size)
         else:
             size = torch.full((one.shape[0],), numel, dtype=torch.float64, device=one.device)
         row = _no_elements((len(FIRST_SUMS) + sum(columns), matrices), columns[1], one.device)
@@ -220,7 +222,8 @@ def _samples() -> Iterator[tuple[Any, ...]]:
     group, sizes = torch.tensor([0, 0, 1, 2, 3, 3]), torch.tensor([8.0, 4.0, 4.0], dtype=torch.float64)
     flags = [*one, 0, 1, 0, 1, 1]  # another rank counts the second one's elements
     both = [0, 0, 0, -1, 1, 1, 0, -1, 2, 0, 1, -1]
-    yield [counts, counts.view(1, 6), magnitudes], both, [1, 1], [group], [sizes], [0, 24], flags, [1, 0], 3
+    yield [counts, counts.view(1, 6), magnitudes], both, [1, 1], [group], [sizes], [-1, 24], flags, [1, 0], 3
+    yield [counts.view(3, 2)], [0, 0, 0, -1], [1, 0], [], [sizes], [-1], [1, 1, 1, 1, 1], [0, -1], 4
     yield [magnitudes[:0].view(1, 0)], [0, 0, 0, -1], [0, 1], [], [], [0], [0, 1, 1, 0, 0], [0], 1
 
 
