@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, get_type_hints
@@ -183,7 +184,9 @@ class ObserveOp:
         if phase is Phase.EAGER:
             return y.clone(), rows
         # Only the backward reads the totals. Unless the forward needs them, the partitioner computes them there.
-        return after(y, rows), rows
+        # With groups y is a product whose last rows are masked, which the backward does better again than to read it.
+        with nullcontext() if ends is None else inductor.recomputed():
+            return after(y, rows), rows
 
     def empty(self, args: tuple[Any, ...]) -> Any:
         """Results without values, for tracing."""
