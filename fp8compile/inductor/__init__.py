@@ -1,6 +1,6 @@
 """Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
 
-from fp8compile.inductor.fusion import is_fusible, is_made_by_rows
+from fp8compile.inductor.fusion import is_fusible, is_made_by_rows, is_result_of
 from fp8compile.inductor.noted_blocks import block_noted, noted_block
 from fp8compile.inductor.partitioner_marks import (
     is_left_in_backward,
@@ -27,6 +27,7 @@ __all__ = [
     "is_left_in_backward",
     "is_made_by_rows",
     "is_repeated_in_backward",
+    "is_result_of",
     "left_in_backward",
     "left_in_forward",
     "lower_largest_of_sums",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection
+
 import torch
 
 from fp8compile._compat import nodes_of, statically_true
 
-__all__ = ["VIEWS", "is_fusible", "is_made_by_rows"]
+__all__ = ["VIEWS", "is_fusible", "is_made_by_rows", "is_result_of"]
 
 VIEWS = {
     getattr(torch.ops.aten, name).default
@@ -42,6 +45,16 @@ def is_fusible(tensor: torch.Tensor) -> bool:
 def _is_pointwise(node: torch.fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES)
+
+
+def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -> bool:
+    """Whether a traced tensor is a result of a call of one of these operators, or a view of one."""
+    for node in nodes_of(tensor):
+        while node.op == "call_function" and node.target in VIEWS | {operator.getitem}:
+            node = node.args[0]
+        if node.target in ops:
+            return True
+    return False
 
 
 def is_made_by_rows(tensor: torch.Tensor) -> bool:

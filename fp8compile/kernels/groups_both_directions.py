@@ -12,36 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.inductor import TileKernel, TileLaunch, with_counts
-from fp8compile.kernels.both_directions import (
-    LIMIT_E4M3,
-    LIMIT_E5M2,
-    TILE,
-    WARPS,
-    _encode,
-    _scales,
-    _value_of_scale,
-    constants,
-)
-from fp8compile.kernels.counts import add_counts, is_beyond, is_underflow
-from fp8compile.kernels.groups import _rows, _transposed, _units
+from fp8compile.kernels.both_directions import TILE, WARPS, _encode, _scales, _value_of_scale, constants
+from fp8compile.kernels.groups import _count_units, _rows, _transposed, _units
 from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["GROUPS_BOTH", "WARPS", "group_constants", "groups_both_directions", "groups_both_kernel"]
-
-
-@triton.jit
-def _count_units(
-    counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
-    UNITS: tl.constexpr, IS_E4M3: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
-    """Add what is counted of each run of columns to the counts of its group; only tokens of groups count."""
-    split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
-    magnitude = tl.where(is_token, magnitude, 0)
-    underflow = is_underflow(magnitude, codes, 0x7F).to(tl.int32)
-    beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2).to(tl.int32)
-    amax, underflow = tl.max(tl.reshape(magnitude, split), 1), tl.sum(tl.reshape(underflow, split), 1)
-    add_counts(counts_ptr, direction, group, E, amax, underflow, tl.sum(tl.reshape(beyond, split), 1), group < E)
 
 
 @triton.jit
@@ -71,8 +47,9 @@ def groups_both_kernel(
     codes = _encode(x * spread, R_MAX, R_E4M3)
     write(rows_ptr, m, k, codes, is_inside, K)
     if counts_ptr is not None:
-        spread = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-        _count_units(counts_ptr, 0, group, E, magnitude, codes, spread, is_token, UNITS, R_E4M3, R_RULE)
+        scales = tl.broadcast_to(_value_of_scale(scale, R_RULE)[:, :, None], (TILE, BLOCKS, BLOCK))
+        scales = tl.reshape(scales, (TILE, TILE))
+        _count_units(counts_ptr, 0, group, E, magnitude, codes, scales, is_token, UNITS, R_E4M3)
     block = first_k // BLOCK + tl.arange(0, BLOCKS)[None, :]
     tl.store(row_scales_ptr + m + block * R, scale, is_row & (block * BLOCK < K))
 
@@ -81,8 +58,9 @@ def groups_both_kernel(
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
     encoded = _encode(x * spread, C_MAX, C_E4M3)
     if counts_ptr is not None:
-        spread = tl.reshape(tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-        _count_units(counts_ptr, 1, group, E, magnitude, encoded, spread, is_token, UNITS, C_E4M3, C_RULE)
+        scales = tl.broadcast_to(_value_of_scale(scale, C_RULE)[:, None, :], (BLOCKS, BLOCK, TILE))
+        scales = tl.reshape(scales, (TILE, TILE))
+        _count_units(counts_ptr, 1, group, E, magnitude, encoded, scales, is_token, UNITS, C_E4M3)
     at, column, turned, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
     tl.store(columns_ptr + at * C + column, turned, is_stored)
     block = first // BLOCK + tl.arange(0, BLOCKS).to(tl.int64)[:, None]

@@ -79,13 +79,22 @@ def no_counts_of_groups(offsets: Tensor, directions: int) -> Tensor:
     return offsets.new_zeros((directions, len(COUNTED), offsets.shape[0]), dtype=torch.int64)
 
 
-def counts_of_groups(x: Tensor, offsets: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
-    """Counts as a kernel of groups leaves them, of rows that each quantizer casts group by group."""
+def counts_of_groups(
+    x: Tensor, offsets: Tensor, quantizers: Sequence[Quantizer], multipliers: Tensor | None = None
+) -> Tensor:
+    """Counts as a kernel of groups leaves them, of rows that each quantizer casts group by group.
+
+    ``multipliers``, a row for each group, are known already; None to compute them.
+    """
     counts = no_counts_of_groups(offsets, len(quantizers))
     for direction, quantizer in enumerate(quantizers):
         for group, (rows, _) in enumerate(spans(offsets, 1)):
             own = x[rows]
-            multiplier, scale = PYTHON_OF_STEPS.scale(PYTHON_OF_STEPS.amax(own, quantizer), quantizer)
+            if multipliers is None:
+                multiplier, scale = PYTHON_OF_STEPS.scale(PYTHON_OF_STEPS.amax(own, quantizer), quantizer)
+            else:
+                multiplier = multipliers[group : group + 1]
+                scale = quantizer.scale_of(multiplier)
             codes = PYTHON_OF_STEPS.cast(own, multiplier, quantizer)
             counts[direction, :, group] = counts_of_blocks(own, codes, scale, quantizer)
     return counts

@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 from fp8compile import inductor
 from fp8compile._compat import is_traced
 from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
 from fp8compile.ops.inductor_hints import after
 from fp8compile.ops.layer.counting import FOR_GRADIENTS, Seen, counted
 from fp8compile.ops.layer.flat_arguments import flat
@@ -144,7 +145,7 @@ class ObserveOp:
             return later or not self.gradient
         if not later or not is_traced(found.codes):
             return self.gradient is later
-        return self.gradient is (inductor.is_fusible(found.codes) or inductor.is_left_in_backward(found.codes))
+        return self.gradient is (inductor.is_fusible(found.codes) or _is_made_in_backward(found.codes))
 
     def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
         """Run the op.
@@ -231,6 +232,11 @@ class Observe:
         recipe = recipe if observer.recipe is None else observer.recipe
         later = torch.compiler.is_compiling()
         return self.output(*tensors, *fields, observer.first, later, observer.totals, recipe)[0]
+
+
+def _is_made_in_backward(codes: Tensor) -> bool:
+    """Whether traced codes that a call has made are a backward's: the forward makes none with the same call."""
+    return inductor.is_left_in_backward(codes) or inductor.is_result_of(codes, (group_cast, group_cast_counted))
 
 
 OBSERVE_OPS: dict[torch._ops.OpOverload, ObserveOp] = {}

@@ -14,18 +14,19 @@ from torch import Tensor
 
 from fp8compile import inductor
 from fp8compile.formats import unpack
-from fp8compile.layout.cuts import axis_blocks
+from fp8compile.layout.cuts import Sharding, axis_blocks
 from fp8compile.layout.packing import packed_dim
-from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.groups.group_amax import group_amax
-from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
 from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both, group_quantize_both_counted, is_group_pair
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, group_quantize_rows_counted, is_row_pair
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
+from fp8compile.ops.groups.kernel_limits import has_group_kernel
 from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.groups.tiles import scales_of_rows
 from fp8compile.ops.layer.quantize import Steps, quantize_part
@@ -37,6 +38,8 @@ __all__ = ["as_values_of_rows", "by_row", "cast_rows", "is_four_bits_on_gpu", "q
 
 _BOTH = inductor.once_with_more(group_quantize_both, group_quantize_both_counted)
 _ROWS = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
+_CAST = inductor.once_with_more(group_cast, group_cast_counted)
+_made_of_kept = inductor.once_a_graph(made_of_kept)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
@@ -81,7 +84,9 @@ def quantize_groups(
         found, counted = (found, [last[int(along_tokens)]]) if counts else ([*found, last], [])
         codes, scale = found[2:] if along_tokens else found[:2]
     elif along_tokens:
-        codes, scale = _tokens(part, rows, tokens, steps, reads_once=reads_once, is_input=is_input)
+        codes, scale, *counted = _tokens(
+            part, rows, tokens, steps, reads_once=reads_once, is_input=is_input, counts=counts
+        )
     elif reads_once and is_row_pair(rows, tokens, x.shape[1]):
         codes, scale, _, *found = _ROWS[counts](x, ends, rows, tokens)
         counted = [each[0] for each in found]
@@ -106,18 +111,44 @@ def cast_rows(
 
 
 def _tokens(
-    part: Plain, rows: Quantizer | None, tokens: Quantizer, steps: Steps, *, reads_once: bool, is_input: bool
-) -> tuple[Tensor, Tensor]:
-    x, ends = part.local, part.layout.ends
+    part: Plain,
+    rows: Quantizer | None,
+    tokens: Quantizer,
+    steps: Steps,
+    *,
+    reads_once: bool,
+    is_input: bool,
+    counts: bool,
+) -> tuple[Tensor, ...]:
+    """Codes along tokens and their scales, and what the kernel counted if it did."""
+    x: Tensor = part.local
+    ends: Any = part.layout.ends  # rows are in groups
     if tokens.block[0] != -1:
         return group_quantize(x, ends, tokens)
     if reads_once and is_row_pair(rows, tokens, x.shape[1]):
         amaxes = _ROWS[False](x, ends, rows, tokens)[2]
-        x = made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
+        x = _made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
     else:
-        amaxes = _over_ranks(group_amax(x, ends, tokens), part, tokens)
-    multiplier, scale = steps.scale(amaxes, tokens)
-    return group_cast(x, ends, multiplier, tokens), scale
+        amaxes = _amaxes_along_tokens(x, ends, part.cuts, tokens)
+    multiplier, scale = _scales_along_tokens(amaxes, tokens, steps.scale)
+    if not (counts and has_group_kernel(tokens) and reads_once):
+        return _CAST[False](x, ends, multiplier, tokens), scale
+    codes, counted = _CAST[True](x, ends, multiplier, tokens)
+    return codes, scale, counted[0]
+
+
+# A step that is read calls them for the product and to observe it, and one cast serves both.
+@inductor.once_a_graph
+def _amaxes_along_tokens(x: Tensor, ends: Tensor, cuts: Sharding, quantizer: Quantizer) -> Tensor:
+    part = Plain(x, TensorLayout(cuts, ends=ends))
+    return _over_ranks(group_amax(x, ends, quantizer), part, quantizer)
+
+
+@inductor.once_a_graph
+def _scales_along_tokens(
+    amaxes: Tensor, quantizer: Quantizer, scale: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    return scale(amaxes, quantizer)
 
 
 def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
