@@ -17,13 +17,13 @@ from torch import Tensor
 from fp8compile import inductor
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.counts import COUNTED, pieces_of_counts
-from fp8compile.ops.groups.layout import sizes_of_groups
 from fp8compile.ops.layer.elements import (
     Elements,
     counts_of_pieces,
     elements_of,
     elements_of_codes,
     numbers_of,
+    numel_of_groups,
     pieces_of,
 )
 from fp8compile.ops.layer.one_read import ALONG_ROWS
@@ -143,7 +143,7 @@ def _of_slot(
     if not is_here(slot, found):
         return None
     if found.counts is not None:
-        return _of_counts(found.counts, seen.part, own.layout, names, counts=seen.counts, first=first)
+        return _of_counts(found, seen.part, own.layout, names, counts=seen.counts, first=first)
     dtype = torch.float32 if found.quantizer.transform() else own.local.dtype
     in_backward = operands.phase is Phase.BACKWARD
     by_rows = in_backward and slot == GRAD_WEIGHT.b and inductor.is_made_by_rows(own.local)  # with its norm's gradient
@@ -156,18 +156,18 @@ def _of_slot(
         return _of_elements(cast, names, counts=seen.counts, first=first)
 
 
-def _of_counts(found: Tensor, part: Plain, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
-    """What a kernel has counted of the matrices or groups of a part."""
+def _of_counts(found: Any, part: Plain, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
+    """What a kernel has counted of the matrices or groups of a part, with the codes that it made."""
     sums, maxima = columns_of(names)
     local, ends, matrices = part.local, layout.ends, 1
     numel: Tensor | int = local.shape[layout.batch :].numel()
     if ends is not None:
-        matrices, numel = ends.shape[0], sizes_of_groups(ends).double() * local.shape[1]
+        matrices, numel = ends.shape[0], numel_of_groups(ends, found.quantizer, local.shape[1])
     elif layout.batch:
         matrices = local.shape[0]
     return Pieces(
-        sums=tuple(Piece(pieces_of_counts(found, each.name, matrices)) for each in sums),
-        maxima=tuple(Piece(pieces_of_counts(found, each.name, matrices)) for each in maxima),
+        sums=tuple(Piece(pieces_of_counts(found.counts, each.name, matrices)) for each in sums),
+        maxima=tuple(Piece(pieces_of_counts(found.counts, each.name, matrices)) for each in maxima),
         group=None,
         numel=numel,
         has_values=True,

@@ -46,7 +46,15 @@ from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import random_hadamard
 from fp8compile.scale_layouts import untiled
 
-__all__ = ["Elements", "counts_of_pieces", "elements_of", "elements_of_codes", "numbers_of", "pieces_of"]
+__all__ = [
+    "Elements",
+    "counts_of_pieces",
+    "elements_of",
+    "elements_of_codes",
+    "numbers_of",
+    "numel_of_groups",
+    "pieces_of",
+]
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,7 @@ def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
 def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements:
     ends: Any = part.layout.ends  # the caller has asked
     x, groups = part.local, ends.shape[0]
-    numel = sizes_of_groups(ends).double() * x.shape[1]
+    numel = numel_of_groups(ends, found.quantizer, x.shape[1])
     if not along_tokens:
         operand, _, window = as_operand(as_values_of_rows(found, x.shape[1]))
         values = x if window is None else window.embed(x, SIDES[1])
@@ -214,15 +222,20 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
         scale = quantizer.scale_values(_grid_along_tokens(found, rows, codes.shape))[place]
         if found.outer_scale is not None:
             scale = scale * found.outer_scale[group].unsqueeze(1)
-        if quantizer.transform():  # fills a group's last sixteen
-            numel = torch.diff(padded_offsets(ends, alignment(quantizer)), prepend=ends.new_zeros(1)).double()
-            numel = numel * x.shape[1]
+        if quantizer.transform():
             behind = torch.arange(codes.shape[0], device=ends.device) >= padded_offsets(ends, alignment(quantizer))[-1]
             group = torch.where(behind, groups, group)
         else:
             group = torch.where(row >= 0, group, groups)
     values = _transformed(values.float(), quantizer)
     return Elements(values, codes, scale, quantizer.element_format(), 0, group, numel)
+
+
+def numel_of_groups(ends: Tensor, quantizer: Quantizer, features: int) -> Tensor:
+    """Number of elements that a quantizer casts of each group, (E,) float64; a transform fills the last sixteen."""
+    if quantizer.transform() and quantizer.block[1] == 1:
+        ends = padded_offsets(ends, alignment(quantizer))
+    return sizes_of_groups(ends).double() * features
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:

@@ -75,7 +75,7 @@ def quantize_groups(
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
     if quantizer.has_outer_scale():
-        return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once)
+        return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once, counts=counts)
     x = part.local
     ends: Any = part.layout.ends  # rows are in groups
     counted: list[Tensor] = []
@@ -167,8 +167,12 @@ def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
     return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
 
 
-def _in_two_levels(part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, reads_once: bool) -> Quantized:
-    x, ends, quantizer = part.local, part.layout.ends, tokens if along_tokens else rows
+def _in_two_levels(
+    part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, reads_once: bool, counts: bool
+) -> Quantized:
+    x, quantizer = part.local, tokens if along_tokens else rows
+    ends: Any = part.layout.ends  # rows are in groups
+    own: Tensor | None = None
     if not is_four_bits_on_gpu(x, quantizer):
         quantizer = quantizer.unpacked()
         codes, scale, outer = group_two_levels(x, ends, quantizer, along_tokens)
@@ -176,10 +180,11 @@ def _in_two_levels(part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, r
         how = quantizer, quantizer, "tokens" if along_tokens else "rows"
         if reads_once and is_two_level_pair(rows, tokens):
             how = rows, tokens, "both"
-        found = quantize_groups_in_two_levels(x, ends, *how)
+        *found, last = quantize_groups_in_two_levels(x, ends, *how, counts=counts)
+        found, own = (found, last[int(along_tokens)]) if counts else ([*found, last], None)
         codes, scale, outer = found[3:] if along_tokens else found[:3]
         quantizer = replace(quantizer, packed="columns" if along_tokens else "rows")
-    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer, layout=part.layout)
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer, layout=part.layout, counts=own)
 
 
 def as_values_of_rows(found: Quantized, features: int) -> Quantized:
