@@ -110,8 +110,14 @@ TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whos
 # where rows of groups are cut is data
 GROUPS = (
     *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows"),
-    *("group_two_levels", "group_outer_amaxes", "group_quantize_two_levels", "grouped_nvfp4_mm"),
-    *("grouped_blockwise_mm", "scaled_grouped_mm", "grouped_mm", "group_sum", "checked_offsets"),
+    *("group_quantize_both_counted", "group_quantize_rows_counted", "group_cast_counted"),
+    *(
+        "group_quantize_two_levels_counted",
+        "group_two_levels",
+        "group_outer_amaxes",
+        "group_quantize_two_levels",
+        "grouped_nvfp4_mm",
+    ),
     *("dispatch", "combine", "exchange_rows"),  # of one rank, too
     # operands laid out for one GPU, and packed codes
     *("nvfp4_mm", "outer_amaxes", "quantize_two_levels"),
