@@ -40,6 +40,7 @@ _BOTH = inductor.once_with_more(group_quantize_both, group_quantize_both_counted
 _ROWS = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
 _CAST = inductor.once_with_more(group_cast, group_cast_counted)
 _made_of_kept = inductor.once_a_graph(made_of_kept)
+_group_amax = inductor.once_a_graph(group_amax)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
@@ -105,7 +106,7 @@ def cast_rows(
 
     ``over_ranks`` reduces this rank's amaxes over all ranks that have rows of the groups.
     """
-    multiplier, scale = steps.scale(over_ranks(group_amax(x, ends, quantizer)), quantizer)
+    multiplier, scale = steps.scale(over_ranks(_group_amax(x, ends, quantizer)), quantizer)
     group = group_to_read(ends, x.shape[0])
     return steps.cast(x, multiplier[group], by_row(quantizer)), scale[group]
 
@@ -141,7 +142,7 @@ def _tokens(
 @inductor.once_a_graph
 def _amaxes_along_tokens(x: Tensor, ends: Tensor, cuts: Sharding, quantizer: Quantizer) -> Tensor:
     part = Plain(x, TensorLayout(cuts, ends=ends))
-    return _over_ranks(group_amax(x, ends, quantizer), part, quantizer)
+    return _over_ranks(_group_amax(x, ends, quantizer), part, quantizer)
 
 
 @inductor.once_a_graph
