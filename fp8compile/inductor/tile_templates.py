@@ -23,12 +23,13 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._ordered_set import OrderedSet
 
 from fp8compile._compat import statically_true
-from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
+from fp8compile.inductor.tile_kernels import COUNTS, TileKernel, TileLaunch
 
 __all__ = ["lower_computing"]
 
 VALUES = re.compile(r"( +)x = values\(x_ptr, (\w+), (\w+), (\w+), stride_m, stride_k\)\n")
 WRITE = re.compile(r"( +)write\(\w+, (\w+), (\w+), (\w+), (\w+), \w+\)\n")
+COUNTING = re.compile(rf"( +)if {COUNTS} is not None:\n(?:\1 +.*\n)+")
 ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor interprets the first letters of names; "tmp" is free to use
 
 
@@ -126,14 +127,13 @@ def _template(kernel: TileKernel, writes_values: bool) -> Any:
     class Template(TritonTemplate):
         kernel_type = type("Kernel", (_Kernel,), {"described": kernel, "writes_values": writes_values})
 
-    name = kernel.function.__name__ + "_and_values" * writes_values
+    name = kernel.function.__name__ + "_counted" * (COUNTS in kernel.outputs) + "_and_values" * writes_values
     return Template(name, SymbolicGridFn(grid), _source(kernel, writes_values))
 
 
 def _source(kernel: TileKernel, writes_values: bool) -> str:
     """The text of the template: the kernel's source with the lines of `values` and `write` replaced."""
-    source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
-    _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
+    body = _body(kernel)
 
     def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:
         store = f'store_output(("tmp_i", "tmp_j"), "{values}", "{is_stored}", {len(indent)}, {kernel.tile})'
@@ -154,10 +154,19 @@ def _source(kernel: TileKernel, writes_values: bool) -> str:
     return f"{{{{def_kernel({named})}}}}\n{sizes}{body}\n"
 
 
-def _imports(function: Any) -> str:
+def _body(kernel: TileKernel) -> str:
+    """The text of a kernel's function, without what counts if the kernel does not."""
+    source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
+    _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
+    return body if COUNTS in kernel.outputs else COUNTING.sub("", f"{body}\n").rstrip("\n")
+
+
+def _imports(kernel: TileKernel) -> str:
     """Import statements for the functions that a kernel's source calls."""
-    names = [name for name in function.fn.__code__.co_names if name in function.fn.__globals__ and name != "tl"]
-    return f"from {function.fn.__module__} import {', '.join(names)}\n"
+    function, body = kernel.function.fn, _body(kernel)
+    known = [name for name in function.__code__.co_names if name in function.__globals__ and name != "tl"]
+    names = [name for name in known if re.search(rf"\b{name}\b", body)]
+    return f"from {function.__module__} import {', '.join(names)}\n"
 
 
 class _Kernel(TritonTemplateKernel):
@@ -172,7 +181,7 @@ class _Kernel(TritonTemplateKernel):
 
     @classmethod
     def gen_common_triton_imports(cls) -> str:  # type: ignore[override]  # PyTorch's is cached
-        return f"{super().gen_common_triton_imports()}\n{_imports(cls.described.function)}"
+        return f"{super().gen_common_triton_imports()}\n{_imports(cls.described)}"
 
     def size_called(self, name: str) -> str:
         """The size with this name, as text for the template."""

@@ -279,6 +279,7 @@ class Operands:
             along_tokens=slot in ALONG_ROWS and not is_forwards,
             reads_once=self._reads_once(part),
             is_input=slot == GRAD_WEIGHT.b,
+            counts=self.counts,
         )
         return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 
