@@ -15,7 +15,7 @@ from triton.language.extra import libdevice
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.batches import along
 
-__all__ = ["dot", "libdevice_functions", "reductions", "unknown"]
+__all__ = ["applied", "dot", "libdevice_functions", "reductions", "unknown"]
 
 LIBDEVICE = (  # the names that PyTorch has too
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "rsqrt", "sqrt", "erf", "erfc", "erfinv", "tanh", "sinh",
@@ -39,15 +39,20 @@ def unknown(name: str) -> Callable[..., Any]:
     return call
 
 
+def applied(function: Callable[..., np.ndarray], *handles: Any) -> Any:
+    """Apply a function of arrays to handles; the result is of truth values or has the first one's type."""
+    result = function(*(each.data for each in handles))
+    return interpreter.TensorHandle(result, tl.int1 if result.dtype == bool else handles[0].dtype.scalar)
+
+
 def _on_tensors(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
     """Wrap a function of arrays as a function of Triton's tensors."""
 
     def call(*args: Any) -> tl.tensor:
         tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
-        result = function(*(each.handle.data for each in tensors))
-        kind = tl.int1 if result.dtype == bool else tensors[0].dtype.scalar
-        shape = list(tensors[0].shape)
-        return tl.tensor(interpreter.TensorHandle(result, kind), tl.block_type(kind, shape) if shape else kind)
+        handle = applied(function, *(each.handle for each in tensors))
+        kind, shape = handle.dtype, list(tensors[0].shape)
+        return tl.tensor(handle, tl.block_type(kind, shape) if shape else kind)
 
     return call
 

@@ -51,6 +51,7 @@ from fp8compile.testing.gpu.program.assembly import inline_assembly
 from fp8compile.testing.gpu.program.batches import ELEMENTS, Batch, Diverged, arrays, counting, stored, together
 from fp8compile.testing.gpu.program.functions import dot, libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu.program.memory import Access
+from fp8compile.testing.gpu.program.nan_origin import NanSearch, is_code, is_odd, nans
 
 __all__ = ["ORDERS", "Interpreter"]
 
@@ -73,6 +74,11 @@ def _ordered(order: str, count: int) -> Sequence[int]:
 class Interpreter:
     """Runs Triton kernels on CPU tensors.
 
+    Args:
+        arithmetic: The choices of the GPU's compiler.
+        elements: The most elements that a block may have over all programs that run together.
+        nans: Is told which line makes the first NaN that a launch stores; None if nobody looks for NaN.
+
     Attributes:
         arithmetic: The choices of the GPU's compiler.
         elements: The most elements that a block may have over all programs that run together. With 1, each program
@@ -80,8 +86,10 @@ class Interpreter:
         multiply_adds: Number of elements that fused multiply-adds have computed so far.
     """
 
-    def __init__(self, arithmetic: gpu.Arithmetic, elements: int = ELEMENTS) -> None:
+    def __init__(self, arithmetic: gpu.Arithmetic, elements: int = ELEMENTS, nans: NanSearch | None = None) -> None:
         self.arithmetic = arithmetic
+        self._nans = nans
+        self._has_odd = self._stores_nan = False  # programs that run have loaded infinities or NaN, have stored NaN
         self.elements = elements
         self.multiply_adds: int = 0
         self._order, self._configuration = ORDERS[0], 0
@@ -135,12 +143,23 @@ class Interpreter:
         self._batch = batch = Batch.of(programs, grid)
         self._access.programs = batch.programs
         recorded, multiply_adds = self._access.mark(), self.multiply_adds
-        try:
-            function(**values)
-        except Diverged as diverged:
+
+        def undo() -> None:
             batch.undo()
             self._access.forget(recorded)
             self.multiply_adds = multiply_adds
+
+        self._has_odd = self._stores_nan = False
+        try:
+            function(**values)
+            if self._stores_nan and self._nans is not None:
+                undo()
+                with self._nans.watching(self._access, self._frames):
+                    function(**values)
+                undo()
+                function(**values)
+        except Diverged as diverged:
+            undo()
             for value in dict.fromkeys(diverged.values.tolist()):
                 self._run(function, values, batch.programs[diverged.values == value].tolist(), grid)
         except (AssertionError, ValueError) as error:
@@ -221,13 +240,18 @@ class Interpreter:
         """File and line, in a kernel or a function that it calls, of what runs now or of what raised ``error``."""
         if error is not None:
             steps = reversed(list(traceback.walk_tb(error.__traceback__)))
-            code, line = next((frame.f_code, line) for frame, line in steps if frame.f_code in self._codes)
+            path, line = next((frame.f_code.co_filename, line) for frame, line in steps if frame.f_code in self._codes)
         else:
-            frame: Any = sys._getframe()  # not by traceback, which is slow: each access comes here
-            while frame.f_code not in self._codes:
-                frame = frame.f_back
-            code, line = frame.f_code, frame.f_lineno
-        return f"{code.co_filename.rpartition('/')[2]}:{line}"
+            path, line = next(self._frames())
+        return f"{path.rpartition('/')[2]}:{line}"
+
+    def _frames(self) -> Iterator[tuple[str, int]]:
+        """Files and lines of the kernel that runs now and of the functions that it has called, innermost first."""
+        frame: Any = sys._getframe()  # not by traceback, which is slow: each access comes here
+        while frame is not None:
+            if frame.f_code in self._codes:
+                yield frame.f_code.co_filename, frame.f_lineno
+            frame = frame.f_back
 
     def _memory(self) -> Iterator[tuple[Any, ...]]:
         def watched(
@@ -243,7 +267,13 @@ class Interpreter:
                 self._access.record(kind, given[pointers].data, given[mask].data, width, self._place())
                 if kind != "load":
                     self._batch.keep(given[pointers].data, given[mask].data, width)
-                return original(builder, *given, **options)
+                result = original(builder, *given, **options)
+                if self._nans is not None and not self._nans.is_over:
+                    if kind == "load":
+                        self._has_odd = self._has_odd or is_odd(result)
+                    else:
+                        self._look_for_nan(given[value], given[mask].data)
+                return result
 
             return call
 
@@ -254,6 +284,13 @@ class Interpreter:
             if hasattr(Builder, f"create_{name}"):
                 yield Builder, f"create_{name}", unknown(name)
         yield Builder, "create_inline_asm", inline_assembly
+
+    def _look_for_nan(self, stored: Handle, mask: np.ndarray) -> None:
+        """Note whether the programs that run store a NaN, or one's code after they loaded an odd number."""
+        found = is_code(stored) if self._has_odd else None
+        found = nans(stored) if found is None else found
+        if found is not None and found.any():
+            self._stores_nan = self._stores_nan or bool((found & mask).any())
 
     def _converted(self, bits: np.ndarray, source: str, target: str) -> np.ndarray:
         if self.arithmetic.float8_by_float16 and source == "fp32" and target.startswith("fp8"):

@@ -110,10 +110,13 @@ class Access:
         for kind, count in marked.items():
             del self._accessed[kind][count:]
 
+    def owner(self, address: int) -> tuple[str, int]:
+        """The argument that an address belongs to, and the address's offset from the argument's first byte."""
+        return next((name, address - start) for name, (start, end) in self.spans.items() if start <= address < end)
+
     def _argument(self, address: int) -> str:
-        return next(
-            f"{name} + {address - start} bytes" for name, (start, end) in self.spans.items() if start <= address < end
-        )
+        name, offset = self.owner(address)
+        return f"{name} + {offset} bytes"
 
     def assert_no_race(self) -> None:
         """Check for races, after all programs ran.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from fp8compile.testing.gpu.program.grouped_products import (
     scaled_grouped_mm,
 )
 from fp8compile.testing.gpu.program.libraries import gates_of
+
+if TYPE_CHECKING:
+    from fp8compile.testing.gpu.program.nan_origin import NanSearch
 
 __all__ = ["PRODUCTS", "Product", "Products", "is_product"]
 
@@ -231,13 +234,17 @@ def is_product(op: torch._ops.OpOverload) -> bool:
 class Products:
     """Computes matrix products, and records each call.
 
-    Attributes:
+    Args:
         gpu: The GPU whose requirements are checked; None if there is none, for products that allow that.
+        nans: Is told what each product makes of its operands; None if nobody looks for NaN.
+
+    Attributes:
+        gpu: As it was given.
         called: The records in the order of the calls.
     """
 
-    def __init__(self, gpu: Gpu | None) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu | None, nans: NanSearch | None = None) -> None:
+        self.gpu, self._nans = gpu, nans
         self.called: list[Product] = []
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
@@ -254,6 +261,8 @@ class Products:
             result = PRODUCTS[name](self.gpu, *args, **kwargs)
             operands = tuple(arg.detach().clone() for arg in args if isinstance(arg, Tensor))
             self.called.append(Product(name, operands, result.clone()))
+            if self._nans is not None:
+                self._nans.computed(f"product {len(self.called) - 1}, {self.called[-1]},", operands, (result,))
             return result if out is None else _written(name, result, out)
 
 
