@@ -14,6 +14,7 @@ from triton.language.extra import libdevice
 
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.batches import along
+from fp8compile.testing.gpu.program.scaled_tiles import values_of
 
 __all__ = ["applied", "dot", "libdevice_functions", "reductions", "unknown"]
 
@@ -65,21 +66,13 @@ def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, C
     return {name: _on_tensors(known[name]) if name in known else unknown(f"libdevice.{name}") for name in names}
 
 
-def _wide(values: Any) -> np.ndarray:
-    """A tile's numbers in float64."""
-    kind = values.dtype.scalar
-    if kind.is_floating() and (kind == tl.bfloat16 or kind.primitive_bitwidth == 8):  # kept as their bits
-        return gpu.convert(values.data, kind.name, "fp32").view(np.float32).astype(np.float64)
-    return values.data.astype(np.float64)
-
-
 def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int) -> Any:
     """tl.dot: the product of two tiles and the sum so far, in float64, rounded once to the sum's dtype.
 
     Float32 is not cut to TF32. Triton's interpreter multiplies the bits of bfloat16, and adds in numpy's order.
     """
     kind = total.dtype.scalar
-    result = _wide(a) @ _wide(b) + _wide(total)
+    result = values_of(a) @ values_of(b) + values_of(total)
     if kind == tl.bfloat16:
         return interpreter.TensorHandle(gpu.convert(result, "fp64", "bf16"), kind)
     return interpreter.TensorHandle(result.astype(interpreter._get_np_dtype(kind)), kind)

@@ -20,6 +20,7 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
     libdevice           its functions return None; here PyTorch's functions are used, and unknown ones raise
     bfloat16 arithmetic computes with the bits as integers; here it raises
     tl.dot              multiplies the bits of bfloat16; here numbers, summed in float64 and rounded once a tile
+    tl.dot_scaled       is not known; here as the GPU multiplies, `scaled_tiles`
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import libdevice as cuda_libdevice
+from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder as Builder
 from triton.runtime.interpreter import TensorHandle as Handle
 
@@ -52,6 +54,7 @@ from fp8compile.testing.gpu.program.batches import ELEMENTS, Batch, Diverged, ar
 from fp8compile.testing.gpu.program.functions import dot, libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu.program.memory import Access
 from fp8compile.testing.gpu.program.nan_origin import NanSearch, is_code, is_odd, nans
+from fp8compile.testing.gpu.program.scaled_tiles import scaled_dot, with_constant_formats
 
 __all__ = ["ORDERS", "Interpreter"]
 
@@ -59,8 +62,8 @@ ORDERS = ("forwards", "backwards", "shuffled")
 
 UNKNOWN = (  # operators of newer versions among them
     "atomic_cas", "atomic_load", "atomic_poll", "atomic_store", "descriptor_gather", "descriptor_scatter",
-    "dot_scaled",
 )  # fmt: skip
+MISSING = ("create_dot_scaled",)  # in Triton's interpreter
 NOT_INTERPRETED = ("x_grid_barrier", "exclusive_scan_decoupled_lookback")  # programs that wait for one another
 
 
@@ -203,7 +206,7 @@ class Interpreter:
             of_tensors = [each for each in patches if each[0] in (tl, tl.core.tensor)]
             of_builder = [each for each in patches if each[0] not in (tl, tl.core.tensor)]
             for owner, name, value in (*of_builder, *self._jit(), *self._memory(), *self._floats(), *reductions()):
-                stack.enter_context(mock.patch.object(owner, name, value))
+                stack.enter_context(mock.patch.object(owner, name, value, create=name in MISSING))
             for original, function in self._libdevice.items():
                 owner = sys.modules[original.__module__]
                 stack.enter_context(mock.patch.object(owner, original.__name__, function))
@@ -306,6 +309,8 @@ class Interpreter:
         yield Builder, "cast_impl", _cast
         yield Builder, "create_ashr", _arithmetic_shift
         yield Builder, "create_dot", dot
+        yield Builder, "create_dot_scaled", scaled_dot(self.arithmetic.capability)
+        yield TritonSemantic, "dot_scaled", with_constant_formats(TritonSemantic.dot_scaled)
         yield Builder, "binary_op", _without_bfloat16(Builder.binary_op)
         yield Builder, "unary_op", _without_bfloat16(Builder.unary_op)
         for name, function in gpu.unary_functions(self.arithmetic).items():

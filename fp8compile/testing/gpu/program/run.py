@@ -121,7 +121,8 @@ def _settings(
     named = {"largest": None, "all": ()}
     gpu = gpu_called(arch)
     check_is_nvidia(gpu, "run_gpu_program")
-    arithmetic = Arithmetic(contract, approximate, gpu.target.capability == CASTS_BY_FLOAT16)
+    capability = gpu.target.capability
+    arithmetic = Arithmetic(contract, approximate, capability == CASTS_BY_FLOAT16, capability)
     return Settings(
         gpu=gpu, precision_casts=precision_casts, arithmetic=arithmetic,
         poison=poison, orders=tuple(orders),
