@@ -242,6 +242,23 @@ def test_atomics_of_several_programs_are_no_race():
     assert y.item() == x.sum().item()
 
 
+@pytest.mark.parametrize(("reader", "raced"), [(0, 1), (1, 2), (2, 2)])
+def test_what_atomics_of_several_programs_change_nobody_may_read(reader, raced):
+    """Programs 0, 1 and 0 change address 16, program 0 alone address 24, and the reader reads 8 to 24."""
+    import numpy as np
+
+    from fp8compile.testing.gpu.program.memory import Access
+
+    access = Access("kernel", {"x": (8, 40)})
+    for programs, address in (((0,), 16), ((1,), 16), ((0,), 16), ((0,), 24)):
+        access.programs = np.array(programs)
+        access.record("atomic", np.array([[address]], np.uint64), np.ones((1, 1), bool), 8, "a.py:1")
+    access.programs = np.array([reader])
+    access.record("load", np.array([[8, 16, 24]], np.uint64), np.ones((1, 3), bool), 8, "a.py:2")
+    with pytest.raises(RuntimeError, match=f"{raced} addresses are changed by an atomic of one program and read by"):
+        access.assert_no_race()
+
+
 @pytest.mark.parametrize(("order", "last"), [("forwards", 7), ("backwards", 0), ("shuffled", 6)])
 def test_programs_run_in_the_order_that_is_asked_for(order, last):
     y = torch.zeros(1, dtype=torch.int32)
