@@ -14,7 +14,7 @@ from fp8compile import formats
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program
 from fp8compile.testing.explain.roofline import PEAKS
-from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.gpus import GPUS, pretend_gpu, pretend_triton
 from fp8compile.testing.gpu.program.arithmetic import through_float16
 
 pytest.importorskip("triton", reason="generated GPU code needs Triton")
@@ -80,6 +80,23 @@ def test_each_gpu_has_properties_and_peaks_of_one_capability():
     assert GPUS.keys() == PEAKS.keys()
     assert all(GPUS[name].target.architecture == PEAKS[name].capability for name in GPUS)
     assert all(gpu.cc == (gpu.gcnArchName or 10 * gpu.major + gpu.minor) for gpu in GPUS.values())
+
+
+def test_a_module_sees_the_pretended_gpu_whenever_it_has_imported_a_question():
+    """Inductor's grouped products bind has_triton when they are imported, before a pretended GPU or under one."""
+    from torch.utils import _triton
+
+    bound_before = _triton.has_triton
+    answer = bound_before()
+    gpu = GPUS["h200"]
+    with pretend_triton(gpu):
+        bound_meanwhile = _triton.has_triton
+        with pretend_gpu(gpu):
+            assert bound_before()
+            assert bound_meanwhile()
+    assert bound_before() == bound_meanwhile() == answer
+    with pretend_gpu(gpu):
+        assert bound_meanwhile()
 
 
 # ---------------------------------------------------------------------------------- 8.9 casts by float16
