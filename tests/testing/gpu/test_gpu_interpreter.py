@@ -163,6 +163,12 @@ def test_a_reduction_by_any_function_keeps_its_nan(assert_bits_equal):
     assert_bits_equal(y, x.amax(1), "maxima")
 
 
+def test_functions_that_a_module_imported_by_name_or_from_a_copy_of_libdevice(assert_bits_equal):
+    x, y = torch.arange(1, 17, dtype=torch.int32), torch.empty(16)
+    launch("by_names", x, y)
+    assert_bits_equal(y, x.float().rsqrt(), "rsqrt")
+
+
 def test_an_unknown_function_raises():
     with pytest.raises(NotImplementedError, match=r"libdevice\.j0, which is not known"):
         launch("bessel", torch.ones(4), torch.empty(4))

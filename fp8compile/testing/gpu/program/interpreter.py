@@ -188,12 +188,15 @@ class Interpreter:
                 REWRITTEN[fn] = found.__code__, found.__defaults__
             code, defaults = REWRITTEN[fn]
             scope = {**fn.__globals__, "range": counting(lambda: self._batch)}
-            # functions of libdevice that the kernel's module imported by name
-            scope |= {
-                name: self._libdevice[value]
-                for name, value in scope.items()
-                if isinstance(value, FunctionType) and value in self._libdevice
-            }
+            # functions of libdevice that the kernel's module imported by name, or took from a copy of libdevice
+            named = {(each.__module__, each.__name__): function for each, function in self._libdevice.items()}
+            for name, value in scope.items():
+                if not isinstance(value, FunctionType):
+                    continue
+                if (value.__module__, value.__name__) in named:
+                    scope[name] = named[value.__module__, value.__name__]
+                elif tl.core.is_builtin(value):  # of the language, imported by name: the one that is patched
+                    scope[name] = getattr(sys.modules[value.__module__], value.__name__, value)
             self._rewritten[fn] = FunctionType(code, scope, fn.__name__, defaults)
             self._codes.add(code)
         return self._rewritten[fn]
