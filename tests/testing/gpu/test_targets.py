@@ -11,6 +11,7 @@ from torch import nn
 import fp8compile as f8
 from benchmarks.experts import experts_arguments, feed_forward
 from fp8compile import formats
+from fp8compile.recipes import READY
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program
 from fp8compile.testing.explain.roofline import PEAKS
@@ -54,6 +55,38 @@ def test_forward_and_backward_of_a_feed_forward_are_the_graphs_to_the_bit(arch):
     result = run_gpu_program(model, x, arch=arch)
     assert len([product for graph in result.graphs for product in graph.products]) == 9
     assert result.differences == ()
+
+
+OWNED = ("rtx4090", "h100", "rtx5090")
+REFUSED = {  # by the gates of its products, in words that name the GPUs which have them
+    ("rtx4090", "blockwise"): "needs compute capability 9.0",
+    ("rtx4090", "mxfp8"): "is MX, which needs compute capability 10.0",
+    ("rtx4090", "nvfp4"): "is NVFP4, which needs compute capability 10.0",
+    ("h100", "mxfp8"): "is MX, which needs compute capability 10.0",
+    ("h100", "nvfp4"): "is NVFP4, which needs compute capability 10.0",
+    ("rtx5090", "blockwise"): "needs scales that are powers of two",
+}
+# four bits take many times longer than eight; test_nvfp4_on_a_gpu.py has a B200's
+CELLS = [
+    pytest.param(arch, recipe, marks=SLOW * (recipe == "nvfp4" and (arch, recipe) not in REFUSED))
+    for arch in OWNED
+    for recipe in READY
+]
+
+
+@pytest.mark.parametrize(("arch", "recipe"), CELLS)
+def test_a_layer_of_each_recipe_is_its_graphs_to_the_bit_or_is_refused(arch, recipe):
+    torch.manual_seed(0)
+    model = f8.convert(nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16(), READY[recipe]())
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    if (arch, recipe) in REFUSED:
+        with pytest.raises(Exception, match=REFUSED[arch, recipe]):
+            run_gpu_program(model, x, arch=arch)
+        return
+    result = run_gpu_program(model, x, arch=arch)
+    assert len(result.products) == 3
+    assert result.differences == ()
+    assert result.gradients.keys() == {"args[0]", "0.weight"}
 
 
 EXPERTS = {
