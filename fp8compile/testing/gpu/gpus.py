@@ -221,16 +221,16 @@ def _forget_devices() -> None:
 
 
 class _Pretended:
-    """Stands for a function of PyTorch without arguments; it answers as the function itself once it is ended.
+    """Stands for a function of PyTorch; it answers as the function itself once it is ended.
 
     A module that PyTorch imports meanwhile may bind it for good.
     """
 
-    def __init__(self, original: Callable[[], Any], answer: object) -> None:
+    def __init__(self, original: Callable[..., Any], answer: object) -> None:
         self._original, self._answer, self.is_over = original, answer, False
 
-    def __call__(self) -> Any:
-        return self._original() if self.is_over else self._answer
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original(*args, **kwargs) if self.is_over else self._answer
 
 
 @contextmanager

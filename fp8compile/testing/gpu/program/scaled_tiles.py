@@ -43,7 +43,9 @@ def values_of(handle: Handle) -> np.ndarray:
 
 
 def with_constant_formats(original: Callable[..., tl.tensor]) -> Callable[..., tl.tensor]:
-    """Wrap Triton's check of ``tl.dot_scaled``, which takes formats as constants; the interpreter leaves texts."""
+    """Wrap Triton's check of ``tl.dot_scaled``: before 3.8 it takes formats as constants, and here they are texts."""
+    if VERSION >= ALL_OF_12:
+        return original
 
     def call(semantic: Any, *args: Any) -> tl.tensor:
         return original(semantic, *(tl.constexpr(each) if isinstance(each, str) else each for each in args))
