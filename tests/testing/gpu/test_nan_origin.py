@@ -117,7 +117,7 @@ def test_a_product_that_makes_a_nan_of_an_infinity_is_named():
     origin = run_gpu_program(lambda x, weight: (x + 0) @ weight + 1, x, weight).nan_origin
     assert origin.is_made
     assert origin.name.startswith("product 0, mm: (16, 32) x (32, 16) -> (16, 16) float32")
-    assert origin.operands == "an infinity in operand 1"
+    assert origin.operands == "an infinity in the right operand"
 
 
 def test_a_recipe_that_answers_an_infinity_with_nan():

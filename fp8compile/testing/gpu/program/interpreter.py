@@ -54,7 +54,8 @@ from fp8compile.testing.gpu.program.assembly import inline_assembly
 from fp8compile.testing.gpu.program.batches import ELEMENTS, Batch, Diverged, arrays, counting, stored, together
 from fp8compile.testing.gpu.program.functions import dot, libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu.program.memory import Access
-from fp8compile.testing.gpu.program.nan_origin import NanSearch, is_code, is_odd, nans
+from fp8compile.testing.gpu.program.nan_origin import NanSearch
+from fp8compile.testing.gpu.program.nan_watch import is_code, is_odd, nans
 from fp8compile.testing.gpu.program.scaled_tiles import scaled_dot, with_constant_formats
 
 __all__ = ["ORDERS", "Interpreter"]

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["PRODUCTS", "Product", "Products", "is_product"]
 
 BLOCK = 128
+SCALED = ("left operand", "right operand", "left scale", "right scale")
+BIASED = ("bias", "left operand", "right operand")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,12 @@ class Product:
     name: str
     operands: tuple[Tensor, ...]
     result: Tensor
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """Words for each operand, such as "left scale"."""
+        names = BIASED if "add" in self.name else SCALED
+        return (*names, *(f"operand {at}" for at in range(len(names), len(self.operands))))[: len(self.operands)]
 
     def __str__(self) -> str:
         shapes = " x ".join(str(tuple(each.shape)) for each in self.operands)
@@ -260,9 +268,10 @@ class Products:
         with _disable_current_modes():  # operators that compute the product are no part of the program
             result = PRODUCTS[name](self.gpu, *args, **kwargs)
             operands = tuple(arg.detach().clone() for arg in args if isinstance(arg, Tensor))
-            self.called.append(Product(name, operands, result.clone()))
+            self.called.append(product := Product(name, operands, result.clone()))
             if self._nans is not None:
-                self._nans.computed(f"product {len(self.called) - 1}, {self.called[-1]},", operands, (result,))
+                named = dict(zip(product.operand_names, operands, strict=True))
+                self._nans.computed(f"product {len(self.called) - 1}, {product},", named, (result,))
             return result if out is None else _written(name, result, out)
 
 

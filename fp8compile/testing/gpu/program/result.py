@@ -14,9 +14,7 @@ from fp8compile.testing.gpu.program.wrapper import KernelLaunch
 
 __all__ = ["Difference", "Differences", "GpuRun", "GraphRun", "output_differences", "product_differences"]
 
-SCALED = ("left operand", "right operand", "left scale", "right scale")
 VALUES = (Tensor, int, float)  # groups and other objects pass through a graph unchanged
-BIASED = ("bias", "left operand", "right operand")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +193,7 @@ def product_differences(where: str, called: Sequence[Product], expected: Sequenc
             )  # fmt: skip
             continue
         left.remove(nearest)
-        names = SCALED if product.name == "_scaled_mm" else BIASED if "add" in product.name else SCALED
-        for name, got, wants in zip(names, product.operands, nearest.operands, strict=False):
+        for name, got, wants in zip(product.operand_names, product.operands, nearest.operands, strict=False):
             yield from _difference(f"{where}, product {number} {product}, {name}", got, wants)
     for product in left:
         yield Difference(

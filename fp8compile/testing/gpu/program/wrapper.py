@@ -165,7 +165,8 @@ class _Dispatch(TorchDispatchMode):
         if name not in SILENT:
             self._program.library_calls.append(str(op))
             with _disable_current_modes():
-                self._program.nans.computed(f"{op}", pytree.tree_leaves(args), pytree.tree_leaves(result))
+                given = {f"argument {at}": each for at, each in enumerate(pytree.tree_leaves(args))}
+                self._program.nans.computed(op, given, pytree.tree_leaves(result))
         return result
 
 
