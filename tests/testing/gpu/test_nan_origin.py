@@ -22,7 +22,7 @@ FOUND = {  # the operands, and the element that is stored first
     "divided": ("0.0 and 0.0", ODD),
     "replaced": ("inf and inf", ODD),
     "summed": ("a row with -inf and inf", ODD - ODD % 16),
-    "multiplied": ("", ODD),
+    "multiplied": ("an infinity in the left tile", ODD),
     "of_a_library": ("2.0", ODD),
     "in_a_loop": ("0.0 and 0.0", ODD),
     "as_codes": ("inf and 0.0", ODD),
@@ -118,6 +118,13 @@ def test_a_product_that_makes_a_nan_of_an_infinity_is_named():
     assert origin.is_made
     assert origin.name.startswith("product 0, mm: (16, 32) x (32, 16) -> (16, 16) float32")
     assert origin.operands == "an infinity in the right operand"
+
+
+def test_a_product_that_reads_a_nan_names_the_input():
+    x, weight = torch.ones(16, 32), torch.ones(32, 16)
+    weight[3, 5] = torch.nan
+    origin = run_gpu_program(torch.mm, x, weight).nan_origin
+    assert (origin.is_made, origin.tensor) == (False, "from the right operand, the graph's input arg1_1")
 
 
 def test_a_recipe_that_answers_an_infinity_with_nan():

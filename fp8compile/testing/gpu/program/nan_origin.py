@@ -97,16 +97,17 @@ class NanSearch:
         nans = [each for each, value in given.items() if has_nan(value)]
         infinite = [f"an infinity in the {each}" for each, value in given.items() if _has_infinity(value)]
         if nans:
-            self.found(str(name), is_made=False, tensor=f"from the {nans[0]}")
+            memory = self.memory(_address(given[nans[0]]), unwritten="")
+            self.found(str(name), is_made=False, tensor=f"from the {nans[0]}" + (f", {memory}" if memory else ""))
         elif infinite:
             self.found(str(name), is_made=True, operands=" and ".join(infinite))
         else:
             self.found(str(name), is_made=False, tensor="elements that it leaves unwritten")
 
-    def memory(self, address: int) -> str:
-        """Words for what holds an address: an input of the graph, or memory that nobody has written to."""
+    def memory(self, address: int, unwritten: str = "memory that nobody has written") -> str:
+        """Words for what holds an address: an input of the graph, or else ``unwritten``."""
         name = next((name for start, end, name in self._inputs if start <= address < end), None)
-        return "memory that nobody has written" if name is None else f"the graph's input {name}"
+        return unwritten if name is None else f"the graph's input {name}"
 
     @contextmanager
     def watching(self, access: Access, frames: Callable[[], Iterator[tuple[str, int]]]) -> Iterator[None]:
@@ -133,6 +134,13 @@ def has_nan(value: Any) -> bool:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype.itemsize == 0:
         return False
     return value.dtype != torch.float4_e2m1fn_x2 and bool(value.float().isnan().any())
+
+
+def _address(value: Tensor) -> int:
+    """The address of a tensor's first NaN."""
+    place = value.float().isnan().nonzero()[0].tolist()
+    offset = sum(at * stride for at, stride in zip(place, value.stride(), strict=True))
+    return value.data_ptr() + offset * value.element_size()
 
 
 def _has_infinity(value: Tensor) -> bool:

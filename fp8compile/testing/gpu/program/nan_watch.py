@@ -189,7 +189,8 @@ class Watch:
                                    for each in given], shape)  # fmt: skip
         made = nans(result)
         is_read = name == "create_bitcast" and not _kind(operands[0]).is_floating()
-        self._keep(result, numbers, made, "" if is_whole else operands, is_made=not is_read)
+        said = " and ".join(_infinities(operands)) if is_whole else operands
+        self._keep(result, numbers, made, said, is_made=not is_read)
         return None
 
     def _keep(
@@ -290,6 +291,13 @@ class Watch:
         place = f"{path.rpartition('/')[2]}:{line}"
         self._steps.append(Step(is_made, place, linecache.getline(path, line).strip(), operands, read_from))
         return len(self._steps)
+
+
+def _infinities(operands: Sequence[Handle]) -> Iterator[str]:
+    """Words for the infinite operands of a product of tiles; other operators have other operands, and no words."""
+    for name, each in zip(("left tile", "right tile", "sum"), operands, strict=False):
+        if len(operands) == 3 and is_odd(each):
+            yield f"an infinity in the {name}"
 
 
 def _of_programs(handle: Handle, shape: tuple[int, ...]) -> np.ndarray:

@@ -270,7 +270,8 @@ class Products:
             operands = tuple(arg.detach().clone() for arg in args if isinstance(arg, Tensor))
             self.called.append(product := Product(name, operands, result.clone()))
             if self._nans is not None:
-                named = dict(zip(product.operand_names, operands, strict=True))
+                given = [arg for arg in args if isinstance(arg, Tensor)]
+                named = dict(zip(product.operand_names, given, strict=True))
                 self._nans.computed(f"product {len(self.called) - 1}, {product},", named, (result,))
             return result if out is None else _written(name, result, out)
 
