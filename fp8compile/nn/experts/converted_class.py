@@ -14,10 +14,11 @@ from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.experts.host import Host
-from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_experts, layout_of
+from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_experts, is_transposed, layout_of
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
+from fp8compile.nn.kept_codes import check_caches
 from fp8compile.nn.made_classes import MadeClass, made_class
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.ops.layer.check_groups import check_recipe_of_groups
@@ -66,6 +67,7 @@ class ConvertedModule(CodesInState, MadeClass):
     def recipe(self, recipe: Recipe) -> None:
         check_recipe("recipe", recipe)
         self.check_takes(recipe)
+        check_caches(recipe, self)
         self._recipe = recipe
 
     def weights_to_observe(self) -> dict[str, int]:
@@ -77,6 +79,10 @@ class ConvertedModule(CodesInState, MadeClass):
     def is_quantized(self) -> bool:
         """Whether the weights are kept as codes and scales."""
         return bool(self._quantized_parameters())
+
+    def cached_weights(self) -> dict[str, bool]:
+        """The parameters whose codes may live for a step, by name, each with whether matrices lie transposed."""
+        return {} if self._host.observed is not None else dict.fromkeys(layout_of(self).weights, is_transposed(self))
 
 
 class ConvertedExperts(ConvertedModule):
