@@ -253,6 +253,8 @@ CELLS = [
     # without a given amax the layer is the one whose tensors are whole
     and (cell.place != "shared scale" or cell[1:3] == ("dense", "given amax"))
     and (cell.place != "known codes" or cell.source in GIVEN)
+    # a layer makes one set of them then, which is "given codes"
+    and (cell[0:3:2] != ("known codes", "given pair") or cell.optimisation in ("frozen weight", "kept weight codes"))
     and (cell.place != "group of two" or cell[1:4] == ("grouped", "own amax", "two"))
     # codes have no gradient, so a weight that is given as codes is a frozen one
     and not (cell.source in GIVEN and cell.optimisation in ("all gradients", "input without gradient"))
@@ -318,7 +320,6 @@ LISTED = (
     Listed(
         reason="gradients read the values of the forward's codes: a second set serves nobody",
         text="weight has codes of",
-        place=tuple(place for place in PLACES if place != "known codes"),  # one set is made for a layer then
         source=("given pair",),
         optimisation=("dequantized gradients", "weight's codes alone"),
     ),

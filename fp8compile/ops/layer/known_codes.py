@@ -11,10 +11,11 @@ from torch._ops import OpOverload
 
 from fp8compile.layout.packing import packed_dim, with_a_code_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized
+from fp8compile.layout.shapes import codes_shape, scale_shapes
 from fp8compile.ops import samples
-from fp8compile.ops.layer.operands import WEIGHT_SLOTS, Operands, Phase
+from fp8compile.ops.layer.operands import WEIGHT_SLOTS, Operands, Phase, as_summed
 from fp8compile.ops.registry import register_op
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import Quantizer, Recipe
 
 __all__ = ["Sets", "flat_sets", "sets_of_weight", "weight_codes"]
 
@@ -62,11 +63,35 @@ def _decompose(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tenso
     return _parts(weight, slot, recipe, Phase.INFERENCE)
 
 
+def _quantizer(weight: Tensor, slot: str, recipe: Recipe) -> Quantizer:
+    """The quantizer of a set, as its codes are packed."""
+    found: Any = (with_a_code_a_byte(recipe) if weight.ndim == 3 else recipe).quantizer_read(slot)
+    if weight.ndim == 2:
+        return found.for_shape(weight.shape)
+    if found.has_outer_scale():
+        return as_summed(Plain(weight, STACK), found, slot).for_shape(weight.shape[1:])
+    return found.unpacked() or found
+
+
+def _fake(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
+    quantizer = _quantizer(weight, slot, recipe)
+    blocks, *outer = scale_shapes(weight.shape, quantizer)
+    return (
+        weight.new_empty(codes_shape(weight.shape, quantizer), dtype=torch.uint8),
+        weight.new_empty(blocks, dtype=quantizer.scale_dtype()),
+        weight.new_empty(outer[0] if outer else 0, dtype=torch.float32),
+    )
+
+
 def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for recipe in samples.recipes():
-        for shape in ((40, 24), (3, 20, 24)):
-            weight = torch.randn(shape, generator=generator).bfloat16()
+        for weight in (
+            torch.randn(40, 24, generator=generator).bfloat16(),
+            torch.randn(24, 40, generator=generator).t(),
+            torch.randn(3, 20, 24, generator=generator).bfloat16(),
+            torch.randn(0, 24, generator=generator),
+        ):
             for slot in WEIGHT_SLOTS:
                 if getattr(recipe, slot) is not None:
                     yield weight, slot, recipe
@@ -75,7 +100,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 weight_codes: OpOverload = register_op(
     "fp8compile::weight_codes",
     _kernel,
-    fake=_decompose,
+    fake=_fake,
     backward=None,
     decompose=_decompose,
     sharding=None,  # codes that live for a step are those of whole weights

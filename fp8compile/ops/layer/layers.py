@@ -44,6 +44,7 @@ KNOWN_CODES = register_layer(
     for_grad_input=placements.KnownForGradInput,
     for_grad_weight=placements.Placement,
     keep=LINEAR.keep,
+    observe=LINEAR.observe,
 )
 KNOWN_CODES_GROUPED = register_layer(
     "known_codes_grouped_",
@@ -53,6 +54,7 @@ KNOWN_CODES_GROUPED = register_layer(
     for_grad_weight=placements.WholeGroups,
     ends=True,
     keep=GROUPED.keep,
+    observe=GROUPED.observe,
 )
 DELAYED = register_layer(
     "delayed_",
