@@ -7,7 +7,7 @@ compiled   tracing makes the first ones, and the end of `optimizer.step` all oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.experts.known_modules import holds_no_stacks
+from fp8compile.nn.model_type import Model, check_model
 from fp8compile.ops.layer.known_codes import Sets
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import has_codes
@@ -119,16 +120,20 @@ def _can_count(weight: Tensor) -> bool:
     return not (weight.is_meta or weight.is_inference() or _compat.is_traced(weight) or _compat.is_transformed(weight))
 
 
-def _every() -> Iterator[tuple[Any, str, Tensor, bool]]:
-    """The weights in this process whose codes may live for a step: layer, name, parameter, whether it is turned."""
-    for layer in list(CONVERTED):
-        module: Any = layer
-        if not getattr(module, "recipe", None) or not module.recipe.cache_weights or _compat.is_fsdp_managed(module):
+def _caches(module: Any) -> bool:
+    recipe: Recipe | None = getattr(module, "recipe", None)  # a layer may have been reverted since
+    return recipe is not None and recipe.cache_weights
+
+
+def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
+    """Those of these layers' weights whose codes may live for a step: layer, parameter, whether it is turned."""
+    for module in layers:
+        if not _caches(module) or _compat.is_fsdp_managed(module):
             continue
         for name, is_turned in module.cached_weights().items():
             weight = module._parameters.get(name)
             if weight is not None and not has_codes(weight) and not _compat.is_dtensor(weight) and _can_count(weight):
-                yield module, name, weight, is_turned
+                yield module, weight, is_turned
 
 
 @_compat.constant_when_traced
@@ -139,7 +144,7 @@ def _make_at_trace(autocast: torch.dtype | None) -> None:
     """
     if _compat.is_exporting() or _compat.is_faking():
         return
-    for module, _, weight, is_turned in _every():
+    for module, weight, is_turned in _every(list(CONVERTED)):
         how: Any = module.recipe, autocast or weight.dtype
         found = known_codes(weight)
         if found is None or not (found.holds() or found.fits(*how, is_turned=is_turned)):
@@ -153,16 +158,33 @@ def _are_read(codes: Any, recipe: Recipe, dtype: torch.dtype, is_turned: bool) -
     return codes.holds() and codes.fits(recipe, dtype, is_turned=is_turned) and not _compat.is_exporting()
 
 
-def renew_weight_codes(model: nn.Module) -> None:
+def renew_weight_codes(model: Model) -> Model:
     """Make the codes of all weights of layers with ``cache_weights`` again, now.
 
-    Call it after something has written to weights past PyTorch's version counters, such as through ``.data`` or by a
-    kernel of your own, outside of `optimizer.step`.
+    Call it if something wrote to weights past PyTorch's version counters, outside of `optimizer.step`: through
+    ``.data``, or by a kernel of your own. Under FSDP2 the next gather makes them.
 
     Args:
         model: A converted model.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is not a module.
+        ValueError: No layer of the model has a recipe with ``cache_weights``.
     """
-    own = set(model.modules())
-    for module, _, weight, _ in list(_every()):
-        if module in own and (found := known_codes(weight)) is not None:
-            found.renew()
+    check_model("renew_weight_codes", model)
+    layers: list[Any] = [each for each in model.modules() if each in CONVERTED and _caches(each)]
+    if not layers:
+        raise ValueError(
+            "renew_weight_codes: no layer of the model has a recipe with cache_weights. Convert it by one, "
+            "dataclasses.replace(recipe, cache_weights=True)."
+        )
+    for layer in layers:
+        if (scales := getattr(layer, "weight_scales", None)) is not None:
+            scales.forget()
+    for module, weight, is_turned in _every(layers):
+        how: Any = module.recipe, _autocast(weight) or weight.dtype
+        codes_of(weight, *how, is_turned=is_turned).renew()
+    return model

@@ -56,6 +56,7 @@ from fp8compile.ops.layer.layers import (
     sharded_linear,
     shared_scale_linear,
 )
+from fp8compile.ops.layer.known_codes import weight_codes
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.outer_scale import outer_amax, two_scales
@@ -147,4 +148,5 @@ __all__ = [
     "store",
     "straight_through",
     "two_scales",
+    "weight_codes",
 ]

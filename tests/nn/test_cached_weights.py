@@ -292,6 +292,13 @@ def test_what_keeps_no_codes_raises_by_name():
         f8.convert(pair, recipe_of("tensorwise"), share_outer_scale=[("q_proj", "k_proj")])
 
 
+def test_renewing_codes_of_a_model_without_any_raises():
+    with pytest.raises(ValueError, match="no layer of the model has a recipe with cache_weights"):
+        f8.renew_weight_codes(model_of(cached=False))
+    with pytest.raises(TypeError, match="renew_weight_codes: model is a dict"):
+        f8.renew_weight_codes({})
+
+
 def test_codes_are_freed_with_their_weight():
     model = model_of()
     model(tokens(0))

@@ -101,6 +101,11 @@ class WeightScales:
         """
         return self._of_now(module, name).outer_amaxes[slot]
 
+    def forget(self) -> None:
+        """Compute all scales and codes again, as if something had written to all weights."""
+        self._scales.clear()
+        self._sent.clear()
+
     def sent(
         self, module: nn.Module, name: str, which: Hashable, make: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
