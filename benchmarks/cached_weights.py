@@ -1,8 +1,8 @@
 """What does a micro-batch move if the codes of weights live for a step (`Recipe.cache_weights`), and what the step?
 
 The feed-forward block of a Llama 3 8B, 8192 tokens: GB that generated code reads and writes in forward and backward,
-without and with codes that are there, and GB that making the codes again moves, once a step. For an H200 (mxfp8, nvfp4:
-B200). ``--page`` writes docs/results/cached-weights.md.
+without and with codes that are there, and GB that making the codes again moves, once a step. For an H200 (mxfp8 and
+nvfp4: B200). ``--page`` writes docs/results/cached-weights.md.
 
     python -m benchmarks.cached_weights [--json] [--recipes rowwise ...] [--page]
 """

@@ -23,6 +23,7 @@ from fp8compile.ops.layer.amax_tokens import fsdp_amaxes_together, fsdp_tokens
 from fp8compile.ops.layer.flops import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
 from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
+from fp8compile.ops.layer.known_codes import weight_codes
 from fp8compile.ops.layer.layers import (
     GEMM_OPS,
     LAYER_OPS,
@@ -56,7 +57,6 @@ from fp8compile.ops.layer.layers import (
     sharded_linear,
     shared_scale_linear,
 )
-from fp8compile.ops.layer.known_codes import weight_codes
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.outer_scale import outer_amax, two_scales
