@@ -87,10 +87,7 @@ def trained(kind, checkpointed):
     losses = steps(model, optimizer, range(2))
     graphs = counters["stats"]["unique_graphs"]
     states = get_state_dict(model, optimizer)
-    kept = [
-        {name: each.clone() if torch.is_tensor(each) else each for name, each in state.items()} for state in states[:1]
-    ]
-    kept.append(torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, states[1]))
+    kept = [torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, each) for each in states]
     losses += steps(model, optimizer, range(2, 4))
     torch._dynamo.reset()
     counters.clear()
@@ -115,6 +112,8 @@ def trained(kind, checkpointed):
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_models_of_transformers_over_two_ranks(kind, checkpointed):
     for found in shared_ranks().run(trained, kind, checkpointed, within="pair"):
-        print(found)
-        assert found["graphs"] == 1
+        print(kind, checkpointed, found)
+        assert (found["graphs"], found["hits"]) == (1, {"autograd_cache_hit": 1})
         assert (found["resumed"], found["differ"]) == (True, [])
+        # with checkpointing two layers keep so little that what the backward of one makes is the largest moment
+        assert checkpointed or found["peak"] < 0.8 * found["bf16 peak"]
