@@ -55,6 +55,12 @@ class KeepsCodes(Module):
     """Mixin for layers whose weights' codes may live for a step."""
 
     recipe: Recipe
+    _caches_weights = False  # as the recipe says, of which PyTorch 2.11 traces no attribute
+
+    def _set_caching(self, recipe: Recipe) -> None:
+        """Note whether a recipe caches weights; raise a ValueError if this layer can't."""
+        check_caches(recipe, self)
+        self._caches_weights = recipe.cache_weights
 
     def cached_weights(self) -> Mapping[str, bool]:
         """The parameters whose codes may live for a step, by name, each with whether matrices lie transposed."""
@@ -70,7 +76,7 @@ class KeepsCodes(Module):
         Raises:
             ValueError: The weight is spread over ranks in a way by which its codes aren't kept.
         """
-        if not self.recipe.cache_weights:
+        if not self._caches_weights:
             return None
         weight = self._parameters.get(name)
         if weight is None or not isinstance(weight, nn.Parameter) or has_codes(_compat.local_itself(weight)):
@@ -92,7 +98,7 @@ class KeepsCodes(Module):
 
     def check_gathered_as_codes(self, weight: Tensor) -> None:
         """Raise a ValueError if weights are cached and a method is given values, without the name of a parameter."""
-        if self.recipe.cache_weights and not has_codes(_compat.local_itself(weight)):
+        if self._caches_weights and not has_codes(_compat.local_itself(weight)):
             raise ValueError(
                 f"cache_weights: the codes of weights of {type(self).__name__} are not kept, because the method that "
                 "multiplies isn't told which of them it is given; fp8compile.parallel.fsdp_float8_all_gather, before "
@@ -120,15 +126,11 @@ def _can_count(weight: Tensor) -> bool:
     return not (weight.is_meta or weight.is_inference() or _compat.is_traced(weight) or _compat.is_transformed(weight))
 
 
-def _caches(module: Any) -> bool:
-    recipe: Recipe | None = getattr(module, "recipe", None)  # a layer may have been reverted since
-    return recipe is not None and recipe.cache_weights
-
-
 def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
     """Those of these layers' weights whose codes may live for a step: layer, parameter, whether it is turned."""
     for module in layers:
-        if not _caches(module) or _compat.is_fsdp_managed(module):
+        # a layer may have been reverted since
+        if not getattr(module, "_caches_weights", False) or _compat.is_fsdp_managed(module):
             continue
         for name, is_turned in module.cached_weights().items():
             weight = module._parameters.get(name)
@@ -175,7 +177,7 @@ def renew_weight_codes(model: Model) -> Model:
         ValueError: No layer of the model has a recipe with ``cache_weights``.
     """
     check_model("renew_weight_codes", model)
-    layers: list[Any] = [each for each in model.modules() if each in CONVERTED and _caches(each)]
+    layers: list[Any] = [each for each in model.modules() if each in CONVERTED and each._caches_weights]
     if not layers:
         raise ValueError(
             "renew_weight_codes: no layer of the model has a recipe with cache_weights. Convert it by one, "

@@ -144,7 +144,7 @@ class Linear(CodesInState, nn.Linear):
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
         check_recipe("Linear", recipe)
-        check_caches(recipe, self)
+        self._set_caching(recipe)
         self._recipe = recipe
         self._recipe_under_fsdp = _keeping_nothing(recipe)
         if self.scale_group:
@@ -280,7 +280,15 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
 def become_plain(layer: nn.Linear) -> None:
     """Remove the attributes that `become_float8` gave a layer."""
-    for name in ("_recipe", "_recipe_under_fsdp", "_observers", "amax_group", "scale_group", "scale_quantizer"):
+    for name in (
+        "_recipe",
+        "_recipe_under_fsdp",
+        "_caches_weights",
+        "_observers",
+        "amax_group",
+        "scale_group",
+        "scale_quantizer",
+    ):
         vars(layer).pop(name, None)
     CONVERTED.discard(layer)
     for name in STATE:

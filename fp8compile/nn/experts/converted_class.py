@@ -18,7 +18,6 @@ from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_exper
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
-from fp8compile.nn.kept_codes import check_caches
 from fp8compile.nn.made_classes import MadeClass, made_class
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.ops.layer.check_groups import check_recipe_of_groups
@@ -67,7 +66,7 @@ class ConvertedModule(CodesInState, MadeClass):
     def recipe(self, recipe: Recipe) -> None:
         check_recipe("recipe", recipe)
         self.check_takes(recipe)
-        check_caches(recipe, self)
+        self._set_caching(recipe)
         self._recipe = recipe
 
     def weights_to_observe(self) -> dict[str, int]:
@@ -216,7 +215,7 @@ def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
 
 def become_plain_hosted(module: nn.Module) -> None:
     """Undo `become_float8_hosted` for a module, in place."""
-    for name in ("_recipe", "_observers"):
+    for name in ("_recipe", "_caches_weights", "_observers"):
         vars(module).pop(name, None)
     CONVERTED.discard(module)
     module.__class__ = vars(type(module))["_plain_class"]
