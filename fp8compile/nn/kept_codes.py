@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 else:
     Module = object
 
-__all__ = ["KeepsCodes", "check_caches", "renew_weight_codes"]
+__all__ = ["KeepsCodes", "check_caches", "renew_weight_codes", "why_not_cached"]
 
 OTHERWISE = "Leave cache_weights out of this layer's recipe."
-
-
 SHARED_SCALE = "layers share an outer scale, which changes with the weights of all of them"
 
 
 def check_caches(recipe: Recipe, module: nn.Module, *, shares_scale: bool = False) -> None:
     """Raise a ValueError if a recipe asks for cached weights, and a layer with it can't cache them."""
-    if recipe.cache_weights and (reason := SHARED_SCALE if shares_scale else _why_not(recipe, module)) is not None:
+    reason = SHARED_SCALE if shares_scale else why_not_cached(recipe, module)
+    if recipe.cache_weights and reason is not None:
         raise ValueError(f"recipe: cache_weights, and {reason}. {OTHERWISE}")
 
 
-def _why_not(recipe: Recipe, module: nn.Module) -> str | None:
+def why_not_cached(recipe: Recipe, module: nn.Module) -> str | None:
+    """The reason why the codes of a layer's weights can't be kept for a step with a recipe, or None."""
     if recipe.delayed()[1] is not None:
         return "the weight has delayed scaling, whose multiplier changes with each backward, and codes with it"
     if None in (recipe.weight, recipe.quantizer_read("weight_for_grad_input")):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 from fp8compile.ops.layer import known_codes
@@ -310,3 +311,95 @@ def test_codes_are_freed_with_their_weight():
     del model, weight
     assert codes._weight() is None
     assert not codes.holds()
+
+
+def test_another_forward_that_reads_values_is_refused():
+    model = model_of()
+    with pytest.raises(ValueError, match="cache_weights, and the recipe leaves a product of the weight"):
+        f8.set_recipe(model, forward=None)
+    f8.set_recipe(model, forward=f8.recipes.tensorwise())
+    plain = f8.set_recipe(model_of(cached=False), forward=f8.recipes.tensorwise())
+    assert same(trained(model, model, 2), trained(plain, plain, 2))
+
+
+# ---------------------------------------------------------------------------------- beside other features
+
+
+def checkpointed(model):
+    def call(x):
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    return call
+
+
+def saved_as_codes(model):
+    def call(x):
+        with f8.saved_as_codes(f8.SavedAsCodes(filter=lambda tensor: tensor.kind == "activation")):
+            return model(x)
+
+    return call
+
+
+def offloaded(model):
+    def call(x):
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    return call
+
+
+@pytest.mark.parametrize("feature", [checkpointed, saved_as_codes, offloaded])
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_beside_what_changes_saved_tensors(feature, way):
+    found = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model = model_of(cached=cached)
+        call = feature(COMPILED[way](model) if feature is not checkpointed else model)
+        if feature is checkpointed and way == "compiled":
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        found.append(trained(model, call, 2))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_transforms_of_functions(transform):
+    found = []
+    for cached in (False, True):
+        model = model_of(cached=cached)
+        model(tokens(0))
+
+        def loss(x, model=model):
+            return model(x).float().square().sum()
+
+        one = torch.func.grad(loss) if transform == "grad" else torch.func.vmap(model)
+        found.append([one(tokens(1).unsqueeze(0)).detach()])
+    assert same(*found)
+
+
+def test_an_exported_program_makes_its_own_codes():
+    model, x = model_of(), tokens(0)
+    y = model(x)
+    for strict in (False, True):
+        program = torch.export.export(model, (x,), strict=strict)
+        assert not [node for node in program.graph.nodes if node.target is f8.ops.known_codes_linear]
+        assert torch.equal(program.module()(x), y)
+
+
+def test_a_step_in_the_backward_renews_each_weight_alone():
+    """Optimizers that step where a gradient is ready, as those that save the memory of gradients."""
+    found = []
+    for cached in (False, True):
+        model = model_of(cached=cached)
+        steps = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(p, steps=steps):
+            steps[p].step()
+            steps[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        found.append([each for index in range(3) for each in micro_batch(model, index)])
+    assert same(*found)
