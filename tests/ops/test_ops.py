@@ -34,7 +34,7 @@ differentiable = tuple(
     f"fp8compile::{op}"
     for op in (
         *("linear", "delayed_linear", "sharded_linear", "grouped_linear", "sharded_grouped_linear"),
-        "shared_scale_linear",
+        *("shared_scale_linear", "known_codes_linear", "known_codes_grouped_linear"),
         *("scatter_sum", "routed_rows", "dispatch", "combine", *STRAIGHT, *FSDP),
         *(op.name().removeprefix(NAMESPACE) for op, kind in OBSERVE_OPS.items() if not kind.gradient),
     )
