@@ -415,3 +415,17 @@ def test_a_compiled_step_of_an_optimizer():
         model = model_of(cached=cached)
         found.append(trained(model, COMPILED["compiled"](model), 2, step=step))
     assert same(*found)
+
+
+def test_a_step_behind_a_move_to_another_dtype():
+    found = []
+    for cached in (False, True):
+        model = model_of(cached=cached, dtype=torch.float32)
+        model(tokens(0).float()).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.bfloat16()
+        model.zero_grad()
+        one = micro_batch(model, 0)
+        optimizer.step()
+        found.append([*one, *micro_batch(model, 1)])
+    assert same(*found)
