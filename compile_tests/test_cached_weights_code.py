@@ -16,6 +16,7 @@ import fp8compile as f8
 from fp8compile.tensor import weight_codes
 from fp8compile.testing import gpu_kernels
 
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9
 WIDTH, TOKENS = 256, 512
 
 

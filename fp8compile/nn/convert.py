@@ -144,10 +144,10 @@ def convert(
         ValueError: The model has no layers, or with ``strict`` none is converted. Layers of a group in
             ``share_outer_scale`` have no common recipe, or have delayed scaling or quantized parameters. A pattern
             matches no layer. A layer is converted already with another recipe. The model was compiled, scripted or
-            exported. An amax group is given without delayed scaling. With ``quantized_parameters``: a recipe needs a
-            weight's values, a weight is shared with a layer that is not converted, experts share a weight, or a weight
-            is a DTensor whose parts cut blocks, which FSDP2 has sharded or which belongs to experts. Nothing is
-            changed then.
+            exported. An amax group is given without delayed scaling. A recipe has ``cache_weights``, and its layer
+            can't keep codes. With ``quantized_parameters``: a recipe needs a weight's values, a weight is shared with
+            a layer that is not converted, experts share a weight, or a weight is a DTensor whose parts cut blocks,
+            which FSDP2 has sharded or which belongs to experts. Nothing is changed then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     check_model("convert", model)

@@ -63,7 +63,7 @@ class WeightCodes(QuantizedTensor):
         weight = None if self._weight is None else self._weight()
         return weight is not None and self._made_of == _version(weight)
 
-    def fits(self, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> bool:
+    def fits(self, recipe: Recipe | None, dtype: torch.dtype, *, is_turned: bool) -> bool:
         """Whether these are the codes that a layer with this recipe reads, of this version of the weight or not."""
         weight = None if self._weight is None else self._weight()
         same = self.dtype == dtype and self.is_turned == is_turned and self.recipe == recipe
@@ -167,8 +167,9 @@ def pair(codes: WeightCodes) -> Sets:
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make codes again of all parameters of an optimizer, also where its kernels count no version."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if (codes := known_codes(p)) is not None:
-            codes.renew()
+        codes = known_codes(p)
+        if codes is not None and codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):
+            codes.renew()  # else the parameter has other memory since, and the next forward makes others
 
 
 @cache

@@ -403,3 +403,29 @@ def test_a_step_in_the_backward_renews_each_weight_alone():
             p.register_post_accumulate_grad_hook(step)
         found.append([each for index in range(3) for each in micro_batch(model, index)])
     assert same(*found)
+
+
+def test_a_compiled_step_of_an_optimizer():
+    def step(optimizer):
+        torch.compile(optimizer.step, backend="aot_eager")()
+
+    found = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model = model_of(cached=cached)
+        found.append(trained(model, COMPILED["compiled"](model), 2, step=step))
+    assert same(*found)
+
+
+def test_a_step_behind_a_move_to_another_dtype():
+    found = []
+    for cached in (False, True):
+        model = model_of(cached=cached, dtype=torch.float32)
+        model(tokens(0).float()).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.bfloat16()
+        model.zero_grad()
+        one = micro_batch(model, 0)
+        optimizer.step()
+        found.append([*one, *micro_batch(model, 1)])
+    assert same(*found)

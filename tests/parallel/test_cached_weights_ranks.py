@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import GROUPS, shared_ranks
-from test_fsdp import differing
+from test_fsdp import data_rank, differing, sharded
 from test_fsdp_use import counted
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,6 +80,25 @@ def with_and_without(kind, name, reshard, backend):
     return differing(weights[False], weights[True]), same, casts[False], casts[True]
 
 
+def on_a_mesh(name, mesh):
+    """What differs with cached weights on a mesh of two dims, in words."""
+    found = []
+    for cached in (False, True):
+        model = models.model_of("uneven", replace(models.recipe_of(name), cache_weights=cached))
+        model = sharded(model, mesh, models.BF16, on=True)
+        optimizer, losses = models.adamw(model), []
+        for step in range(2):
+            for micro in range(MICRO_BATCHES):
+                loss = model(models.batch(MICRO_BATCHES * step + micro, data_rank(mesh)))
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((losses, models.weights_of(model)))
+    (one, weights), (other, again) = found
+    return [*differing(weights, again), *(["losses"] if one != other else [])]
+
+
 def sets_of(kind, name):
     """The sets of codes of all weights that travel as codes."""
     weights = {"dense": 6, "turned": 4, "experts": 4}[kind]
@@ -128,6 +147,11 @@ def test_shards_make_their_codes_once_a_step_and_have_the_same_bits(ranks, kind,
         assert min(without) > max(cached)
         # behind the edit by hand between steps, which is before the next one, codes are made once too
         assert cached == [sets_of(kind, recipe)] * STEPS
+
+
+@pytest.mark.parametrize(("recipe", "mesh"), [("rowwise", "FSDP + TP"), ("blockwise", "HSDP")])
+def test_shards_of_parts_and_of_replicas(ranks, recipe, mesh):
+    assert ranks.run(on_a_mesh, recipe, mesh, within="all") == [[]] * 4
 
 
 def test_placements_that_keep_no_codes_say_so(ranks):
