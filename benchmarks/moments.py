@@ -7,7 +7,7 @@ one thread; each optimizer sees the same weights and batches of a seed. Steps ru
 same bits (tests/optim/test_adamw.py). ``--page`` writes docs/results/optimizer-states.md.
 With ``--out`` what was trained is kept there, so that a script that was killed goes on; ``--only`` trains those
 contenders whose name has a word, and prints no table. ``--section`` trains nothing: it writes one more section of the
-page, on those contenders that ``--out`` has for all seeds.
+page, on the trainings that ``--out`` has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -162,21 +162,23 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows]]
 
 
-def all_trained(names: Iterable[str], seeds: range, steps: int, out: Path | None) -> dict[str, list[Pair]]:
+def all_trained(names: Iterable[str], seeds: Sequence[int], steps: int, out: Path | None) -> dict[str, list[Pair]]:
     return {
         name: [kept(out, name, f"{steps} steps, seed {seed}", partial(trained, name, seed, steps)) for seed in seeds]
         for name in names
     }
 
 
-def losses(names: Iterable[str], seeds: range, steps: int, out: Path | None) -> list[str]:
-    found, rows = all_trained(names, seeds, steps, out), []
+def losses(seeds_of: Mapping[str, Sequence[int]], steps: int, out: Path | None) -> list[str]:
+    found, rows = {name: all_trained([name], seeds, steps, out)[name] for name, seeds in seeds_of.items()}, []
     for name, each in found.items():
-        plain = found[FLOAT32_MUON if "Muon" in name else FLOAT32]
-        gaps = [own[0] - other[0] for own, other in zip(each, plain, strict=True)]
-        mean = statistics.fmean(loss for loss, _ in each)
-        paired = ", ".join(f"{gap:+.4f}" for gap in gaps) if name not in (FLOAT32, FLOAT32_MUON) else "-"
-        rows.append([name, f"{mean:.4f}", paired, f"{each[0][1]:.2f}"])
+        of_float32 = FLOAT32_MUON if "Muon" in name else FLOAT32
+        plain = dict(zip(seeds_of[of_float32], found[of_float32], strict=True))
+        gaps = [own[0] - plain[seed][0] for seed, own in zip(seeds_of[name], each, strict=True)]
+        # a mean over other seeds says nothing beside that of float32
+        mean = f"{statistics.fmean(loss for loss, _ in each):.4f}" if len(each) == len(plain) else "-"
+        paired = ", ".join(f"{gap:+.4f}" for gap in gaps) if name != of_float32 else "-"
+        rows.append([name, mean, paired, f"{each[0][1]:.2f}"])
     return table(["moments", "loss", "minus float32, seed by seed", "bytes a parameter"], rows)
 
 
@@ -201,7 +203,7 @@ def page(seeds: range, steps: int, out: Path | None) -> str:
         f"{SHAPE.dim} with {SHAPE.layers} layers, in float32, betas (0.9, 0.999), the same batches for all.",
         "Norms keep float32 moments. Muon has the matrices of blocks, AdamW the rest.",
         "",
-        *losses(CONTENDERS, seeds, steps, out),
+        *losses(dict.fromkeys(CONTENDERS, seeds), steps, out),
         "",
         "## Rare gradients",
         "",
@@ -215,18 +217,17 @@ def page(seeds: range, steps: int, out: Path | None) -> str:
 
 
 def write_section(seeds: range, steps: int, out: Path) -> None:
-    """Write the section of the page on the contenders that ``out`` has for all seeds."""
-    names = [
-        name
+    """Write the section of the page on the trainings that ``out`` has."""
+    trained_seeds = {
+        name: [seed for seed in seeds if path_of(out, name, f"{steps} steps, seed {seed}").exists()]
         for name in CONTENDERS
-        if all(path_of(out, name, f"{steps} steps, seed {seed}").exists() for seed in seeds)
-    ]
+    }
     body = [
         f"Likewise after {steps} steps, the last {NUM_LAST} of them, for what was trained so long. Losses of float32",
         f"moments are {spread(seeds, steps, out):.4f} apart from seed to seed.",
         f"`python -m benchmarks.moments --steps {steps} --out DIR --section` writes this section.",
         "",
-        *losses(names, seeds, steps, out),
+        *losses({name: own for name, own in trained_seeds.items() if own}, steps, out),
     ]
     replace_section(PAGE, f"Loss after {steps} steps", body)
 

@@ -181,7 +181,7 @@ def renew_weight_codes(model: Model) -> Model:
     if not layers:
         raise ValueError(
             "renew_weight_codes: no layer of the model has a recipe with cache_weights. Convert it by one, "
-            "dataclasses.replace(recipe, cache_weights=True)."
+            "such as fp8compile.recipes.rowwise(cache_weights=True)."
         )
     for layer in layers:
         if (scales := getattr(layer, "weight_scales", None)) is not None:

@@ -429,3 +429,11 @@ def test_a_step_behind_a_move_to_another_dtype():
         optimizer.step()
         found.append([*one, *micro_batch(model, 1)])
     assert same(*found)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_ready_recipes_have_an_argument_that_their_text_says(name):
+    recipe = recipe_of(name)
+    assert f8.recipes.by_name(name, cache_weights=True) == recipe
+    assert f8.recipes.describe(recipe) == f"{name}(cache_weights=True)"
+    assert f8.recipes.by_name(f8.recipes.describe(recipe)) == recipe
