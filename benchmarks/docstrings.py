@@ -19,12 +19,30 @@ ROOT = Path(__file__).parents[1]
 HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+def _shown(path: Path, node: ast.AST, holder: str) -> str:
+    """What an editor shows beside a docstring: a module's name, a class and its bases, a function's signature."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        return f"{holder}{node.name}({ast.unparse(node.args)}){returns}"
+    if isinstance(node, ast.ClassDef):
+        return f"class {holder}{node.name}({', '.join(map(ast.unparse, node.bases))})"
+    return f"module {path.stem}"
+
+
+def _nodes(node: ast.AST, holder: str = "") -> Iterator[tuple[ast.AST, str]]:
+    """Every node below one, with the names of the classes around it."""
+    yield node, holder
+    inside = f"{holder}{node.name}." if isinstance(node, ast.ClassDef) else holder
+    for child in ast.iter_child_nodes(node):
+        yield from _nodes(child, inside)
+
+
 def docstrings(root: Path) -> Iterator[tuple[Path, int, str, str]]:
-    """Path, line, name and text of every docstring below a folder, in the order of paths and lines."""
+    """Path, line, signature and text of every docstring below a folder, in the order of paths and lines."""
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node, holder in _nodes(ast.parse(path.read_text())):
             if isinstance(node, HOLDERS) and (text := ast.get_docstring(node)):
-                yield path, getattr(node, "lineno", 1), getattr(node, "name", path.stem), text
+                yield path, getattr(node, "lineno", 1), _shown(path, node, holder), text
 
 
 def drawn(root: Path, seed: int, count: int) -> list[tuple[Path, int, str, str]]:

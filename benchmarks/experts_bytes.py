@@ -30,7 +30,7 @@ from benchmarks.experts import experts_arguments, feed_forward
 from benchmarks.table import Row, emit
 from fp8compile.testing import gpu_kernels
 
-__all__ = ["CONTENDERS", "SIZES", "experts_row", "least_experts"]
+__all__ = ["CONTENDERS", "ON_B200", "SIZES", "experts_row", "least_experts", "recipe_of_experts"]
 
 SIZES = {"rows": 65536, "dim": 2048, "hidden": 768, "experts": 16}
 RECIPES = ("rowwise_bf16_wgrad", "rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4")
@@ -79,10 +79,13 @@ def _least_in_four_bits(x: int, h: int, w: int) -> dict[str, float]:
     }
 
 
+def recipe_of_experts(name: str) -> f8.Recipe:
+    """A ready recipe, whose products of groups a GPU has: it takes e4m3 alone."""
+    return f8.recipes.tensorwise(grad_format="e4m3") if name == "tensorwise" else f8.recipes.by_name(name)
+
+
 def _of_recipe(recipe: str) -> Callable[..., Tensor]:
-    # a GPU's grouped product takes e4m3 alone
-    chosen = f8.recipes.tensorwise(grad_format="e4m3") if recipe == "tensorwise" else f8.recipes.by_name(recipe)
-    return partial(feed_forward, recipe=chosen)
+    return partial(feed_forward, recipe=recipe_of_experts(recipe))
 
 
 CONTENDERS: dict[str, Callable[[], Callable[..., Tensor]]] = {

@@ -2,7 +2,8 @@
 
 The feed-forward block of a transformer, 256 x 512 with 256 tokens, forward and backward, with a rowwise
 recipe and with a blockwise one, on an H200 that need not be here. Both ways run in one process on the same programs.
-The ratio is what counts; seconds depend on the machine. Compilation is left out, and shown in the last line.
+The ratio is what counts; seconds depend on the machine. Compilation and collections of garbage are left out;
+compilation is shown in the last line.
 
     python -m benchmarks.interpreted [--json]
 """
@@ -10,6 +11,7 @@ The ratio is what counts; seconds depend on the machine. Compilation is left out
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import time
 from collections import defaultdict
@@ -42,9 +44,12 @@ def measured(recipe: str, elements: int) -> tuple[dict[str, float], float]:
 
     def launch(interpreter: Interpreter, name: str, *args: Any) -> None:
         interpreter.elements = elements
+        gc.collect()
+        gc.disable()  # a collection goes through all that Inductor has made, in whichever kernel it happens to begin
         start = time.perf_counter()
         plain(interpreter, name, *args)
         seconds[_kind(name)] += time.perf_counter() - start
+        gc.enable()
 
     start = time.perf_counter()
     with mock.patch.object(Interpreter, "launch", launch):

@@ -1,12 +1,13 @@
 """What moments as codes do to training: losses beside float32 moments and torchao's, bytes, and rare gradients.
 
-    python -m benchmarks.moments [--steps 300] [--seeds 3] [--out DIR] [--only WORD] [--page]
+    python -m benchmarks.moments [--steps 300] [--seeds 3] [--out DIR] [--only WORD] [--page] [--section]
 
 Trains the byte Llama of `examples/train` (2 layers, width 128) in float32, so that moments are all that differs, on
 one thread; each optimizer sees the same weights and batches of a seed. Steps run op by op: a compiled step has the
 same bits (tests/optim/test_adamw.py). ``--page`` writes docs/results/optimizer-states.md.
 With ``--out`` what was trained is kept there, so that a script that was killed goes on; ``--only`` trains those
-contenders whose name has a word, and prints no table.
+contenders whose name has a word, and prints no table. ``--section`` trains nothing: it writes one more section of the
+page, on the trainings that ``--out`` has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile as f8
+from benchmarks.table import replace_section
 from examples.train.data import load_text
 from examples.train.model import ByteLlama, ModelShape
 
@@ -112,10 +114,15 @@ def trained(contender: str, seed: int, steps: int) -> tuple[float, float]:
     return statistics.fmean(losses[-NUM_LAST:]), state_bytes(optimizers) / count
 
 
+def path_of(out: Path, contender: str, what: str) -> Path:
+    """The file below ``out`` for a result."""
+    name = re.sub(r"\W+", "-", f"{contender}-{what}").strip("-")
+    return out / f"{name}.json"
+
+
 def kept(out: Path | None, contender: str, what: str, compute: Callable[[], Pair]) -> Pair:
     """What a file below ``out`` has, or else what is computed now and written there."""
-    name = re.sub(r"\W+", "-", f"{contender}-{what}").strip("-")
-    path = None if out is None else out / f"{name}.json"
+    path = None if out is None else path_of(out, contender, what)
     if path is not None and path.exists():
         first, second = json.loads(path.read_text())
         return first, second
@@ -155,21 +162,23 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows]]
 
 
-def all_trained(names: Iterable[str], seeds: range, steps: int, out: Path | None) -> dict[str, list[Pair]]:
+def all_trained(names: Iterable[str], seeds: Sequence[int], steps: int, out: Path | None) -> dict[str, list[Pair]]:
     return {
         name: [kept(out, name, f"{steps} steps, seed {seed}", partial(trained, name, seed, steps)) for seed in seeds]
         for name in names
     }
 
 
-def losses(seeds: range, steps: int, out: Path | None) -> list[str]:
-    found, rows = all_trained(CONTENDERS, seeds, steps, out), []
+def losses(seeds_of: Mapping[str, Sequence[int]], steps: int, out: Path | None) -> list[str]:
+    found, rows = {name: all_trained([name], seeds, steps, out)[name] for name, seeds in seeds_of.items()}, []
     for name, each in found.items():
-        plain = found[FLOAT32_MUON if "Muon" in name else FLOAT32]
-        gaps = [own[0] - other[0] for own, other in zip(each, plain, strict=True)]
-        mean = statistics.fmean(loss for loss, _ in each)
-        paired = ", ".join(f"{gap:+.4f}" for gap in gaps) if name not in (FLOAT32, FLOAT32_MUON) else "-"
-        rows.append([name, f"{mean:.4f}", paired, f"{each[0][1]:.2f}"])
+        of_float32 = FLOAT32_MUON if "Muon" in name else FLOAT32
+        plain = dict(zip(seeds_of[of_float32], found[of_float32], strict=True))
+        gaps = [own[0] - plain[seed][0] for seed, own in zip(seeds_of[name], each, strict=True)]
+        # a mean over other seeds says nothing beside that of float32
+        mean = f"{statistics.fmean(loss for loss, _ in each):.4f}" if len(each) == len(plain) else "-"
+        paired = ", ".join(f"{gap:+.4f}" for gap in gaps) if name != of_float32 else "-"
+        rows.append([name, mean, paired, f"{each[0][1]:.2f}"])
     return table(["moments", "loss", "minus float32, seed by seed", "bytes a parameter"], rows)
 
 
@@ -194,7 +203,7 @@ def page(seeds: range, steps: int, out: Path | None) -> str:
         f"{SHAPE.dim} with {SHAPE.layers} layers, in float32, betas (0.9, 0.999), the same batches for all.",
         "Norms keep float32 moments. Muon has the matrices of blocks, AdamW the rest.",
         "",
-        *losses(seeds, steps, out),
+        *losses(dict.fromkeys(CONTENDERS, seeds), steps, out),
         "",
         "## Rare gradients",
         "",
@@ -207,6 +216,28 @@ def page(seeds: range, steps: int, out: Path | None) -> str:
     return "\n".join(lines)
 
 
+def write_section(seeds: range, steps: int, out: Path) -> None:
+    """Write the section of the page on the trainings that ``out`` has."""
+    trained_seeds = {
+        name: [seed for seed in seeds if path_of(out, name, f"{steps} steps, seed {seed}").exists()]
+        for name in CONTENDERS
+    }
+    body = [
+        f"Likewise after {steps} steps, the last {NUM_LAST} of them, for what was trained so long. Losses of float32",
+        f"moments are {spread(seeds, steps, out):.4f} apart from seed to seed.",
+        f"`python -m benchmarks.moments --steps {steps} --out DIR --section` writes this section.",
+        "",
+        *losses({name: own for name, own in trained_seeds.items() if own}, steps, out),
+    ]
+    replace_section(PAGE, f"Loss after {steps} steps", body)
+
+
+def spread(seeds: range, steps: int, out: Path) -> float:
+    """How far the losses of float32 moments are apart."""
+    found = [loss for loss, _ in all_trained([FLOAT32], seeds, steps, out)[FLOAT32]]
+    return max(found) - min(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -214,11 +245,15 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only")
+    parser.add_argument("--section", action="store_true", help=f"write one more section of {PAGE.name}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.only:
         names = [name for name in CONTENDERS if options.only in name]
         all_trained(names, range(options.seeds), options.steps, options.out)
+        return
+    if options.section:
+        write_section(range(options.seeds), options.steps, options.out)
         return
     found = page(range(options.seeds), options.steps, options.out)
     if options.page:

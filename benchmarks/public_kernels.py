@@ -5,6 +5,7 @@ Triton kernels of a package are their own reference; what they compute is also c
 float64, and the largest error is shown as a part of the largest value.
 
     pip install --no-deps liger-kernel fla-core flash-linear-attention timm attn_gym einops transformers
+    pip install --no-deps xformers unsloth unsloth_zoo
     pip install torchtitan
     python -m benchmarks.public_kernels [--only Liger] [--json]
 
@@ -15,12 +16,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.machinery
 import importlib.util
+import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,14 +37,16 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.table import Row, emit
 from fp8compile.testing import run_gpu_program
+from fp8compile.testing.gpu.gpus import GPUS, pretend_gpu
 from fp8compile.testing.gpu.program.interpreter import Interpreter
 
 __all__ = ["CASES", "Public"]
 
 PACKAGES = {
     "Liger": "liger_kernel", "FLA": "fla", "timm": "timm", "attention-gym": "attn_gym",
-    "transformers": "transformers", "torchtitan": "torchtitan",
+    "transformers": "transformers", "torchtitan": "torchtitan", "xformers": "xformers", "Unsloth": "unsloth",
 }  # fmt: skip
+UNSLOTH = ("unsloth", "unsloth.kernels", "unsloth_zoo")  # their __init__ looks for a GPU and changes other packages
 TORCHVISION = (  # timm imports it for images, which no block has
     "torchvision", "torchvision.ops", "torchvision.ops.misc", "torchvision.transforms",
     "torchvision.transforms.functional", "torchvision.datasets", "torchvision.models",
@@ -68,6 +76,53 @@ def _normal(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*size).to(dtype).requires_grad_()
 
 
+def _imported(module: str) -> Any:
+    """A module; one of Unsloth is imported under a pretended GPU, without the ``__init__`` of its packages."""
+    if not module.startswith("unsloth.") or module in sys.modules:
+        return importlib.import_module(module)
+    for name in UNSLOTH:
+        if name not in sys.modules:
+            package, *inner = name.split(".")
+            (folder,) = importlib.util.find_spec(package).submodule_search_locations
+            spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [str(Path(folder, *inner))]
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            sys.modules[name].DEVICE_TYPE = "cuda"  # type: ignore[attr-defined]  # its __init__ would set it
+    stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0)
+    elsewhere = mock.patch.dict(os.environ, {"UNSLOTH_COMPILE_LOCATION": tempfile.mkdtemp()})  # it copies files there
+    with pretend_gpu(GPUS["h200"]), stream, elsewhere:
+        return importlib.import_module(module)
+
+
+def _kernel(
+    module: str, kernel: str, out: str, *, programs: int, shape: tuple[int, ...],
+    tensors: dict[str, Callable[[], Any]], **constants: Any,
+) -> Callable[[], Made]:  # fmt: skip
+    """A kernel that is launched in the function, with one result.
+
+    Args:
+        module: Its module.
+        kernel: Its name.
+        out: Name of the argument that it writes to.
+        programs: Number of programs.
+        shape: Shape of the result.
+        tensors: Make its other tensors, by the names of its arguments.
+        constants: Its other arguments.
+    """
+
+    def make() -> Made:
+        found = getattr(_imported(module), kernel)
+
+        def call(*given: Tensor) -> Tensor:
+            result = torch.empty(shape)
+            found[(programs,)](**dict(zip(tensors, given, strict=True)), **{out: result}, **constants)
+            return result * 2
+
+        return call, tuple(each().detach() for each in tensors.values())
+
+    return make
+
+
 def _operator(
     module: str, function: str, *args: Callable[[], Any], names: tuple[str, ...] = (),
     constants: tuple[Any, ...] = (), shape: tuple[int, ...] | None = None,
@@ -84,12 +139,13 @@ def _operator(
     """
 
     def make() -> Made:
-        found = getattr(importlib.import_module(module), function)
+        found = getattr(_imported(module), function)
 
         def first(*given: Any) -> Tensor:
             copies = [each.clone() for each in given]  # some kernels write gradients to their inputs
             positional = copies[: len(copies) - len(names)]
-            result = found(*positional, *constants, **dict(zip(names, copies[len(positional) :], strict=True)))
+            with mock.patch("torch.cuda.device", nullcontext):  # which refuses tensors on a CPU
+                result = found(*positional, *constants, **dict(zip(names, copies[len(positional) :], strict=True)))
             return result[0] if isinstance(result, tuple) else result
 
         given = tuple(each().detach() for each in args)
@@ -230,6 +286,81 @@ FLA = (
 )  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------------------ xformers, Unsloth
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return 2 * functional.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def _tiled() -> Made:
+    from xformers.ops._triton import tiled_matmul_kernels as module
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        result = x.new_empty(x.shape[0], y.shape[1])
+        module._launch_triton_matmul([[x]], [[y]], [[result]], [x.shape[0]], [y.shape[1]], [x.shape[1]])
+        return result
+
+    operator = torch.library.custom_op(
+        "public_kernels::tiled", product, mutates_args=(), schema="(Tensor x, Tensor y) -> Tensor"
+    )
+    operator.register_fake(lambda x, y: x.new_empty(x.shape[0], y.shape[1]))
+    return (lambda x, y: operator(x, y) * 2), (_normal(64, 32).detach(), _normal(32, 48).detach())
+
+
+def _rows(*size: int) -> Callable[[], Tensor]:
+    return lambda: torch.empty(size)
+
+
+XFORMERS = (
+    Public("xformers: RMSNorm",
+           _operator("xformers.ops._triton.rmsnorm_kernels", "_rms_norm_forward", _random(33, 200), _random(200),
+                     constants=(1e-6,)), _normed),
+    Public("xformers: RMSNorm of a sum",
+           _operator("xformers.ops._triton.rmsnorm_kernels", "_rms_norm_add_forward", _random(33, 200),
+                     _random(33, 200), _random(200), constants=(1e-6,)),
+           lambda x, y, weight: _normed(x + y, weight)),
+    Public("xformers: index select",
+           _kernel("xformers.ops._triton.k_index_select_cat", "index_select_cat_fwd_kernel", "output_ptr", programs=12,
+                   shape=(12, 200),
+                   tensors={"source_ptr": _random(33, 200), "index_ptr": lambda: torch.randperm(33)[:12]},
+                   num_indices=12, num_cols=200, stride0=200, stride1=1, BLOCK_SIZE_INDEX=1, BLOCK_SIZE_COL=512),
+           lambda x, index: 2 * x[index]),
+    Public("xformers: tiled product", _tiled, lambda x, y: 2 * x @ y),
+)  # fmt: skip
+UNSLOTHS = (
+    Public("Unsloth: SwiGLU",
+           _operator("unsloth.kernels.swiglu", "swiglu_fg_kernel", _random(2, 33, 100), _random(2, 33, 100)),
+           _silu_times),
+    Public("Unsloth: GEGLU",
+           _operator("unsloth.kernels.geglu", "geglu_exact_forward_kernel", _random(2, 33, 100), _random(2, 33, 100)),
+           lambda a, b: 2 * functional.gelu(a) * b),
+    Public("Unsloth: GEGLU by tanh",
+           _operator("unsloth.kernels.geglu", "geglu_approx_forward_kernel", _random(2, 33, 100), _random(2, 33, 100)),
+           lambda a, b: 2 * functional.gelu(a, approximate="tanh") * b),
+    Public("Unsloth: RMSNorm",
+           _kernel("unsloth.kernels.rms_layernorm", "_rms_layernorm_forward", "Y", programs=33, shape=(33, 200),
+                   tensors={"X": _random(33, 200), "W": _random(200), "r": _rows(33)}, Y_row_stride=200,
+                   X_row_stride=200, W_row_stride=1, r_row_stride=1, n_cols=200, eps=1e-6, LONG_INDEXING=False,
+                   BLOCK_SIZE=256),
+           lambda x, weight, _: _normed(x, weight)),
+    Public("Unsloth: LayerNorm",
+           _kernel("unsloth.kernels.layernorm", "layernorm_forward", "Y", programs=33, shape=(33, 200),
+                   tensors={"X": _random(33, 200), "W": _random(200), "b": _random(200), "r": _rows(33),
+                            "mu": _rows(33)},
+                   Y_row_stride=200, X_row_stride=200, n_cols=200, eps=1e-6, LONG_INDEXING=False, BLOCK_SIZE=256,
+                   HAS_BIAS=True),
+           lambda x, weight, bias, *_: 2 * functional.layer_norm(x, (200,), weight, bias, 1e-6)),
+    Public("Unsloth: cross entropy",
+           _kernel("unsloth.kernels.cross_entropy_loss", "_cross_entropy_forward", "loss_ptr", programs=12,
+                   shape=(12,),
+                   tensors={"logits_ptr": _random(12, 70), "labels_ptr": _labels, "logsumexp_ptr": _rows(12)},
+                   logits_row_stride=70, VOCAB_SIZE=70, BLOCK_SIZE=128, DO_SOFTCAPPING=True, SOFTCAP=30.0,
+                   DO_LOGIT_SCALING=False, LOGIT_SCALE=0.0),
+           lambda x, y, _: 2 * functional.cross_entropy(30 * torch.tanh(x / 30), y, reduction="none")),
+)  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------ models
 
 
@@ -348,7 +479,7 @@ MODELS = (
     Public("transformers: GPT-2 block, dropout", _gpt2),
     Public("torchtitan: norm and feed-forward of Llama 3", _torchtitan),
 )  # fmt: skip
-CASES = (*LIGER, *FLA, *MODELS)
+CASES = (*LIGER, *FLA, *XFORMERS, *UNSLOTHS, *MODELS)
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -386,7 +517,7 @@ def measured(case: Public) -> Row:
     """The row of one case."""
     package = PACKAGES[case.name.partition(":")[0]]
     row: Row = {"what": case.name, "answer": "", "kernels": 0, "error": "", "seconds": 0.0, "why": ""}
-    if importlib.util.find_spec(package) is None:
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
         return {**row, "answer": "not installed"}
     torch.manual_seed(0)
     began, plain, launched = time.perf_counter(), Interpreter.launch, 0

@@ -9,14 +9,21 @@ loss        of the same decoder after some steps, each seed beside itself withou
 
     python -m benchmarks.saved_codes moved [--json] [--recipes rowwise ...] [--blocks mlp ...]
     python -m benchmarks.saved_codes gradients [--json] [--recipes bf16 rowwise] [--steps 100]
-    python -m benchmarks.saved_codes loss [--json] [--recipes rowwise] [--steps 300] [--seeds 0 1 2]
+    python -m benchmarks.saved_codes loss [--json] [--recipes rowwise] [--steps 1000] [--seeds 0 1 2] [--out DIR]
+        [--page]
+
+With ``--out`` a training's losses are kept in that folder, so that a script that was killed goes on; ``--page`` writes
+the section of docs/results/saved-codes.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch._inductor.config
@@ -29,7 +36,7 @@ from benchmarks.experts_bytes import CONTENDERS
 from benchmarks.kept import BLOCKS, SAVED, block_and_arguments
 from benchmarks.kernels import arch_for
 from benchmarks.mlp import Mlp
-from benchmarks.table import Row, emit
+from benchmarks.table import Row, emit, replace_section
 from examples.train.data import load_text, training_batch
 from fp8compile.saved_tensors import partitioner
 from fp8compile.testing import gpu_kernels
@@ -38,6 +45,7 @@ __all__ = ["distance", "gradient_rows", "loss_row", "moved_gb", "moved_row"]
 
 SHAPE = Shape(d=128, h=384, heads=4, kv_heads=2, head_dim=32)
 TOKENS, LAYERS = 512, 2
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "saved-codes.md"
 KINDS = {
     "norm": ("norm",),
     "activation": ("activation",),
@@ -155,6 +163,38 @@ def loss_row(recipe: str, seed: int, steps: int) -> Row:
     return {"recipe": recipe, "seed": seed, "exact": exact, "default": default - exact, "all": every - exact}
 
 
+def kept_loss_row(recipe: str, seed: int, steps: int, out: Path | None) -> Row:
+    """A row of `loss_row`, from a file below ``out`` if there is one."""
+    path = None if out is None else out / f"saved-{recipe}-{steps}-{seed}.json"
+    if path is not None and path.exists():
+        found: Row = json.loads(path.read_text())
+        return found
+    row = loss_row(recipe, seed, steps)
+    if path is not None:
+        path.write_text(json.dumps(row))
+    return row
+
+
+def loss_section(rows: Sequence[Row], steps: int) -> list[str]:
+    """The section of the page: each seed beside itself, and how far seeds are from one another."""
+    lines = [
+        f"Mean training loss of the last quarter of {steps} steps of that decoder, each seed beside itself",
+        "without codes, and the distance between the seeds' largest and smallest loss without; eager mode.",
+        f"`python -m benchmarks.saved_codes loss --steps {steps} --page`.",
+        "",
+        "| recipe | seeds | loss without codes | spread of seeds | default codes, seed by seed | every kind |",
+        "|---|---|---|---|---|---|",
+    ]
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        own: list[dict[str, Any]] = [dict(row) for row in rows if row["recipe"] == recipe]
+        exact = [row["exact"] for row in own]
+        gaps = (", ".join(f"{row[name]:+.4f}" for row in own) for name in ("default", "all"))
+        mean = sum(exact) / len(exact)
+        cells = [recipe, len(own), f"{mean:.4f}", f"{max(exact) - min(exact):.4f}", *gaps]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of saved tensors as codes.")
     parser.add_argument("what", choices=["moved", "gradients", "loss"])
@@ -163,6 +203,8 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=("mlp", "attention", "experts"))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, help="keep the losses of trainings there")
+    parser.add_argument("--page", action="store_true", help=f"write the section of {PAGE.name} on losses")
     args = parser.parse_args()
     if args.what == "moved":
         recipes = args.recipes or ["bf16", *f8.recipes.names()]
@@ -175,7 +217,9 @@ def main() -> None:
         emit(f"gradient of a small decoder after {args.steps} steps", rows, as_json=args.json, digits=4)
     else:
         recipes = args.recipes or ["float32", "rowwise"]
-        rows = [loss_row(recipe, seed, args.steps) for recipe in recipes for seed in args.seeds]
+        rows = [kept_loss_row(recipe, seed, args.steps, args.out) for recipe in recipes for seed in args.seeds]
+        if args.page:
+            replace_section(PAGE, f"Loss after {args.steps} steps", loss_section(rows, args.steps))
         emit(f"loss of a small decoder, last quarter of {args.steps} steps", rows, as_json=args.json, digits=4)
 
 

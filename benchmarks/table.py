@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from benchmarks.machine import machine
 
-__all__ = ["Row", "emit", "lines"]
+__all__ = ["Row", "emit", "lines", "replace_section"]
 
 Row = dict[str, object]
 
@@ -43,3 +44,11 @@ def emit(title: str, rows: Sequence[Row], *, as_json: bool, digits: int = 3) -> 
         print(json.dumps({"title": title, **where, "rows": list(rows)}))
     else:
         print(f"{title} (PyTorch {torch.__version__})", *lines(rows, digits=digits), sep="\n")
+
+
+def replace_section(page: Path, heading: str, body: Sequence[str]) -> None:
+    """Write a section of a page, ``## heading``, in place of the one that it has; a new one comes last."""
+    before, _, rest = page.read_text().partition(f"## {heading}\n")
+    after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
+    section = "\n".join([f"## {heading}", "", *body, ""])
+    page.write_text("\n".join(filter(None, [before.rstrip() + "\n", section, after])))

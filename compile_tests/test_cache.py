@@ -59,6 +59,23 @@ print(json.dumps({
 }))
 """
 
+READ = """
+import json, torch, fp8compile as f8
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.SiLU(), torch.nn.Linear(64, 32)).bfloat16()
+layers = f8.convert(layers, f8.recipes.rowwise(), filter=lambda *_: True)
+step, monitor = torch.compile(layers, fullgraph=True), f8.Monitor(layers, every=2)
+for index in range(4):
+    step(torch.full((16, 32), index + 1.0, dtype=torch.bfloat16)).float().square().sum().backward()
+    if monitor.is_reading:
+        reading = {layer: slots["grad_output"] for layer, slots in monitor.read().items()}
+    monitor.step()
+found = {k: v for group in ("aot_autograd", "inductor") for k, v in counters[group].items() if "cache" in k}
+print(json.dumps({"reading": reading, "graphs": counters["stats"]["unique_graphs"], "counters": found}))
+"""
+
 MINE = """
 from dataclasses import dataclass
 import torch, fp8compile as f8
@@ -155,6 +172,16 @@ def test_a_fresh_process_hits_the_cache_and_a_changed_rule_misses_it(folder):
     own = run(folder, STEP)
     assert_runs_as_eager(own, {"linear": MISS, "mine": MISS})
     assert own["linear"] != cold["linear"], "the edit changes no result: it shows nothing"
+
+
+@pytest.mark.slow
+def test_a_reading_hits_a_warm_cache(folder):
+    cold, warm = (run(folder, READ) for _ in range(2))
+    assert warm["reading"] == cold["reading"]
+    assert warm["graphs"] == 2  # of steps that are read, and of others
+    assert_counted(cold["counters"], {"autograd_cache_miss": 2})
+    assert_counted(warm["counters"], {"autograd_cache_hit": 2, "fxgraph_cache_hit": 4})
+    assert not warm["counters"].get("autograd_cache_miss")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import fp8compile as f8
 from fp8compile import ops
 from fp8compile.ops import delayed_linear, fsdp_delayed_linear
+from fp8compile.ops.layer.known_codes import flat_sets, sets_of_weight
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
@@ -34,6 +35,11 @@ def grouped(op, *where):
 PLACEMENTS = {
     "linear": (dense(ops.linear), ()),
     "shared_scale_linear": (dense(ops.shared_scale_linear, torch.ones(1)), ()),
+    "known_codes_linear": (dense(ops.known_codes_linear, *flat_sets(sets_of_weight(torch.ones(N, K), RECIPE))), ()),
+    "known_codes_grouped_linear": (
+        grouped(ops.known_codes_grouped_linear, *flat_sets(sets_of_weight(torch.ones(EXPERTS, N, K), RECIPE))),
+        (EXPERTS,),
+    ),
     "sharded_linear": (dense(ops.sharded_linear, 0, [N], None, [0], 0, ""), ()),
     "fsdp_linear": (dense(ops.fsdp_linear, None, None, Rows.alone(N)), ()),
     "delayed_linear": (lambda x, w: delayed_linear(x, w, None, *STATE, None, DELAYED_OUTPUT)[0], ()),

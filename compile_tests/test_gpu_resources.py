@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,8 +13,9 @@ import fp8compile as f8
 pytest.importorskip("triton", reason="needs Triton: it compiles to PTX, and brings ptxas")
 
 from benchmarks.gpu_resources import RECIPES, resources_of
+from fp8compile.testing import gpu_kernels
 from fp8compile.testing.explain.launched import launched_kernels
-from fp8compile.testing.gpu.cubin import assembled
+from fp8compile.testing.gpu.cubin import assembled, kernel_resources
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
 from fp8compile.testing.gpu.schedule import schedule
@@ -51,3 +54,12 @@ def test_kernels_inside_of_our_operators_are_compiled_as_they_are_launched():
     assert "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32" in product.ptx
     stages = assembled(product, gpu).shared_bytes // (2 * 128 * 128)
     assert 1 < stages <= gpu.shared_memory_per_block_optin // (2 * 128 * 128)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_what_a_gpu_emulates_is_compiled_for_it(name):
+    """With PyTorch 2.11 float8 numbers became float64 in one conversion, on which Triton 3.6 aborts (an H200 did)."""
+    layer = f8.Linear(24, 40, bias=False, recipe=replace(f8.recipes.by_name(name), emulate=True), dtype=torch.bfloat16)
+    x = torch.randn(5, 24, dtype=torch.bfloat16, requires_grad=True)
+    for code in gpu_kernels(layer, x, arch="h200"):
+        assert kernel_resources(code.source, GPUS["h200"])

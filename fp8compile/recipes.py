@@ -61,6 +61,7 @@ def _of_blocks(
     grad_rounding: str,
     emulate: bool = False,
     by_mx: bool = False,
+    cache_weights: bool = False,
     **rule: Any,
 ) -> Recipe:
     """Make a recipe with current scaling for all operands, from their blocks.
@@ -78,6 +79,7 @@ def _of_blocks(
         input_for_grad_weight=CurrentScaling(format=format, block=x_turned, **rule),
         emulate=emulate,
         by_mx=by_mx,
+        cache_weights=cache_weights,
     )
 
 
@@ -89,6 +91,7 @@ def tensorwise(
     scale: str = "fp32",
     eps: float = 0.0,
     by_mx: bool = False,
+    cache_weights: bool = False,
 ) -> Recipe:
     """One scale for each tensor; all three GEMMs in FP8.
 
@@ -99,12 +102,20 @@ def tensorwise(
         scale: Scale rule, see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 for none.
         by_mx: Whether a GeForce card of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
+        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
     """
     blocks = (TENSOR, TENSOR, TENSOR, TENSOR)
     return _of_blocks(
-        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps, by_mx=by_mx
+        *blocks,
+        format=format,
+        grad_format=grad_format,
+        grad_rounding=grad_rounding,
+        scale=scale,
+        eps=eps,
+        by_mx=by_mx,
+        cache_weights=cache_weights,
     )
 
 
@@ -116,6 +127,7 @@ def rowwise(
     scale: str = "fp32",
     eps: float = 0.0,
     by_mx: bool = False,
+    cache_weights: bool = False,
 ) -> Recipe:
     """A scale for each row of a GEMM's left operand and each column of its right one; all three GEMMs in FP8.
 
@@ -126,10 +138,18 @@ def rowwise(
         scale: Scale rule, see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 for none.
         by_mx: Whether a GeForce card of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
+        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
     """
     blocks = (ROW, ROW, COLUMN, COLUMN)
     return _of_blocks(
-        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps, by_mx=by_mx
+        *blocks,
+        format=format,
+        grad_format=grad_format,
+        grad_rounding=grad_rounding,
+        scale=scale,
+        eps=eps,
+        by_mx=by_mx,
+        cache_weights=cache_weights,
     )
 
 
@@ -140,6 +160,7 @@ def rowwise_bf16_wgrad(
     grad_rounding: str = "nearest",
     scale: str = "fp32",
     eps: float = 0.0,
+    cache_weights: bool = False,
 ) -> Recipe:
     """The same as ``rowwise`` for output and grad_input; grad_weight stays in the dtype of its operands.
 
@@ -149,6 +170,7 @@ def rowwise_bf16_wgrad(
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 for none.
+        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
     """
     rule: dict[str, Any] = {"scale": scale, "eps": eps}
     value = CurrentScaling(format=format, block=ROW, **rule)
@@ -157,6 +179,7 @@ def rowwise_bf16_wgrad(
         weight=value,
         grad_output=CurrentScaling(format=grad_format, block=ROW, rounding=grad_rounding, **rule),
         weight_for_grad_input=CurrentScaling(format=format, block=COLUMN, **rule),
+        cache_weights=cache_weights,
     )
 
 
@@ -167,6 +190,7 @@ def blockwise(
     grad_rounding: str = "nearest",
     scale: str = "fp32",
     eps: float = 0.0,
+    cache_weights: bool = False,
 ) -> Recipe:
     """One scale for 128 values of inputs and gradients, and for 128 x 128 of weights; all three GEMMs in FP8.
 
@@ -179,12 +203,19 @@ def blockwise(
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: ``"fp32"``, or ``"pow2"`` for powers of two.
         eps: Lower bound of the amax; 0 for none.
+        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, arXiv:2412.19437.
     """
     blocks = (LINE, TILE, TILE, PILLAR)
     return _of_blocks(
-        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps
+        *blocks,
+        format=format,
+        grad_format=grad_format,
+        grad_rounding=grad_rounding,
+        scale=scale,
+        eps=eps,
+        cache_weights=cache_weights,
     )
 
 
@@ -197,6 +228,7 @@ def mxfp8(
     eps: float = 0.0,
     weight_block: tuple[int, int] = MX_LINE,
     emulate: bool = False,
+    cache_weights: bool = False,
 ) -> Recipe:
     """MXFP8: one scale, a power of two stored in a byte, for 32 values along the summed dim; all three GEMMs in FP8.
 
@@ -213,6 +245,7 @@ def mxfp8(
         weight_block: (1, 32), or (32, 32) for one set of codes.
         emulate: Whether a GPU without MX (before compute capability 10.0) multiplies the exact values in float64,
             slowly, instead of raising.
+        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
 
     Raises:
         ValueError: ``scale`` or ``weight_block`` has a value that is not allowed.
@@ -230,6 +263,7 @@ def mxfp8(
         grad_format=grad_format,
         grad_rounding=grad_rounding,
         emulate=emulate,
+        cache_weights=cache_weights,
         scale=scale,
         eps=eps,
     )
@@ -245,6 +279,7 @@ def nvfp4(
     scale: str = "transformer_engine",
     outer: str = "quotient",
     emulate: bool = False,
+    cache_weights: bool = False,
 ) -> Recipe:
     """NVFP4: four-bit codes, an e4m3 scale for 16 values along the summed dim, and a float32 scale for the tensor.
 
@@ -270,6 +305,7 @@ def nvfp4(
             reciprocal. It changes only weights whose largest magnitude is below 3.2e-35, and goes with
             ``"transformer_engine"``. ``"quotient"`` leaves the scale as the rule has it.
         emulate: Whether a GPU without such GEMMs multiplies the exact values in float64, slowly, instead of raising.
+        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
 
     Raises:
         ValueError: An argument has a value that is not allowed.
@@ -304,6 +340,7 @@ def nvfp4(
         input=line,
         weight=weight,
         emulate=emulate,
+        cache_weights=cache_weights,
         keep_weight_codes=keeps,
         dequantized_gradients=backward == "dequantized",
         **taken,
@@ -501,6 +538,7 @@ ARGUMENTS = {
     "algorithm": "weight.algorithm",
     "margin": "weight.margin",
     "keep_weight_codes": "keep_weight_codes",
+    "cache_weights": "cache_weights",
     "weight_block": "weight.block",
     "seed": "grad_output.seed",
     "hadamard": "input_for_grad_weight.hadamard",
@@ -519,6 +557,7 @@ def _call(name: str, recipe: Recipe) -> str | None:
                 "scale": attrgetter(ARGUMENTS["scale"])(recipe),
                 "backward": "dequantized" if recipe.dequantized_gradients else "bf16",
                 "emulate": recipe.emulate,
+                "cache_weights": recipe.cache_weights,
             }
         else:
             arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults if each in ARGUMENTS}

@@ -24,6 +24,9 @@ class OnlookingMode(TorchDispatchMode):
     Dynamo compiles nothing while a plain mode is active.
     """
 
+    # code that was compiled with checkpointing draws random numbers in one, run_and_save_rng_state
+    supports_higher_order_operators = True
+
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator and return what it returns."""
         raise NotImplementedError

@@ -22,6 +22,7 @@ __all__ = [
     "graph_tracer",
     "guard_or_false",
     "is_fake",
+    "is_faking",
     "is_static",
     "is_traced",
     "is_traced_as_subgraph",
@@ -115,6 +116,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def is_faking() -> bool:
+    """Whether operators make fake tensors now, even of tensors with data."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def no_dispatch() -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@
     differs     other bits
     gpu says no the table says that the GPU runs it, and it raises, traps, or does not end
     refused     the table says that the GPU does not run it; it is not run
-    not asked   two cases of this product took their process along, and the others are left out
+    not asked   two cases of this product crashed their process, so its other cases were not run
 
 Cases run in other processes, because a kernel that traps destroys its process's CUDA context.
 """

@@ -31,7 +31,7 @@ class Outcome:
     Attributes:
         arch: The GPU, as the user named it.
         name: Its full name.
-        graphs: A line for each graph that was run.
+        graphs: A line for each graph that was run, and where the first NaN comes from if there is one.
         fault: What a kernel does that it must not do; empty if there is nothing.
         differences: A line for each tensor that differs.
         unknown: Why the program was not run; empty if it was.
@@ -112,8 +112,8 @@ def _outcome(arch: str, fn: Callable[..., Any], args: tuple[Any, ...], options: 
             return Outcome(arch, gpu.name, fault=_one_line(error), seconds=seconds)
         raise UserError(f"running the function failed: {_one_line(error)}") from error
     return Outcome(
-        arch, gpu.name, tuple(map(str, run.graphs)), differences=tuple(map(str, run.differences)),
-        seconds=time.perf_counter() - began,
+        arch, gpu.name, tuple(map(str, filter(None, (*run.graphs, run.nan_origin)))),
+        differences=tuple(map(str, run.differences)), seconds=time.perf_counter() - began,
     )  # fmt: skip
 
 

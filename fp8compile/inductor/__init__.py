@@ -1,8 +1,9 @@
 """Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
 
-from fp8compile.inductor.fusion import behind_views, is_fusible, leaves_of
+from fp8compile.inductor.fusion import behind_views, is_fusible, is_made_by_rows, is_result_of, leaves_of
 from fp8compile.inductor.noted_blocks import block_noted, noted_block
 from fp8compile.inductor.partitioner_marks import (
+    is_left_in_backward,
     is_repeated_in_backward,
     left_in_backward,
     left_in_forward,
@@ -20,7 +21,7 @@ from fp8compile.inductor.registration import (
 )
 from fp8compile.inductor.row_groups import lower_largest_of_sums
 from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph, once_with_more
-from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch, TileMatrix
+from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch, TileMatrix, with_counts
 
 __all__ = [
     "TileKernel",
@@ -30,7 +31,10 @@ __all__ = [
     "block_noted",
     "constant",
     "is_fusible",
+    "is_left_in_backward",
+    "is_made_by_rows",
     "is_repeated_in_backward",
+    "is_result_of",
     "leaves_of",
     "left_in_backward",
     "left_in_forward",
@@ -47,4 +51,5 @@ __all__ = [
     "register_lowering",
     "register_tile_kernel",
     "repeat_in_backward",
+    "with_counts",
 ]

@@ -1,12 +1,15 @@
-"""Whether Inductor will fuse a tensor: whether the kernel that reads the tensor can also compute it."""
+"""Whether Inductor will fuse a tensor: whether the kernel that reads the tensor can also compute it, and how."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection
+
 import torch
 
-from fp8compile._compat import nodes_of
+from fp8compile._compat import nodes_of, statically_true
 
-__all__ = ["VIEWS", "behind_views", "is_fusible", "leaves_of"]
+__all__ = ["VIEWS", "behind_views", "is_fusible", "is_made_by_rows", "is_result_of", "leaves_of"]
 
 VIEWS = {
     getattr(torch.ops.aten, name).default
@@ -34,9 +37,42 @@ def is_fusible(tensor: torch.Tensor) -> bool:
     for node in nodes_of(tensor):
         while node.op == "call_function" and node.target in VIEWS:
             node = node.args[0]
-        tags = getattr(node.target, "tags", ())
-        if node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES):
+        if _is_pointwise(node):
             return True
+    return False
+
+
+def _is_pointwise(node: torch.fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES)
+
+
+def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -> bool:
+    """Whether a traced tensor is a result of a call of one of these operators, or a view of one."""
+    for node in nodes_of(tensor):
+        while node.op == "call_function" and node.target in VIEWS | {operator.getitem}:
+            node = node.args[0]
+        if node.target in ops:
+            return True
+    return False
+
+
+def is_made_by_rows(tensor: torch.Tensor) -> bool:
+    """Whether a traced tensor is computed by pointwise code from a number of each row, as a norm's output is.
+
+    The norm's gradient sums along rows, so a kernel that goes by rows reads what the tensor is made of.
+    """
+    waiting, seen = list(nodes_of(tensor)), set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and statically_true(value.shape[-1] == 1):
+            return True
+        if _is_pointwise(node) or node.target in VIEWS:
+            waiting += node.all_input_nodes
     return False
 
 
@@ -58,9 +94,7 @@ def leaves_of(node: torch.fx.Node) -> set[torch.fx.Node]:
     while left:
         each = left.pop()
         shown = behind_views(each)
-        is_pointwise = shown.op == "call_function" and (
-            torch.Tag.pointwise in getattr(shown.target, "tags", ()) or shown.target in COPIES
-        )
+        is_pointwise = _is_pointwise(shown)
         if not is_pointwise and shown.meta["val"].numel() == size:
             leaves.add(shown)
         below = shown.all_input_nodes if is_pointwise else []

@@ -12,6 +12,7 @@ from fp8compile._compat import nodes_of, statically_true
 from fp8compile.inductor.fusion import VIEWS
 
 __all__ = [
+    "is_left_in_backward",
     "is_repeated_in_backward",
     "left_in_backward",
     "left_in_forward",
@@ -125,6 +126,11 @@ def left_in_backward() -> AbstractContextManager[None]:
     wait in its forward for a message that another rank sends in its backward.
     """
     return _marked(IN_BACKWARD)
+
+
+def is_left_in_backward(tensor: torch.Tensor) -> bool:
+    """Whether a traced tensor was made under `left_in_backward`."""
+    return any(node.meta.get("partitioner_tag") == IN_BACKWARD["partitioner_tag"] for node in nodes_of(tensor))
 
 
 def current_marks() -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import partial, wraps
@@ -50,7 +51,7 @@ def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., A
     A graph with calls of both for equal arguments has the call of ``more``, whichever was traced first.
 
     Args:
-        plain: The op with fewer results. It takes the same arguments, as `once_a_graph` takes them.
+        plain: The op with fewer results, or with one. It takes the same arguments, as `once_a_graph` takes them.
         more: The op with more results.
 
     Returns:
@@ -70,9 +71,15 @@ def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., A
 
 def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
     """Let readers of an earlier call read the first results of a call that was just traced; returns ``found``."""
-    before: tuple[torch.Tensor, ...] | None = vars(graph).setdefault(RESULTS, {}).get(key)
+    before: Any = vars(graph).setdefault(RESULTS, {}).get(key)
+    count = len(key[0]._schema.returns)
     if before is None:
-        vars(graph)[RESULTS][key] = found[: len(key[0]._schema.returns)]
+        vars(graph)[RESULTS][key] = found[0] if count == 1 else found[:count]
+        return found
+    if count == 1:
+        (old,), ((new, _),) = _nodes_below(before), (node.args for node in _nodes_below(found[0]))
+        old.prepend(new)
+        new.args, old.target, old.args = old.args, operator.getitem, (new, 0)
         return found
     (old,), (new,) = ({_nodes_below(each)[0].args[0] for each in results} for results in (before, found))
     new.args = old.args  # the same values, through nodes that are there already

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-__all__ = ["TileKernel", "TileLaunch", "TileMatrix"]
+__all__ = ["COUNTS", "TileKernel", "TileLaunch", "TileMatrix", "with_counts"]
+
+COUNTS = "counts_ptr"  # the parameter of a kernel that also counts its codes, None if it does not
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class TileMatrix:
     left_out: tuple[str, ...] = ()  # names of the pointers among the outputs that this matrix does not have
 
 
+def with_counts(kernel: TileKernel) -> TileKernel:
+    """The kernel that also adds to the counts of groups, which are its last result."""
+    return replace(kernel, outputs=(*kernel.outputs, COUNTS), added_to=(*kernel.added_to, COUNTS))
+
+
 @dataclass(frozen=True)
 class TileLaunch:
     """A launch of a `TileKernel`."""
@@ -50,7 +57,10 @@ class TileLaunch:
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Launch the kernel on the matrix, the other inputs and the outputs."""
+        has_counts = COUNTS in self.kernel.outputs
+        *others, last = tensors
+        given, counts = (others, {COUNTS: last}) if has_counts else (tensors, {})
         self.kernel.function[self.grid](
-            x, *tensors, **self.sizes, **self.constants, stride_m=x.stride(0), stride_k=x.stride(1),
+            x, *given, **self.sizes, **self.constants, **counts, stride_m=x.stride(0), stride_k=x.stride(1),
             num_warps=self.warps,
         )  # fmt: skip

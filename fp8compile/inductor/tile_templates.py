@@ -23,12 +23,13 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._ordered_set import OrderedSet
 
 from fp8compile._compat import statically_true
-from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
+from fp8compile.inductor.tile_kernels import COUNTS, TileKernel, TileLaunch
 
 __all__ = ["lower_computing"]
 
 VALUES = re.compile(r"( +)x = values\(x_ptr, (\w+), (\w+), (\w+), stride_m, stride_k\)\n")
 WRITE = re.compile(r"( +)write\((\w+), (\w+), (\w+), (\w+), (\w+), \w+\)\n")
+COUNTING = re.compile(rf"( +)if {COUNTS} is not None:\n(?:\1 +.*\n)+")
 ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor interprets the first letters of names; "tmp" is free to use
 
 
@@ -67,7 +68,7 @@ def _computed(x: Any, made: torch.fx.Node) -> Any:
 
 def _code(x: Any) -> Any:
     """The pointwise code of a tensor, or of what it views with other sizes or as another dtype; otherwise None."""
-    view = x.data if isinstance(x, ir.TensorBox) else x
+    view: Any = x.data if isinstance(x, ir.TensorBox) else x
     if isinstance(view, ir.StorageBox):
         data = view.data
         if isinstance(data, ir.ComputedBuffer) and not _is_changed(data):
@@ -163,7 +164,7 @@ def _template(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str
         kernel_type = type("Kernel", (_Kernel,), {"described": kernel, "writes_values": writes_values})
         outputs = _outputs(kernel, matrices)
 
-    name = kernel.function.__name__ + "_and_values" * writes_values
+    name = kernel.function.__name__ + "_counted" * (COUNTS in kernel.outputs) + "_and_values" * writes_values
     if matrices:
         kinds = ("columns" if left_out else "both" for left_out in matrices)
         name = "_".join((name, "of", *kinds))
@@ -194,8 +195,7 @@ def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, 
     For several matrices the lines from `values` on are repeated. They load again what an earlier matrix loaded: a
     tile of inputs stays in a multiprocessor's cache, but several do not fit its registers.
     """
-    source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
-    _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
+    body = _body(kernel)
     pointers = (*kernel.inputs, *_outputs(kernel, matrices), *(["values_ptr"] if writes_values else []))
     named = ", ".join(f'"{name}"' for name in pointers)
     sizes = "".join(f'    {name} = {{{{size_called("{name}")}}}}\n' for name in kernel.sizes)
@@ -236,10 +236,19 @@ def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
     return body
 
 
-def _imports(function: Any) -> str:
+def _body(kernel: TileKernel) -> str:
+    """The text of a kernel's function, without what counts if the kernel does not."""
+    source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
+    _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
+    return body if COUNTS in kernel.outputs else COUNTING.sub("", f"{body}\n").rstrip("\n")
+
+
+def _imports(kernel: TileKernel) -> str:
     """Import statements for the functions that a kernel's source calls."""
-    names = [name for name in function.fn.__code__.co_names if name in function.fn.__globals__ and name != "tl"]
-    return f"from {function.fn.__module__} import {', '.join(names)}\n"
+    function, body = kernel.function.fn, _body(kernel)
+    known = [name for name in function.__code__.co_names if name in function.__globals__ and name != "tl"]
+    names = [name for name in known if re.search(rf"\b{name}\b", body)]
+    return f"from {function.__module__} import {', '.join(names)}\n"
 
 
 class _Kernel(TritonTemplateKernel):
@@ -254,7 +263,7 @@ class _Kernel(TritonTemplateKernel):
 
     @classmethod
     def gen_common_triton_imports(cls) -> str:  # type: ignore[override]  # PyTorch's is cached
-        return f"{super().gen_common_triton_imports()}\n{_imports(cls.described.function)}"
+        return f"{super().gen_common_triton_imports()}\n{_imports(cls.described)}"
 
     def size_called(self, name: str) -> str:
         """The size with this name, as text for the template."""

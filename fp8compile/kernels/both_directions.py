@@ -264,5 +264,5 @@ def tiles_of_several(m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None
         for rows, columns in pairs
     )
     grid = (triton.cdiv(m, tile), triton.cdiv(k, tile), 1)
-    shared = {"TILE": tile, "BLOCK": block, "counts_ptr": None}
+    shared = {"TILE": tile, "BLOCK": block}
     return TileLaunch(BOTH, grid, {"M": m, "K": k}, shared, SEVERAL_WARPS, matrices)

@@ -4,7 +4,8 @@
     underflow     elements with code 0 that are not 0
     saturation    elements beyond the largest code by more than half a step
 
-They are what `fp8compile.ops.counts` counts in PyTorch. A kernel without counts has none of this code.
+They are what `fp8compile.ops.counts` counts in PyTorch. A kernel without counts has none of this code. Kernels of
+groups add to the numbers of each group instead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["is_beyond", "is_underflow", "store_counts"]
+__all__ = ["add_counts", "is_beyond", "is_underflow", "store_counts"]
 
 
 @triton.jit
@@ -37,3 +38,12 @@ def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturatio
     tl.store(at, amax)
     tl.store(at + programs, underflow)
     tl.store(at + 2 * programs, saturation)
+
+
+@triton.jit
+def add_counts(counts_ptr, direction: tl.constexpr, group, E, amax, underflow, saturation, is_group):
+    """Add what was counted to the counts of groups, in (directions, 3, E) int64."""
+    at = counts_ptr + 3 * direction * E + group
+    tl.atomic_max(at, amax.to(tl.int64), is_group, sem="relaxed")
+    tl.atomic_add(at + E, underflow.to(tl.int64), is_group, sem="relaxed")
+    tl.atomic_add(at + 2 * E, saturation.to(tl.int64), is_group, sem="relaxed")

@@ -12,7 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8compile.kernels.both_directions import TILE, _encode, _of_direction, _scales
+from fp8compile.kernels.both_directions import (
+    FLOOR,
+    LIMIT_E4M3,
+    LIMIT_E5M2,
+    MANTISSA_BITS,
+    RCEIL,
+    TILE,
+    _encode,
+    _of_direction,
+    _power,
+    _scales,
+)
+from fp8compile.kernels.counts import add_counts, is_beyond, is_underflow
 from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
@@ -117,11 +129,36 @@ def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
 
 
 @triton.jit
+def _count_units(
+    counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
+    UNITS: tl.constexpr, IS_E4M3: tl.constexpr,
+):  # fmt: skip
+    """Add what is counted of each run of columns to the counts of its group; only tokens of groups count.
+
+    ``scale`` is float32, for each code of the tile.
+    """
+    split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
+    magnitude = tl.where(is_token, magnitude, 0)
+    underflow = is_underflow(magnitude, codes, 0x7F).to(tl.int32)
+    beyond = is_beyond(magnitude, scale, LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2).to(tl.int32)
+    amax, underflow = tl.max(tl.reshape(magnitude, split), 1), tl.sum(tl.reshape(underflow, split), 1)
+    add_counts(counts_ptr, direction, group, E, amax, underflow, tl.sum(tl.reshape(beyond, split), 1), group < E)
+
+
+@triton.jit
+def _scale_of(multiplier, RULE: tl.constexpr):
+    """The float32 that the scale of a multiplier stands for."""
+    if RULE == RCEIL or RULE == FLOOR:
+        return _power(254 - (multiplier.to(tl.int32, bitcast=True) >> MANTISSA_BITS))
+    return (tl.full(multiplier.shape, 1.0, tl.float64) / multiplier.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def cast_kernel(
     x_ptr, offsets_ptr, multiplier_ptr, codes_ptr, R, K, E, C, stride_m, stride_k, multiplier_stride_m,
     multiplier_stride_k,
     TILE: tl.constexpr, ALIGN: tl.constexpr,
-    Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr,
+    Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, counts_ptr=None,
 ):  # fmt: skip
     """Cast one tile of codes by the multipliers of groups."""
     UNITS: tl.constexpr = TILE // ALIGN
@@ -137,6 +174,11 @@ def cast_kernel(
     encoded = _encode(x * spread, Q_MAX, Q_E4M3)
     at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
     write(codes_ptr, at, column, codes, is_stored, C)
+    if counts_ptr is not None:
+        scales = tl.broadcast_to(_scale_of(multiplier, Q_RULE)[:, None, :], (UNITS, ALIGN, TILE))
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        scales = tl.reshape(scales, (TILE, TILE))
+        _count_units(counts_ptr, 0, group, E, magnitude, encoded, scales, is_token, UNITS, Q_E4M3)
 
 
 @triton.jit
@@ -172,7 +214,7 @@ def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
 def cast_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
     """Compile-time constants of `cast_kernel`."""
     fmt = _of_direction("Q", quantizer)
-    return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3")}
+    return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3", "Q_RULE")}
 
 
 def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
@@ -193,18 +235,25 @@ def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: 
 
 
 def cast_groups(
-    x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor
+    x: Tensor,
+    offsets: Tensor,
+    multiplier: Tensor,
+    quantizer: CurrentScaling,
+    align: int,
+    codes: Tensor,
+    counts: Tensor | None = None,
 ) -> None:
     """Launch the kernel that casts groups to transposed codes in padded columns.
 
     Groups begin at multiples of ``align`` columns, a divisor of 128. ``x`` and ``multiplier``, (E, K) or (E, 1), have
-    any strides. ``codes`` is the result, (K, C), contiguous; no size is 0.
+    any strides. ``codes`` is the result, (K, C), contiguous; no size is 0. ``counts`` are those of
+    `fp8compile.ops.counts` for groups, to be added to; None to count nothing.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
     cast_kernel[grid](
         x, offsets, multiplier, codes, rows, k, groups, columns, *x.stride(), *multiplier.expand(groups, k).stride(),
-        **cast_constants(quantizer, align), num_warps=CAST_WARPS,
+        **cast_constants(quantizer, align), counts_ptr=counts, num_warps=CAST_WARPS,
     )  # fmt: skip
 
 

@@ -14,12 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.inductor import TileKernel, TileLaunch
+from fp8compile.kernels.counts import add_counts
 from fp8compile.kernels.groups import SEARCHED, _sizes
 from fp8compile.kernels.two_levels import (
     COLUMNS,
     GROUPS,
     WARPS,
+    _counted,
+    _counted_columns,
     _magnitude,
+    _nonzero_codes,
     _outer,
     _outer_scale,
     _packed_columns,
@@ -81,7 +85,7 @@ def _group_of(offsets_ptr, tile, E):
 
 @triton.jit
 def _end(offsets_ptr, group, R, E):
-    """The end of a group's rows; R for rows after the last group."""
+    """Where a group's rows end; the number of all rows, R, if ``group`` is E, which stands for rows after the last."""
     return tl.minimum(tl.load(offsets_ptr + group, group < E, other=R), R)
 
 
@@ -144,7 +148,7 @@ def _along_tokens(
 ):  # fmt: skip
     """Quantize a tile in blocks of sixteen tokens of one feature, and store its codes and scales transposed.
 
-    Padding gets zeros.
+    Padding gets zeros. Returns codes and scales.
     """
     BLOCKS: tl.constexpr = TILE // SIXTEEN
     packed, scale = _packed_columns(
@@ -161,6 +165,7 @@ def _along_tokens(
     before = first.to(tl.int64) * BLOCKS * tl.cdiv(K, TILE) * TILE
     place = _place_in_tiles(k[:, None], unit[None, :] - first * BLOCKS, tiles * BLOCKS)
     tl.store(scales_ptr + before + place, tl.trans(scale), is_column & (k >= 0)[:, None])
+    return packed, scale
 
 
 @triton.jit
@@ -168,7 +173,10 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows in blocks along the rows, and store codes and scales; rows after the last group get zeros."""
+    """Quantize some rows in blocks along the rows, and store codes and scales; rows after the last group get zeros.
+
+    Returns the values of each block, its codes and its scale.
+    """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(inside.to(tl.int64)[:, None] * K + k[None, :], split)
@@ -181,6 +189,7 @@ def _along_rows(
     is_tile = is_tile & (block < tl.cdiv(words, BLOCKS_OF_TILE) * BLOCKS_OF_TILE)[None, :]
     place = _place_in_tiles(scale_row.to(tl.int64)[:, None], block[None, :], words)
     tl.store(scales_ptr + place, tl.where(has_scale, scale, 0).to(tl.uint8), is_tile)
+    return x, packed, scale
 
 
 @triton.jit
@@ -192,6 +201,7 @@ def codes_kernel(
     HAS_ROWS: tl.constexpr, R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+    counts_ptr=None,
 ):  # fmt: skip
     """Make the codes of one tile in both directions; sixteen codes are one number of 64 bits."""
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
@@ -206,10 +216,14 @@ def codes_kernel(
         outer = _outer(tl.load(column_amax_ptr + amax_at), IS_TE)
         size = tl.where(is_group, tl.maximum(end - start, 0), -1)
         xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
-        _along_tokens(
+        packed, scale = _along_tokens(
             xs, columns_ptr, column_scales_ptr, outer, column, tile, first, size, inside, (row < end) & is_group,
             k, K, C, GROUPS, COLUMNS, IS_TE, C_ROUNDING, C_SEED, C_TRANSFORM, C_NEGATIVE,
         )  # fmt: skip
+        if counts_ptr is not None:
+            outer_scale = _outer_scale(tl.load(column_amax_ptr + amax_at), IS_TE)
+            of_columns = _counted_columns(xs, packed, scale, outer_scale, C_TRANSFORM, C_NEGATIVE)
+            add_counts(counts_ptr, 1, group, E, of_columns[0], of_columns[1], of_columns[2], is_group)
     if HAS_ROWS:
         row_outer = _outer(tl.load(row_amax_ptr + amax_at), IS_TE)
         # scales along rows have no tile for a group without tokens; its program fills one of the tiles left at the end
@@ -217,14 +231,22 @@ def codes_kernel(
         scale_tile = tl.where(is_empty, C // TILE - 1 - empty, tile - empty)
         scale_row = scale_tile * TILE + column % TILE + tl.arange(0, GROUPS) * SIXTEEN
         is_tile = (column < C) & (scale_tile >= 0)
+        amax, underflow, beyond = 0, 0, 0
         for i in range(SIXTEEN):  # not unrolled: loads hit the cache, and the code is sixteen times shorter
             m = row + i
             at = x_ptr + m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
             x = tl.load(at, (m < end)[:, None] & (k < K)[None, :] & is_group, other=0.0).to(tl.float32)
-            _along_rows(
+            blocks, packed, scale = _along_rows(
                 x, rows_ptr, row_scales_ptr, row_outer, m, end, is_group, inside + i, scale_row + i, is_tile, k, K,
                 GROUPS, COLUMNS, IS_TE, R_ROUNDING, R_SEED,
             )  # fmt: skip
+            if counts_ptr is not None:
+                outer_scale = _outer_scale(tl.load(row_amax_ptr + amax_at), IS_TE)
+                of_row, nonzero, too_large = _counted(blocks, scale[:, :, None], outer_scale)
+                amax, beyond = tl.maximum(amax, of_row), beyond + too_large
+                underflow += nonzero - tl.sum(_nonzero_codes(packed))
+        if counts_ptr is not None:
+            add_counts(counts_ptr, 0, group, E, amax, underflow, beyond, is_group)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         if HAS_ROWS:
             _store_outer_scales(row_amax_ptr, row_outer_ptr, E, IS_TE)
@@ -283,15 +305,17 @@ def codes_of_groups(
     rows: TwoLevelScaling | None,
     columns: TwoLevelScaling | None,
     outputs: tuple[Tensor, ...],
+    counts: Tensor | None = None,
 ) -> None:
     """Launch `codes_kernel`, which writes codes, scales in tiles and outer scales.
 
     ``amaxes`` are the outer amaxes along rows and along tokens, (2, E). A quantizer that is None leaves out its
     direction. ``outputs`` are those of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
+    ``counts`` are those of `fp8compile.ops.counts` for groups, to be added to; None to count nothing.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS
     chosen = code_constants(rows, columns, target_of(x.device))
     codes_kernel[_grid(r, k, groups)](
-        x, offsets, *amaxes, *outputs, r, k, groups, width, *x.stride(), **chosen, num_warps=WARPS
+        x, offsets, *amaxes, *outputs, r, k, groups, width, *x.stride(), **chosen, counts_ptr=counts, num_warps=WARPS
     )

@@ -253,6 +253,16 @@ def _counted(x, scale, outer_scale):
 
 
 @triton.jit
+def _counted_columns(xs, packed, scale, outer_scale, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
+    """Count what is cast along columns: returns the amax, underflows and saturations."""
+    amax, nonzero, beyond = 0, 0, 0
+    for j in tl.static_range(SIXTEEN):
+        of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
+        amax, nonzero, beyond = tl.maximum(amax, of_row), nonzero + has, beyond + too_large
+    return amax, nonzero - tl.sum(_nonzero_codes(packed)), beyond
+
+
+@triton.jit
 def _quantized_rows(
     x, m, k, M, K, codes_ptr, scales_ptr, outer,
     COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
@@ -325,11 +335,8 @@ def _columns(
     tl.store(codes_ptr + k[:, None] * groups + group[None, :], tl.trans(packed), is_inside)
     _store_scales(scales_ptr, tl.trans(scale), k[:, None], group[None, :], K, groups)
     if counts_ptr is not None:
-        amax, nonzero, beyond = 0, 0, 0
-        for j in tl.static_range(SIXTEEN):
-            of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
-            amax, nonzero, beyond = tl.maximum(amax, of_row), nonzero + has, beyond + too_large
-        store_counts(counts_ptr, 1, amax, nonzero - tl.sum(_nonzero_codes(packed)), beyond)
+        amax, underflow, beyond = _counted_columns(xs, packed, scale, outer_scale, TRANSFORM, NEGATIVE)
+        store_counts(counts_ptr, 1, amax, underflow, beyond)
 
 
 @triton.jit

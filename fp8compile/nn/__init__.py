@@ -6,6 +6,7 @@ from fp8compile.nn.delayed_states import reset_delayed_scaling
 from fp8compile.nn.freeze_weights import freeze_weights
 from fp8compile.nn.functional import linear
 from fp8compile.nn.grouped import grouped_linear, grouped_mm
+from fp8compile.nn.kept_codes import renew_weight_codes
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.master_weights import MasterWeights
 from fp8compile.nn.monitor import Monitor
@@ -31,6 +32,7 @@ __all__ = [
     "grouped_linear",
     "grouped_mm",
     "linear",
+    "renew_weight_codes",
     "repeated_blocks",
     "reset_delayed_scaling",
     "revert",

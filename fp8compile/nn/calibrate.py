@@ -40,7 +40,7 @@ def _static(recipe: Recipe) -> Recipe | None:
         if found[0] is None or (given[1] is not None and found[1] != found[0]):
             return None
         own.update(zip(slots, found, strict=True))
-    return replace(recipe, **own, keep_weight_codes=False)
+    return replace(recipe, **own, keep_weight_codes=False, cache_weights=False)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.layout.quantized import Quantized
 from fp8compile.layout.shapes import codes_shape, scale_shape
 from fp8compile.nn.converted_layers import CONVERTED, USES
+from fp8compile.nn.kept_codes import KeepsCodes
 from fp8compile.nn.local import placed_like
 from fp8compile.nn.observed import Observed
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
@@ -97,7 +98,7 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
                 setattr(cls, f"{parameter}_{part}{end}", PartOfCodes(parameter, part, index))
 
 
-class CodesInState(Observed):
+class CodesInState(KeepsCodes, Observed):
     """Base of modules whose state dict has codes and scales for quantized parameters. They also load values."""
 
     def _quantized_parameters(self) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from fp8compile.nn.assignment import Recipes, with_tail
 from fp8compile.nn.candidates import cannot_go_back, converted_class, go_back, is_converted, layers, put_in_float8
 from fp8compile.nn.filters import Filter
+from fp8compile.nn.kept_codes import check_caches
 from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.parameter_uses.first_forward import stop_watching, watch_first_forward
 from fp8compile.nn.parameter_uses.uses import forget_uses
@@ -143,10 +144,10 @@ def convert(
         ValueError: The model has no layers, or with ``strict`` none is converted. Layers of a group in
             ``share_outer_scale`` have no common recipe, or have delayed scaling or quantized parameters. A pattern
             matches no layer. A layer is converted already with another recipe. The model was compiled, scripted or
-            exported. An amax group is given without delayed scaling. With ``quantized_parameters``: a recipe needs a
-            weight's values, a weight is shared with a layer that is not converted, experts share a weight, or a weight
-            is a DTensor whose parts cut blocks, which FSDP2 has sharded or which belongs to experts. Nothing is
-            changed then.
+            exported. An amax group is given without delayed scaling. A recipe has ``cache_weights``, and its layer
+            can't keep codes. With ``quantized_parameters``: a recipe needs a weight's values, a weight is shared with
+            a layer that is not converted, experts share a weight, or a weight is a DTensor whose parts cut blocks,
+            which FSDP2 has sharded or which belongs to experts. Nothing is changed then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     check_model("convert", model)
@@ -162,7 +163,9 @@ def convert(
     if quantized_parameters:
         check_weights(model, chosen)
     groups = _groups(model, chosen, share_outer_scale, quantized_parameters=quantized_parameters)
-    for layer in chosen:
+    shared = {layer for group in groups for layer in group}
+    for layer, chosen_recipe in chosen.items():
+        check_caches(chosen_recipe, layer, shares_scale=layer in shared)
         converted_class(layer)  # raises if a class can't be made, before any layer is changed
     if plan and not chosen and not again:
         _say_that_nothing_is_converted([reason for _, reason in plan.values()], strict=strict)

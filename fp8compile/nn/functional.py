@@ -10,14 +10,23 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.nn.state import DelayedState, check_state
-from fp8compile.ops import delayed_linear, shared_scale_linear
+from fp8compile.ops import delayed_linear, known_codes_linear, shared_scale_linear
 from fp8compile.ops import linear as linear_op
+from fp8compile.ops.layer.known_codes import Sets, flat_sets
 from fp8compile.ops.layer.layers import DELAYED, LINEAR, SHARED_SCALE
 from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
 
-__all__ = ["check_recipe", "check_tensor", "checked_operands", "given_observer", "in_dtype_of_autocast", "linear"]
+__all__ = [
+    "check_recipe",
+    "check_tensor",
+    "checked_operands",
+    "given_codes",
+    "given_observer",
+    "in_dtype_of_autocast",
+    "linear",
+]
 
 TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
@@ -140,6 +149,11 @@ def given_observer(observer: Observer | None) -> dict[str, Observer]:
     return {} if observer is None else {"observer": observer}
 
 
+def given_codes(codes: Sets | None) -> dict[str, Sets]:
+    """Known codes as a keyword argument, or none: modes of other packages may not know this argument."""
+    return {} if codes is None else {"weight_codes": codes}
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -148,6 +162,7 @@ def linear(
     recipe: Recipe,
     state: DelayedState | None = None,
     outer_amax: Tensor | None = None,
+    weight_codes: Sets | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, as the recipe says.
@@ -165,6 +180,8 @@ def linear(
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
         outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's one scale, or its
             outer scale, is made of it. Weights that share this scale are given the same one. Other scales ignore it.
+        weight_codes: The codes of ``weight`` that output and grad_input multiply, if the layer keeps them
+            (``Recipe.cache_weights``). They have to be those that the recipe makes of it.
         observer: Where the backward adds up statistics of the operands; `fp8compile.Monitor` gives layers one.
 
     Returns:
@@ -182,6 +199,7 @@ def linear(
     if has_torch_function((x, weight, bias)):
         given: Any = {"recipe": recipe, "state": state, **given_observer(observer)}
         given |= {} if outer_amax is None else {"outer_amax": outer_amax}
+        given |= given_codes(weight_codes)
         return handle_torch_function(linear, (x, weight, bias), x, weight, bias, **given)
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)
@@ -195,7 +213,10 @@ def linear(
             y if observer is None else SHARED_SCALE.observe(y, x, weight, outer_amax, observer=observer, recipe=recipe)
         )
     if state is None:
-        y = linear_op(x, weight, bias, recipe)
+        if weight_codes is None:
+            y = linear_op(x, weight, bias, recipe)
+        else:
+            y = known_codes_linear(x, weight, bias, *flat_sets(weight_codes), recipe)
         return y if observer is None else LINEAR.observe(y, x, weight, observer=observer, recipe=recipe)
     y, used, *_ = delayed_linear(x, weight, bias, *state, recipe)
     return y if observer is None else DELAYED.observe(y, x, weight, used, observer=observer, recipe=recipe)

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import is_dtensor
-from fp8compile.nn.functional import check_recipe, check_tensor, given_observer, in_dtype_of_autocast
+from fp8compile.nn.functional import check_recipe, check_tensor, given_codes, given_observer, in_dtype_of_autocast
 from fp8compile.nn.ungathered import UngatheredStack
-from fp8compile.ops import fsdp_grouped_linear
+from fp8compile.ops import fsdp_grouped_linear, known_codes_grouped_linear
 from fp8compile.ops import grouped_linear as grouped_linear_op
 from fp8compile.ops.groups.checked_offsets import checked_offsets
+from fp8compile.ops.layer.known_codes import Sets, flat_sets
 from fp8compile.ops.layer.layers import FSDP_GROUPED, GROUPED
 from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
@@ -107,6 +108,7 @@ def grouped_linear(
     *,
     recipe: Recipe,
     check_in_graph: bool = False,
+    weight_codes: Sets | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
     """Apply a linear layer to each group of rows, such as the experts of a model, with FP8 GEMMs as the recipe says.
@@ -128,6 +130,7 @@ def grouped_linear(
             ``mxfp8``, on a CPU ``nvfp4``, or another recipe whose blocks lie within a row or along the tokens of one
             group.
         check_in_graph: Whether compiled code checks ``offsets`` too. Eager mode always does.
+        weight_codes: The codes of ``weight``, if its module keeps them; see `fp8compile.linear`.
         observer: Where the backward adds up statistics of the operands; see `fp8compile.linear`.
 
     Returns:
@@ -143,7 +146,8 @@ def grouped_linear(
     """
     given = x, weight, offsets, bias
     if has_torch_function(given):
-        how: Any = {"recipe": recipe, "check_in_graph": check_in_graph, **given_observer(observer)}
+        how: Any = {"recipe": recipe, "check_in_graph": check_in_graph}
+        how |= given_codes(weight_codes) | given_observer(observer)
         return handle_torch_function(grouped_linear, given, *given, **how)
     check_recipe("grouped_linear", recipe)
     x, weight, bias = checked_groups(x, weight, offsets, bias)
@@ -155,7 +159,10 @@ def grouped_linear(
         y = fsdp_grouped_linear(x, weight.shard, offsets, bias, rows, recipe)
         given = weight.shard, offsets, rows
         return y if observer is None else FSDP_GROUPED.observe(y, x, *given, observer=observer, recipe=recipe)
-    y = grouped_linear_op(x, weight, offsets, bias, recipe)
+    if weight_codes is None:
+        y = grouped_linear_op(x, weight, offsets, bias, recipe)
+    else:
+        y = known_codes_grouped_linear(x, weight, offsets, bias, *flat_sets(weight_codes), recipe)
     return y if observer is None else GROUPED.observe(y, x, weight, offsets, observer=observer, recipe=recipe)
 
 

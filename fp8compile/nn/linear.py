@@ -16,6 +16,7 @@ from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.codes_in_state import CodesInState, reach_codes
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.functional import check_recipe, linear
+from fp8compile.nn.kept_codes import check_caches
 from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.outer_amax import shared_outer_amax
@@ -143,6 +144,7 @@ class Linear(CodesInState, nn.Linear):
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
         check_recipe("Linear", recipe)
+        self._set_caching(recipe)
         self._recipe = recipe
         self._recipe_under_fsdp = _keeping_nothing(recipe)
         if self.scale_group:
@@ -150,6 +152,7 @@ class Linear(CodesInState, nn.Linear):
 
     def share_scale(self, layers: tuple[nn.Module, ...]) -> None:
         """Share one outer scale with other layers; ``layers`` has them and this one."""
+        check_caches(self.recipe, self, shares_scale=True)
         self.scale_group = layers
         self.scale_quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
 
@@ -160,7 +163,12 @@ class Linear(CodesInState, nn.Linear):
         observer = self.observer("weight")
         if self.scale_group and (outer_amax := self.outer_amax()) is not None:
             return linear(input, self.weight, self.bias, recipe=recipe, outer_amax=outer_amax, observer=observer)
-        return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state(), observer=observer)
+        given: Any = {"state": self.delayed_state(), "weight_codes": self.step_codes("weight")}
+        return linear(input, self.weight, self.bias, recipe=recipe, observer=observer, **given)
+
+    def cached_weights(self) -> dict[str, bool]:
+        """The parameter whose codes may live for a step, which does not lie transposed."""
+        return {"weight": False}
 
     def outer_amax(self) -> Tensor | None:
         """The largest magnitude of all weights that share this layer's outer scale, (1,) float32.
@@ -272,7 +280,15 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
 def become_plain(layer: nn.Linear) -> None:
     """Remove the attributes that `become_float8` gave a layer."""
-    for name in ("_recipe", "_recipe_under_fsdp", "_observers", "amax_group", "scale_group", "scale_quantizer"):
+    for name in (
+        "_recipe",
+        "_recipe_under_fsdp",
+        "_caches_weights",
+        "_observers",
+        "amax_group",
+        "scale_group",
+        "scale_quantizer",
+    ):
         vars(layer).pop(name, None)
     CONVERTED.discard(layer)
     for name in STATE:

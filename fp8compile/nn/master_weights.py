@@ -58,10 +58,13 @@ class MasterWeights(Optimizer):
         rounding: Rounding of masters to codes, ``"nearest"`` or ``"stochastic"``. The noise differs from step to step;
             a shard has the noise that the whole weight has there.
         seed: Seed of stochastic rounding.
+        moments: Dtype in which an optimizer of ``fp8compile.optim`` keeps all its moments, ``torch.float8_e4m3fn`` for
+            codes; None for the optimizer's own choice. It stands for options such as ``exp_avg_dtype``.
         options: Options of the optimizer.
 
     Raises:
-        TypeError: ``optimizer`` is not a class of optimizers, or its step needs a closure, as that of LBFGS does.
+        TypeError: ``optimizer`` is not a class of optimizers, or its step needs a closure, as that of LBFGS does. Or
+            ``moments`` is given, and the optimizer has no options for the dtypes of its moments.
         ValueError: ``rounding`` is neither of the two. Or it is stochastic, and a quantizer does not support that,
             FSDP2 cuts blocks of a tensor parallel weight, or experts are spread over ranks.
     """
@@ -74,6 +77,7 @@ class MasterWeights(Optimizer):
         keep: bool = True,
         rounding: str = "nearest",
         seed: int = 0,
+        moments: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
@@ -83,6 +87,7 @@ class MasterWeights(Optimizer):
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f"MasterWeights: rounding is {rounding!r}; it is 'nearest' or 'stochastic'.")
         _check_closure(optimizer)
+        options = {**_of_moments(optimizer, moments), **options}
         super().__init__(params, {})
         self._keep, self._rounding, self._seed, self._steps = keep, rounding, seed, 0
         weights = [p for group in self.param_groups for p in group["params"]]
@@ -317,3 +322,16 @@ def _check_closure(optimizer: type[Optimizer]) -> None:
             "weights; codes would be those of before the step each time. Take an optimizer whose step does without, "
             "such as torch.optim.AdamW, or weights that are no codes (convert without quantized_parameters)."
         )
+
+
+def _of_moments(optimizer: type[Optimizer], moments: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The options by which an optimizer keeps all its moments in one dtype; none for None."""
+    if moments is None:
+        return {}
+    names = [name for name in inspect.signature(optimizer).parameters if name.endswith("_dtype")]
+    if not names:
+        raise TypeError(
+            f"MasterWeights: moments is {moments}, and {optimizer.__name__} has no option for the dtype of a moment. "
+            "Take fp8compile.optim.AdamW or Muon, or leave moments out."
+        )
+    return dict.fromkeys(names, moments)

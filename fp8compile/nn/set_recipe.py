@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fp8compile.nn.candidates import is_converted
 from fp8compile.nn.experts.converted_class import ConvertedModule
+from fp8compile.nn.kept_codes import why_not_cached
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.why_left_out import cannot_take
@@ -55,7 +56,10 @@ def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | No
         return "FSDP gathers what its first recipe multiplies"
     if forward is not None and forward.emulate and not layer.recipe.emulate:
         return "emulate=True holds for all products of a layer, and its own recipe has not; convert with emulate=True"
-    return cannot_take(layer, _with_forward(layer.recipe, forward))
+    changed = _with_forward(layer.recipe, forward)
+    if changed.cache_weights and (reason := why_not_cached(changed, layer)) is not None:
+        return f"its recipe has cache_weights, and {reason}"
+    return cannot_take(layer, changed)
 
 
 def set_recipe(model: Model, *, forward: Recipe | None) -> Model:

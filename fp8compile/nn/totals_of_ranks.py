@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8compile.ops.collectives import all_reduce, all_reduce_extreme
-from fp8compile.ops.layer.observe import Observer, Totals
+from fp8compile.ops.layer.observe import Observer
 
 __all__ = ["agreed", "num_ranks", "over_ranks", "rank"]
+
+Totals = tuple[Tensor, Tensor]  # sums and maxima
 
 
 def num_ranks() -> int:

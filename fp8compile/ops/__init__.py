@@ -23,6 +23,7 @@ from fp8compile.ops.layer.amax_tokens import fsdp_amaxes_together, fsdp_tokens
 from fp8compile.ops.layer.flops import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
 from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
+from fp8compile.ops.layer.known_codes import weight_codes
 from fp8compile.ops.layer.layers import (
     GEMM_OPS,
     LAYER_OPS,
@@ -43,6 +44,10 @@ from fp8compile.ops.layer.layers import (
     grouped_grad_weight,
     grouped_linear,
     kept_input,
+    known_codes_grad_input,
+    known_codes_grouped_grad_input,
+    known_codes_grouped_linear,
+    known_codes_linear,
     linear,
     sharded_grad_input,
     sharded_grad_weight,
@@ -115,6 +120,10 @@ __all__ = [
     "grouped_mm",
     "grouped_nvfp4_mm",
     "kept_input",
+    "known_codes_grad_input",
+    "known_codes_grouped_grad_input",
+    "known_codes_grouped_linear",
+    "known_codes_linear",
     "linear",
     "nvfp4_mm",
     "outer_amax",
@@ -139,4 +148,5 @@ __all__ = [
     "store",
     "straight_through",
     "two_scales",
+    "weight_codes",
 ]

@@ -3,7 +3,9 @@
 An op whose name ends in ``_counted`` launches the kernel of the op without that ending. It returns the same results,
 and behind them ``counts``, int32 (directions, 3, programs): for each direction of the cast, and for each program of
 the kernel, the numbers of `COUNTED`. Those of all programs add up to those of the tensor; the first, the bits of a
-float32, is a maximum.
+float32, is a maximum. Programs of a stack are sorted by matrix.
+
+Kernels of groups add to the numbers of each group: ``counts`` are int64 (directions, 3, E).
 """
 
 from __future__ import annotations
@@ -14,10 +16,21 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import Float4Format, Float8Format, limit_of, magnitude_of_code
+from fp8compile.ops.groups.layout import spans
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import expand_blocks
 
-__all__ = ["COUNTED", "counts_of", "counts_of_blocks", "counts_of_steps", "empty_counts", "pieces_of_counts"]
+__all__ = [
+    "COUNTED",
+    "counts_of",
+    "counts_of_blocks",
+    "counts_of_groups",
+    "counts_of_steps",
+    "empty_counts",
+    "no_counts_of_groups",
+    "pieces_of_counts",
+]
 
 COUNTED = ("amax", "underflow", "saturation")  # totals of `fp8compile.ops.layer.statistics`
 
@@ -61,7 +74,38 @@ def counts_of_steps(each: Sequence[Tensor], programs: int) -> Tensor:
     return torch.nn.functional.pad(found, (0, programs - 1)) if programs else found[..., :0]
 
 
-def pieces_of_counts(counts: Tensor, name: str) -> Tensor:
-    """The pieces of one number of `COUNTED`, (1, programs), of the counts of one direction, (3, programs)."""
-    found = counts[COUNTED.index(name)].view(1, -1)
-    return found.view(torch.float32) if name == "amax" else found
+def no_counts_of_groups(offsets: Tensor, directions: int) -> Tensor:
+    """Counts of groups before anything is counted, for a kernel to add to."""
+    return offsets.new_zeros((directions, len(COUNTED), offsets.shape[0]), dtype=torch.int64)
+
+
+def counts_of_groups(
+    x: Tensor, offsets: Tensor, quantizers: Sequence[Quantizer], multipliers: Tensor | None = None
+) -> Tensor:
+    """Counts as a kernel of groups leaves them, of rows that each quantizer casts group by group.
+
+    ``multipliers``, a row for each group, are known already; None to compute them.
+    """
+    counts = no_counts_of_groups(offsets, len(quantizers))
+    for direction, quantizer in enumerate(quantizers):
+        for group, (rows, _) in enumerate(spans(offsets, 1)):
+            own = x[rows]
+            if multipliers is None:
+                multiplier, scale = PYTHON_OF_STEPS.scale(PYTHON_OF_STEPS.amax(own, quantizer), quantizer)
+            else:
+                multiplier = multipliers[group : group + 1]
+                scale = quantizer.scale_of(multiplier)
+            codes = PYTHON_OF_STEPS.cast(own, multiplier, quantizer)
+            counts[direction, :, group] = counts_of_blocks(own, codes, scale, quantizer)
+    return counts
+
+
+def pieces_of_counts(counts: Tensor, name: str, matrices: int) -> Tensor:
+    """The pieces of one number of `COUNTED`, (matrices, pieces), of the counts of one direction.
+
+    ``matrices`` is the number of matrices of a stack, or of groups; 1 without.
+    """
+    found = counts[COUNTED.index(name)].view(matrices, -1)
+    if name != "amax":
+        return found
+    return (found if found.dtype == torch.int32 else found.int()).view(torch.float32)

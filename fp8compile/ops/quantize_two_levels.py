@@ -24,7 +24,13 @@ from fp8compile.quantizers.hadamard import GROUP, random_hadamard
 from fp8compile.scale_layouts import tiled, tiles_numel
 from fp8compile.target import target_of
 
-__all__ = ["by_outer_amax", "is_packed_pair", "quantize_two_levels", "quantize_two_levels_counted"]
+__all__ = [
+    "by_outer_amax",
+    "counts_of_direction",
+    "is_packed_pair",
+    "quantize_two_levels",
+    "quantize_two_levels_counted",
+]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -113,7 +119,8 @@ def _counted_fake(
     return *_empty_outputs(x, row_amax, column_amax, rows, columns), empty_counts(x, 2, _programs(x))
 
 
-def _counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
+def counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
+    """`fp8compile.ops.counts.counts_of` a matrix whose outer amax is known."""
     own = quantizer.unpacked()
     codes, scale, outer = by_outer_amax(x, outer_amax, own)
     values = random_hadamard(x.float(), 0, own.transform()) if own.transform() else x
@@ -125,7 +132,7 @@ def _counted_steps(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     each = (row_amax, rows), (column_amax, columns)
-    counts = counts_of_steps([_counts_of_direction(x, *own) for own in each], _programs(x))
+    counts = counts_of_steps([counts_of_direction(x, *own) for own in each], _programs(x))
     return *_step_by_step(x, row_amax, column_amax, rows, columns), counts
 
 

@@ -55,7 +55,7 @@ class MomentRows:
 
     @staticmethod
     def of(parameter: Tensor) -> MomentRows:
-        """The rows of a parameter.
+        """The rows in which the moments of a parameter are quantized.
 
         Raises:
             ValueError: Ranks cut a dim that is merged into a row, but is not the first of the merged dims.

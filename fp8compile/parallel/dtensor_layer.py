@@ -26,9 +26,10 @@ from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, write_state
 from fp8compile.ops.layer.amax_tokens import fsdp_tokens
+from fp8compile.ops.layer.counting import Seen, counted
 from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
-from fp8compile.ops.layer.observe import OBSERVE_OPS, ObserveOp, Seen, counted
+from fp8compile.ops.layer.observe import OBSERVE_OPS, ObserveOp
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
 from fp8compile.ops.layer.placements import (
     RowsOverFsdpBase,
@@ -228,8 +229,8 @@ def _observed(op: ObserveOp, *args: Any) -> Any:
     if op.gradient:
         return op.results(args, parts["grad_output"].local, found, phase)
     y = args[0]
-    local, *rows = op.results(args, _compat.local_itself(y), found, phase)
-    return whole_of(local, mesh, y.placements, y.shape), *rows
+    local, rows = op.results(args, _compat.local_itself(y), found, phase)
+    return whole_of(local, mesh, y.placements, y.shape), rows
 
 
 # ---------------------------------------------------------------------------------- beside products

@@ -102,6 +102,10 @@ class Recipe(Constant):
             backward this takes one byte of memory for each element, or half a byte in four bits. The codes are the
             same. Codes are not kept if a side of the weight is not a multiple of 32, under FSDP, which frees weights
             after the forward, or in a checkpointed region (PyTorch 2.11 keeps them there).
+        cache_weights: Whether a layer keeps the codes of its plain weight from one optimizer step to the next, instead
+            of making them in each forward and backward: once a step, however many micro-batches it has. This takes
+            one byte of memory for each element, two if output and grad_input read different codes; under FSDP2 those
+            of a rank's shard. The codes are the same. See docs/memory.md.
         dequantized_output: Whether the output multiplies in high precision: the values of its operands' codes, rounded
             to the layer's dtype. This is for pairs that no GEMM multiplies. Either one operand has no quantizer and is
             multiplied as it is (W4A16 has one for ``weight`` alone), or the two have codes that do not go together.
@@ -134,6 +138,7 @@ class Recipe(Constant):
     fast_accumulation_grad_input: bool = False
     fast_accumulation_grad_weight: bool = False
     keep_weight_codes: bool = False
+    cache_weights: bool = False
     dequantized_output: bool = False
     dequantized_gradients: bool = False
     emulate: bool = False
@@ -146,7 +151,8 @@ class Recipe(Constant):
             self._check_slot(gemm.b)
             if not (gemm is GEMMS[0] and self.dequantized_output is True):
                 self._check_pair(gemm)
-        switches = ("emulate", "by_mx", "keep_weight_codes", "dequantized_output", "dequantized_gradients")
+        high = "dequantized_output", "dequantized_gradients"
+        switches = ("emulate", "by_mx", "keep_weight_codes", "cache_weights", *high)
         for switch in (*switches, *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
             if type(getattr(self, switch)) is not bool:
                 raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")

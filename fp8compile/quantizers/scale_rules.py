@@ -95,7 +95,7 @@ def fp32(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
 
 
 def pow2(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The rule ``"pow2"``: the quotient is rounded down to a power of two, so that multiplying by it is exact."""
+    """The rule ``"pow2"``: the multiplier is format maximum / amax, rounded down to a power of two: exact to apply."""
     rounded_down = _clear_mantissa(_quotient(amax, fmt, eps))
     return nan_where_not_finite(amax, _one_where_empty(amax, rounded_down, eps))
 

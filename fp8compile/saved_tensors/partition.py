@@ -19,7 +19,14 @@ from fp8compile.saved_tensors.packing import Packing
 from fp8compile.saved_tensors.reading import block_beside, described
 from fp8compile.saved_tensors.walks import source_of
 
-__all__ = ["pack_saved", "packing_of", "partitioner"]
+__all__ = [
+    "inlined",
+    "pack_saved",
+    "packing_graph",
+    "packing_of",
+    "partitioner",
+    "unpacking_graph",
+]
 
 
 NAMED: dict[str, Any] = {}  # partitioners by the text of their value
@@ -88,7 +95,7 @@ def _packed(
 ) -> list[fx.Node]:
     """Put the packing of one tensor into both graphs; returns the nodes that the forward saves in its place."""
     with forward.graph.inserting_before(forward.graph.output_node()):
-        parts = _inlined(forward.graph, _traced(lambda x: packing.pack(x), node.meta["val"]), [node])
+        parts = inlined(forward.graph, packing_graph(packing, node), [node])
     names = _unused_names(f"{node.name}_codes", len(parts), (forward.graph, backward.graph))
     with backward.graph.inserting_before(place):
         # a placeholder whose name is that of another node would silently get that node's argument
@@ -98,11 +105,10 @@ def _packed(
         if "saved_tensor_with_no_vc_check" in node.meta:  # decides the order of what is saved
             part.meta["saved_tensor_with_no_vc_check"] = node.meta["saved_tensor_with_no_vc_check"]
         given.meta = dict(part.meta)
-    values = [each.meta["val"] for each in parts]
     first = min(place.users, key=_positions(backward.graph).__getitem__)
     # before its first reader, so that values that a call reads in memory are there only from then on
     with backward.graph.inserting_before(first):
-        (unpacked,) = _inlined(backward.graph, _traced(lambda *each: packing.unpack(each), *values), inputs)
+        (unpacked,) = inlined(backward.graph, unpacking_graph(packing, parts), inputs)
     place.replace_all_uses_with(unpacked)
     backward.graph.erase_node(place)
     return parts
@@ -119,6 +125,16 @@ def _unused_names(stem: str, count: int, graphs: Sequence[fx.Graph]) -> list[str
     return [f"{stem}_{at}" for at in range(count)]
 
 
+def packing_graph(packing: Packing, node: fx.Node) -> fx.GraphModule:
+    """The graph that packs the tensor of a node."""
+    return _traced(lambda x: packing.pack(x), node.meta["val"])
+
+
+def unpacking_graph(packing: Packing, parts: Sequence[fx.Node]) -> fx.GraphModule:
+    """The graph that makes values of the codes and scales that `packing_graph` returns."""
+    return _traced(lambda *each: packing.unpack(each), *(each.meta["val"] for each in parts))
+
+
 def _traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
     """The graph of a function, with Inductor's decompositions."""
     from torch._inductor.compile_fx import select_decomp_table
@@ -132,7 +148,7 @@ def _traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
         return make_fx(function, decomposition_table=select_decomp_table())(*values)
 
 
-def _inlined(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+def inlined(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Copy the body of a traced function into a graph, at its insertion point; returns the nodes of its results."""
     env: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in traced.graph.nodes:

@@ -48,9 +48,15 @@ def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup)
 
 
 def own_sizes(function: str, argument: str, given: Any, group: ProcessGroup, own: int, what: str) -> tuple[int, ...]:
-    """Check sizes as ``checked_sizes`` does, and check that this rank's entry is ``own``, the size of its part.
+    """The sizes of all ranks' parts of a tensor, as the caller gave them, checked.
 
-    None as ``given`` says that all ranks have as much as this one. ``what`` names the counted entries in the error.
+    Args:
+        function: Name of the function that was called, for errors.
+        argument: Name of its argument, for errors.
+        given: The argument: a size for each rank; None if all ranks have as much as this one.
+        group: The ranks.
+        own: The size of this rank's part, which its entry has to be.
+        what: What is counted, such as "rows", for errors.
     """
     if given is None:
         return (own,) * group.size()

@@ -11,7 +11,8 @@ from fp8compile import _compat
 from fp8compile.layout.packing import are_same_codes, one_a_byte
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, layers
-from fp8compile.ops.layer.observe import OBSERVE_OPS, Seen
+from fp8compile.ops.layer.counting import Seen
+from fp8compile.ops.layer.observe import OBSERVE_OPS
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.tensor.quantized_tensor import LAYERS, QuantizedTensor, cuts_blocks, has_codes

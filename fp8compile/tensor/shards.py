@@ -26,9 +26,13 @@ def cut_dim(shard: Tensor, outer_size: Sequence[int]) -> int:
 
 
 def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], module: Any) -> None:
-    """Tell a shard which ranks share its scale.
+    """Tell a shard of a quantized parameter which ranks share its scale.
 
-    Parameters of the module with the same shape are told too, because with CPU offload the shard is a copy.
+    Args:
+        shard: This rank's shard, as FSDP2 hands it to its hooks; with CPU offload it is a copy of the parameter's.
+        mesh: The mesh of the ranks.
+        outer_size: Shape of the whole parameter.
+        module: The module that has the parameter; its parameters of the shard's shape are told too.
     """
     dim = cut_dim(shard, outer_size)
     for each in (shard, *map(local_itself, module.parameters(recurse=False))):

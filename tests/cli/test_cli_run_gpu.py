@@ -26,6 +26,9 @@ def case():
     generator = torch.Generator().manual_seed(0)
     return fused, (torch.randn(64, generator=generator), torch.randn(64, generator=generator))
 
+def zeros():
+    return fused, (torch.zeros(4), torch.tensor([1.0, torch.inf, 0.0, 2.0]))
+
 def of_a_cpu():
     import own_kernels
 
@@ -58,6 +61,13 @@ def test_a_program_with_the_bits_of_its_graphs(cases, capsys):
     ] * 2
     assert "NVIDIA GeForce RTX 5090" in out
     assert out.count("1 generated kernels launched, 0 products") == 2
+
+
+def test_where_a_nan_comes_from_is_a_line_of_the_report(cases, capsys):
+    assert main(["run-gpu", f"{cases}:zeros"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "NaN: in the forward triton_poi__0 makes the first one, triton_poi__0_0.py" in out
+    assert ", of 0.0 and inf; stored to out_ptr0, element 1" in out
 
 
 def test_a_program_that_differs_is_a_failure_of_junit(cases, capsys, tmp_path):

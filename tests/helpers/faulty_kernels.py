@@ -65,6 +65,13 @@ def adds_without_atomic(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def adds_by_atomics(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(x_ptr + at, at < n, other=0.0))
+    tl.atomic_add(out_ptr, total)  # planted
+
+
+@triton.jit
 def tile_off_its_alignment(x, out, TILE: tl.constexpr):
     column = tl.program_id(0) * TILE
     block = x.load([0, column + 1])  # planted
@@ -117,6 +124,12 @@ def in_a_total(x: Tensor) -> Tensor:
     return out
 
 
+def in_any_order(x: Tensor) -> Tensor:
+    out = torch.zeros(1)
+    adds_by_atomics[(triton.cdiv(x.numel(), 64),)](x, out, x.numel(), BLOCK=64)
+    return out
+
+
 def off_its_alignment(x: Tensor) -> Tensor:
     out = torch.empty(ROWS, COLUMNS)
     given, result = (TensorDescriptor.from_tensor(each, [8, 8]) for each in (x.view(ROWS, COLUMNS), out))
@@ -150,6 +163,7 @@ FUNCTIONS = {
     "without_barrier": lambda x: _of_blocks(without_barrier, x, 4),
     "overlapping": lambda x: _of_blocks(overlapping, x, STEP=60),
     "adds_without_atomic": in_a_total,
+    "adds_by_atomics": in_any_order,
     "tile_off_its_alignment": off_its_alignment,
     "tiles_beyond_memory": beyond_memory,
     "tuned_for_another_size": tuned,

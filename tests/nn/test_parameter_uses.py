@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
@@ -711,3 +712,13 @@ def test_jamba_of_hugging_face():
     f8.convert(model, RECIPE, filter="*")
     assert said(lambda: model(input_ids=torch.randint(3, 96, (2, 8)), use_cache=False))
     assert past_forwards(model) == {"model.layers.0.mamba.dt_proj": "JambaMambaMixer.forward"}
+
+
+def test_a_first_forward_through_code_that_was_compiled_with_checkpointing_and_random_numbers():
+    """It runs each such operator by a higher-order one, which a plain dispatch mode refuses."""
+    torch._dynamo.reset()
+    block = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32))
+    model = f8.convert(nn.Sequential(block), f8.recipes.rowwise())
+    wrapped = checkpoint_wrapper(model[0], checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    model[0] = torch.compile(wrapped, fullgraph=True, backend="aot_eager_decomp_partition")
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from measured_layers import Measured, alone, measured
@@ -23,9 +23,10 @@ import fp8compile as f8
 from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized
 from fp8compile.ops.amax import amax
 from fp8compile.ops.layer import layers
+from fp8compile.ops.layer.known_codes import sets_of_weight
 from fp8compile.ops.layer.quantize import quantize_part
 from fp8compile.ops.layer.rows import Rows
-from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.testing.bits import difference
 
 __all__ = ["CALLS", "CELLS", "KINDS", "LISTED", "OPTIMISATIONS", "PLACES", "Cell", "has_graph", "outcome"]
@@ -53,7 +54,7 @@ class Cell(NamedTuple):
     optimisation: str
 
 
-PLACES = ("whole", "shared scale", "group", "group of two", "FSDP", "DTensor")
+PLACES = ("whole", "shared scale", "known codes", "group", "group of two", "FSDP", "DTensor")
 KINDS = ("dense", "grouped")
 SOURCES = ("own amax", "multiplier", "given amax", "given codes", "given pair")
 LEVELS = ("one", "two")
@@ -130,13 +131,15 @@ class Given(NamedTuple):
 
     Attributes:
         recipe: Of the layer.
-        amaxes: Of the whole weight for both products, or None.
+        amaxes: Of the whole weight for both products, or None; or tensors of its known codes.
         ends: Of the groups.
+        quantizers: Of known codes, for both products.
     """
 
     recipe: Recipe
     amaxes: Sequence[Tensor | None]
     ends: Tensor
+    quantizers: Sequence[Quantizer] = ()
 
 
 Call = Callable[[Tensor, Tensor, Given], Tensor]
@@ -171,6 +174,13 @@ def _dtensor_grouped(x: Tensor, weight: Tensor, given: Given) -> Tensor:
     return f8.grouped_linear(*_dtensors(x, weight), given.ends, recipe=given.recipe).to_local()
 
 
+def _known(given: Given) -> tuple[Any, ...]:
+    """The fields of known codes."""
+    tensors: Any = [None if each.numel() == 0 else each for each in given.amaxes]  # without a second level of scales
+    first, second = given.quantizers
+    return *tensors[:3], first, *tensors[3:], second
+
+
 def _fsdp_delayed(x: Tensor, weight: Tensor, given: Given) -> Tensor:
     tokens = torch.zeros(3), torch.zeros(1)
     how = None, None, _state()[1], Rows.alone(OUT, "bfloat16"), given.recipe
@@ -187,6 +197,14 @@ CALLS: dict[tuple[str, str, bool], tuple[layers.Layer | None, Call]] = {
     ("shared scale", "dense", False): (
         layers.SHARED_SCALE,
         lambda x, w, given: layers.shared_scale_linear(x, w, None, given.amaxes[0], given.recipe),
+    ),
+    ("known codes", "dense", False): (
+        layers.KNOWN_CODES,
+        lambda x, w, given: layers.known_codes_linear(x, w, None, *_known(given), given.recipe),
+    ),
+    ("known codes", "grouped", False): (
+        layers.KNOWN_CODES_GROUPED,
+        lambda x, w, given: layers.known_codes_grouped_linear(x, w, given.ends, None, *_known(given), given.recipe),
     ),
     ("whole", "grouped", False): (
         layers.GROUPED,
@@ -234,6 +252,9 @@ CELLS = [
     if (cell.source != "given amax" or takes_amax(cell.place, cell.kind))
     # without a given amax the layer is the one whose tensors are whole
     and (cell.place != "shared scale" or cell[1:3] == ("dense", "given amax"))
+    and (cell.place != "known codes" or cell.source in GIVEN)
+    # a layer makes one set of them then, which is "given codes"
+    and (cell[0:3:2] != ("known codes", "given pair") or cell.optimisation in ("frozen weight", "kept weight codes"))
     and (cell.place != "group of two" or cell[1:4] == ("grouped", "own amax", "two"))
     # codes have no gradient, so a weight that is given as codes is a frozen one
     and not (cell.source in GIVEN and cell.optimisation in ("all gradients", "input without gradient"))
@@ -355,7 +376,13 @@ def _measure(cell: Cell, *, graph: bool, is_plain: bool = False) -> Measured:
         slots = recipe.weight, recipe.quantizer_read("weight_for_grad_input")
         is_shared = cell.place == "shared scale"
         amaxes = [weight.float().abs().amax().view(1)] if is_shared else [amax(weight, each) for each in slots]
-    if cell.source in GIVEN and not is_plain:
+    quantizers: tuple[Quantizer, ...] = ()
+    if place == "known codes":
+        sets = sets_of_weight(weight, recipe)
+        quantizers = tuple(each.quantizer for each in sets)
+        parts = (part for each in sets for part in (each.codes, each.scale, each.outer_scale))
+        amaxes = [torch.empty(0) if part is None else part for part in parts]
+    if cell.source in GIVEN and not is_plain and place != "known codes":
         weight = _codes(weight, recipe, is_pair=cell.source == "given pair")
     else:
         weight = weight.clone().requires_grad_(cell.source not in GIVEN and cell.optimisation != "frozen weight")
@@ -364,7 +391,7 @@ def _measure(cell: Cell, *, graph: bool, is_plain: bool = False) -> Measured:
     _, call = CALLS.get((place, cell.kind, has_state)) or CALLS[place, cell.kind, False]
 
     def run(x: Tensor, weight: Tensor, ends: Tensor, *amaxes: Tensor) -> Tensor:
-        return call(x, weight, Given(recipe, amaxes or (None, None), ends))
+        return call(x, weight, Given(recipe, amaxes or (None, None), ends, quantizers))
 
     gpu = "b200" if cell.levels == "two" else "h200"
     with alone() if place == "DTensor" else nullcontext():

@@ -84,6 +84,7 @@ def test_formulas_are_there_whichever_import_comes_first(imports):
     assert result.returncode == 0, result.stderr
     layer = ("linear", "grad_input", "grad_weight")
     families = ("delayed", "shared_scale", "sharded", "fsdp", "grouped", "fsdp_grouped", "sharded_grouped")
+    families += ("known_codes", "known_codes_grouped")
     kinds = (f"{kind}_{name}" for kind in families for name in (*layer, "grad_weight_of_codes"))
     products = ("scaled_mm", "scaled_grouped_mm", "grouped_mm", "nvfp4_mm", "grouped_nvfp4_mm")
     names = (*layer, *kinds, "grad_weight_of_codes", "fsdp_delayed_linear", *products)

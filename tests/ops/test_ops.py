@@ -34,7 +34,7 @@ differentiable = tuple(
     f"fp8compile::{op}"
     for op in (
         *("linear", "delayed_linear", "sharded_linear", "grouped_linear", "sharded_grouped_linear"),
-        "shared_scale_linear",
+        *("shared_scale_linear", "known_codes_linear", "known_codes_grouped_linear"),
         *("scatter_sum", "routed_rows", "dispatch", "combine", *STRAIGHT, *FSDP),
         *(op.name().removeprefix(NAMESPACE) for op, kind in OBSERVE_OPS.items() if not kind.gradient),
     )
@@ -53,6 +53,7 @@ KEEP_STRIDES = (
 LAID_OUT = (
     "fp8compile::quantize_both", "fp8compile::quantize_both_counted", "fp8compile::quantize_two_levels",
     "fp8compile::quantize_two_levels_counted", "fp8compile::group_quantize_both",
+    "fp8compile::group_quantize_both_counted",
 )  # fmt: skip
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))
 every_op = pytest.mark.parametrize("name", OURS)

@@ -448,3 +448,17 @@ def test_steps_of_more_than_one_optimizer_do_not_share_a_limit_of_graphs():
 def test_numpy_has_the_roots_that_are_correctly_rounded():
     values = np.random.default_rng(0).random(1000, dtype=np.float32)
     assert np.array_equal(np.sqrt(values), np.sqrt(values.astype(np.float64)).astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
+@pytest.mark.parametrize("moments", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, None])
+def test_master_weights_say_the_dtype_of_all_moments(kind, moments):
+    model = f8.convert(torch.nn.Linear(128, 64).bfloat16(), f8.recipes.tensorwise(), quantized_parameters=True)
+    optimizer = f8.MasterWeights(kind, [model.weight], moments=moments)
+    dtypes = [value for name, value in optimizer.param_groups[0].items() if name.endswith("_dtype")]
+    assert dtypes == [moments or torch.float8_e4m3fn] * len(kind.moments)
+
+
+def test_moments_of_an_optimizer_without_that_option_raise():
+    with pytest.raises(TypeError, match="SGD has no option for the dtype of a moment"):
+        f8.MasterWeights(torch.optim.SGD, [torch.nn.Parameter(torch.ones(2))], lr=0.1, moments=torch.bfloat16)

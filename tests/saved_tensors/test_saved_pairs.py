@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
@@ -83,13 +85,38 @@ def in_tensor_parallel(mesh, saved):
     return gradients(model)
 
 
+def in_sequence_parallel(mesh, saved, *, compiled):
+    """Gradients of one block in two parts, of whose tokens each rank has a half."""
+    torch._dynamo.reset()
+    model = block()
+    column = f8.parallel.ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
+    row = f8.parallel.RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
+    parallelize_module(
+        model, mesh, {"norm": SequenceParallel(sequence_dim=0), "gate": column, "up": column, "down": row}
+    )
+    x = distribute_tensor(tokens(), mesh, [Shard(0)], src_data_rank=None)
+    if compiled:  # by the partitioner
+        backend = graphs_of_partitioner if saved is SAVED else "aot_eager"
+        y = torch.compile(model, fullgraph=True, backend=backend)(x)
+    else:
+        with f8.saved_as_codes(saved):
+            y = model(x)
+    loss_of(y.full_tensor()).backward()
+    return gradients(model)
+
+
 def on_ranks(way):
     """What differs from one process, in words."""
     group = GROUPS["pair"]
     mesh = DeviceMesh.from_group(group, "cpu")
     expected, exact = of_one_process(), of_one_process(f8.SavedAsCodes(filter=lambda tensor: False))
-    if way == "tensor parallel":  # other partial sums: as far from its own exact gradients as one process
-        found, own = (in_tensor_parallel(mesh, each) for each in (SAVED, f8.SavedAsCodes(filter=lambda tensor: False)))
+    if "parallel" in way:  # other partial sums: as far from its own exact gradients as one process
+        run = (
+            in_tensor_parallel
+            if way == "tensor parallel"
+            else partial(in_sequence_parallel, compiled="compiled" in way)
+        )
+        found, own = (run(mesh, each) for each in (SAVED, f8.SavedAsCodes(filter=lambda tensor: False)))
         norm = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, own, strict=True)]
         return [f"moved by {each}" for each in norm[1:3] if not 0 < each < 0.06]  # gate and up: two factors of e4m3
     model = block()
@@ -105,7 +132,9 @@ def on_ranks(way):
     return [text for pair in zip(found, expected, strict=True) if (text := difference(*pair))] + ["exact"] * all(same)
 
 
-@pytest.mark.parametrize("way", ["fsdp2", "ddp", "tensor parallel"])
+@pytest.mark.parametrize(
+    "way", ["fsdp2", "ddp", "tensor parallel", "sequence parallel", "sequence parallel, compiled"]
+)
 def test_ranks_save_codes_of_their_own_tensors(way):
     assert shared_ranks().run(on_ranks, way, within="pair") == [[], []]
 

@@ -16,6 +16,7 @@ def llama3_8b_float8():
 from fp8compile.integrations.torchtitan.checked_version import KNOWN_VERSIONS
 from fp8compile.integrations.torchtitan.config import convert
 from fp8compile.integrations.torchtitan.converter import Float8Converter
+from fp8compile.integrations.torchtitan.memory_policy import register_memory_policy
 from fp8compile.integrations.torchtitan.parallelize import Float8Parallelize
 
-__all__ = ["KNOWN_VERSIONS", "Float8Converter", "Float8Parallelize", "convert"]
+__all__ = ["KNOWN_VERSIONS", "Float8Converter", "Float8Parallelize", "convert", "register_memory_policy"]

@@ -26,7 +26,7 @@ def add_to_product(module: nn.Module, weight: str, added: Added) -> None:
 
 
 def no_longer_add(module: nn.Module, weight: str) -> None:
-    """Undo `add_to_product`."""
+    """Leave products with a weight as they are again, after `add_to_product`."""
     vars(module).get(NAME, {}).pop(weight, None)
 
 

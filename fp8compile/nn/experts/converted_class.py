@@ -14,7 +14,7 @@ from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.experts.host import Host
-from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_experts, layout_of
+from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_experts, is_transposed, layout_of
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
@@ -66,6 +66,7 @@ class ConvertedModule(CodesInState, MadeClass):
     def recipe(self, recipe: Recipe) -> None:
         check_recipe("recipe", recipe)
         self.check_takes(recipe)
+        self._set_caching(recipe)
         self._recipe = recipe
 
     def weights_to_observe(self) -> dict[str, int]:
@@ -77,6 +78,10 @@ class ConvertedModule(CodesInState, MadeClass):
     def is_quantized(self) -> bool:
         """Whether the weights are kept as codes and scales."""
         return bool(self._quantized_parameters())
+
+    def cached_weights(self) -> dict[str, bool]:
+        """The parameters whose codes may live for a step, by name, each with whether matrices lie transposed."""
+        return {} if self._host.observed is not None else dict.fromkeys(layout_of(self).weights, is_transposed(self))
 
 
 class ConvertedExperts(ConvertedModule):
@@ -210,7 +215,7 @@ def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
 
 def become_plain_hosted(module: nn.Module) -> None:
     """Undo `become_float8_hosted` for a module, in place."""
-    for name in ("_recipe", "_observers"):
+    for name in ("_recipe", "_caches_weights", "_observers"):
         vars(module).pop(name, None)
     CONVERTED.discard(module)
     module.__class__ = vars(type(module))["_plain_class"]

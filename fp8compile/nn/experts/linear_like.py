@@ -37,7 +37,8 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight.t() if is_transposed else self.weight
         observer = self.observer("weight")
-        return linear(x, weight, getattr(self, "bias", None), recipe=self.recipe, observer=observer)
+        given: Any = {"weight_codes": self.step_codes("weight", is_turned=is_transposed), "observer": observer}
+        return linear(x, weight, getattr(self, "bias", None), recipe=self.recipe, **given)
 
     return Host(
         takes=takes,

@@ -35,6 +35,7 @@ def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
 
 
 def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+    self.check_gathered_as_codes(B_t)
     observer = None
     if self._observers is not None:
         names = _names(self)

@@ -16,8 +16,9 @@ from fp8compile.nn.grouped import grouped_linear
 __all__ = ["DBRX", "JETMOE", "LLAMA4"]
 
 
-def _product(self: Any, x: Tensor, name: str, matrices: Any, offsets: Tensor) -> Tensor:
-    return grouped_linear(x, matrices, offsets, recipe=self.recipe, observer=self.observer(name))
+def _product(self: Any, x: Tensor, name: str, matrices: Any, offsets: Tensor, *, is_turned: bool = False) -> Tensor:
+    known, observer = self.step_codes(name, is_turned=is_turned), self.observer(name)
+    return grouped_linear(x, matrices, offsets, recipe=self.recipe, weight_codes=known, observer=observer)
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
@@ -29,10 +30,10 @@ def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
     tokens = hidden_states.view(experts, -1, hidden).shape[1]
     offsets = torch.arange(1, experts + 1, device=hidden_states.device, dtype=torch.int32) * tokens
     rows = hidden_states.reshape(-1, hidden)
-    both = _product(self, rows, "gate_up_proj", self.gate_up_proj.transpose(-2, -1), offsets)
+    both = _product(self, rows, "gate_up_proj", self.gate_up_proj.transpose(-2, -1), offsets, is_turned=True)
     gate, up = both.chunk(2, dim=-1)
     inner = up * self.act_fn(gate)
-    return _product(self, inner, "down_proj", self.down_proj.transpose(-2, -1), offsets)
+    return _product(self, inner, "down_proj", self.down_proj.transpose(-2, -1), offsets, is_turned=True)
 
 
 def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:

@@ -38,7 +38,8 @@ def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
     bias: Any = local_stack(self, f"{name}_bias") if self.has_bias else None
     matrices: Any = weight.transpose(-2, -1) if self.is_transposed else weight
     x = x.to(weight.dtype)
-    y = grouped_linear(x, matrices, offsets, bias, recipe=self.recipe, observer=observer)
+    known = self.step_codes(name, is_turned=bool(self.is_transposed))
+    y = grouped_linear(x, matrices, offsets, bias, recipe=self.recipe, weight_codes=known, observer=observer)
     return with_additions(self, name, x, offsets, y)
 
 

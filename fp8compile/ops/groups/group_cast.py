@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
+from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length, spans
@@ -22,7 +23,7 @@ from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
-__all__ = ["group_cast"]
+__all__ = ["group_cast", "group_cast_counted"]
 
 
 def _fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
@@ -37,17 +38,38 @@ def _group_by_group(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Q
     return codes
 
 
-def _kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    if target_of(x.device).type == "cpu":
-        return _group_by_group(x, offsets, multiplier, quantizer)
+def _launched(
+    x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer, counts: Tensor | None = None
+) -> Tensor:
     check_has_kernel("group_cast", quantizer)
     codes = _fake(x, offsets, multiplier, quantizer)
     if codes.numel():
         from fp8compile.kernels.groups import cast_groups
 
         current: Any = quantizer  # CurrentScaling
-        cast_groups(x, offsets.contiguous(), multiplier, current, alignment(quantizer), codes)
+        cast_groups(x, offsets.contiguous(), multiplier, current, alignment(quantizer), codes, counts)
     return codes
+
+
+def _kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    how = x, offsets, multiplier, quantizer
+    return _group_by_group(*how) if target_of(x.device).type == "cpu" else _launched(*how)
+
+
+# ---------------------------------------------------------------------------------- with counts
+
+
+def _counted_fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    return _fake(x, offsets, multiplier, quantizer), no_counts_of_groups(offsets, 1)
+
+
+def _counted_kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    how = x, offsets, multiplier, quantizer
+    if target_of(x.device).type == "cpu":
+        return _group_by_group(*how), counts_of_groups(x, offsets, (quantizer,), multiplier)
+    counts = no_counts_of_groups(offsets, 1)
+    return _launched(*how, counts), counts
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -63,4 +85,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 group_cast: OpOverload = register_group_op(
     "fp8compile::group_cast", _kernel, fake=_fake, portable=OF_BACKWARD, samples=_samples
+)
+group_cast_counted: OpOverload = register_group_op(
+    "fp8compile::group_cast_counted", _counted_kernel, fake=_counted_fake, portable=OF_BACKWARD, samples=_samples
 )

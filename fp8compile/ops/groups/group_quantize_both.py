@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
+from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
 from fp8compile.ops.groups.kernel_limits import has_block_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
@@ -24,7 +25,7 @@ from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
-__all__ = ["group_quantize_both", "is_group_pair"]
+__all__ = ["group_quantize_both", "group_quantize_both_counted", "is_group_pair"]
 
 
 def is_group_pair(rows: Quantizer | None, columns: Any) -> bool:
@@ -47,28 +48,54 @@ def _two_casts(
     return *along_rows(x, rows, PYTHON_OF_STEPS), *group_quantize(x, offsets, columns)
 
 
-def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch:
+def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, *, counts: bool = False) -> TileLaunch:
     from fp8compile.kernels.groups_both_directions import groups_both_directions
 
     align = alignment(columns)
     length = padded_length(x.shape[0], offsets.shape[0], align)
-    return groups_both_directions(x, offsets, length, rows, columns, align)  # type: ignore[arg-type]  # CurrentScaling
+    own: Any = rows  # CurrentScaling
+    return groups_both_directions(x, offsets, length, own, columns, align, counts=counts)  # type: ignore[arg-type]
 
 
-def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if target_of(x.device).type == "cpu":
-        return _two_casts(x, offsets, rows, columns)
+def _check(rows: Quantizer, columns: Quantizer) -> None:
     if not is_group_pair(rows, columns):
         raise ValueError(
             f"fp8compile::group_quantize_both: quantizers are {rows!r} and {columns!r}; on a GPU they are "
             "CurrentScaling with rounding='nearest' and blocks (1, n) and (n, 1), n a divisor of 128. Cast along rows "
             "and along tokens by two calls."
         )
+
+
+def _launched(
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, *counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(rows, columns)
     codes, scale, token_codes, token_scale = outputs = _fake(x, offsets, rows, columns)
     if codes.numel() or token_codes.numel():
-        contiguous = codes, scale.t(), token_codes, token_scale
-        _launch(x, offsets, rows, columns)(x, offsets.contiguous(), *contiguous)
+        contiguous = codes, scale.t(), token_codes, token_scale, *counts
+        _launch(x, offsets, rows, columns, counts=bool(counts))(x, offsets.contiguous(), *contiguous)
     return outputs
+
+
+def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    how = x, offsets, rows, columns
+    return _two_casts(*how) if target_of(x.device).type == "cpu" else _launched(*how)
+
+
+def _counted_fake(
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *_fake(x, offsets, rows, columns), no_counts_of_groups(offsets, 2)
+
+
+def _counted_kernel(
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    if target_of(x.device).type == "cpu":
+        return *_two_casts(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows, columns))
+    counts = no_counts_of_groups(offsets, 2)
+    return *_launched(x, offsets, rows, columns, counts), counts
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -84,4 +111,18 @@ def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quant
 
 group_quantize_both: OpOverload = register_group_op(
     "fp8compile::group_quantize_both", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
+)
+
+
+def _counted_launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
+    return _launch(x, offsets, rows, columns, counts=True) if is_group_pair(rows, columns) else None
+
+
+group_quantize_both_counted: OpOverload = register_group_op(
+    "fp8compile::group_quantize_both_counted",
+    _counted_kernel,
+    fake=_counted_fake,
+    portable=ON_GPU,
+    samples=_samples,
+    launch=_counted_launch_in_graph,
 )

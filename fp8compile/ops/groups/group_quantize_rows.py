@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
+from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import has_group_kernel
 from fp8compile.ops.groups.portable import ON_GPU
@@ -24,7 +25,7 @@ from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
-__all__ = ["group_quantize_rows", "is_row_pair"]
+__all__ = ["group_quantize_rows", "group_quantize_rows_counted", "is_row_pair"]
 
 
 def is_row_pair(rows: Quantizer | None, columns: Any, width: int) -> bool:
@@ -48,15 +49,15 @@ def _step_by_step(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantize
     return PYTHON_OF_STEPS.cast(x, multiplier, rows), scale, group_amax(x, offsets, columns)
 
 
-def _launch(x: Tensor, offsets: Tensor, rows: Any) -> TileLaunch:
+def _launch(x: Tensor, offsets: Tensor, rows: Any, *, counts: bool = False) -> TileLaunch:
     from fp8compile.kernels.groups_rows import rows_of_groups
 
-    return rows_of_groups(x, offsets, rows)
+    return rows_of_groups(x, offsets, rows, counts=counts)
 
 
-def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    if target_of(x.device).type == "cpu":
-        return _step_by_step(x, offsets, rows, columns)
+def _launched(
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, *counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     if not is_row_pair(rows, columns, x.shape[1]):
         raise ValueError(
             f"fp8compile::group_quantize_rows: quantizers are {rows!r} and {columns!r}, x is {x.shape[1]} wide; on a "
@@ -66,8 +67,29 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> 
     codes, scale, amax = outputs = _fake(x, offsets, rows, columns)
     amax.zero_()
     if x.numel():
-        _launch(x, offsets, rows)(x, offsets.contiguous(), codes, scale, amax)
+        _launch(x, offsets, rows, counts=bool(counts))(x, offsets.contiguous(), codes, scale, amax, *counts)
     return outputs
+
+
+def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    how = x, offsets, rows, columns
+    return _step_by_step(*how) if target_of(x.device).type == "cpu" else _launched(*how)
+
+
+def _counted_fake(
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_fake(x, offsets, rows, columns), no_counts_of_groups(offsets, 1)
+
+
+def _counted_kernel(
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Also returns what is counted of each group's rows; see `fp8compile.ops.counts`."""
+    if target_of(x.device).type == "cpu":
+        return *_step_by_step(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows,))
+    counts = no_counts_of_groups(offsets, 1)
+    return *_launched(x, offsets, rows, columns, counts), counts
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -83,4 +105,18 @@ def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quant
 
 group_quantize_rows: OpOverload = register_group_op(
     "fp8compile::group_quantize_rows", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
+)
+
+
+def _counted_launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
+    return _launch(x, offsets, rows, counts=True) if is_row_pair(rows, columns, x.shape[1]) else None
+
+
+group_quantize_rows_counted: OpOverload = register_group_op(
+    "fp8compile::group_quantize_rows_counted",
+    _counted_kernel,
+    fake=_counted_fake,
+    portable=ON_GPU,
+    samples=_samples,
+    launch=_counted_launch_in_graph,
 )

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from fp8compile import inductor
 from fp8compile.formats import pack
+from fp8compile.ops.counts import no_counts_of_groups
 from fp8compile.ops.groups.group_outer_amaxes import (
     check_directions,
     group_outer_amaxes,
@@ -28,13 +29,13 @@ from fp8compile.ops.groups.group_outer_amaxes import (
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.tiles import tile_columns, tile_spans
-from fp8compile.ops.quantize_two_levels import by_outer_amax
+from fp8compile.ops.quantize_two_levels import by_outer_amax, counts_of_direction
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, tiled
 from fp8compile.target import target_of
 
-__all__ = ["group_quantize_two_levels", "quantize_groups_in_two_levels"]
+__all__ = ["group_quantize_two_levels", "group_quantize_two_levels_counted", "quantize_groups_in_two_levels"]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 ROW_BYTES = 16  # a row of codes is a multiple of this many bytes
@@ -113,16 +114,15 @@ def _words(codes: Tensor) -> Tensor:
     return codes.view(torch.int64) if codes.numel() else codes
 
 
-def _kernel(
-    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns codes, scales in tiles and outer scales along rows, then the same three along tokens.
-
-    ``amaxes`` is the result of `group_outer_amaxes`. Results of a direction that ``directions`` leaves out have no
-    elements. Rows after the last group are not read.
-    """
-    if target_of(x.device).type == "cpu":
-        return _group_by_group(x, offsets, amaxes, rows, columns, directions)
+def _launched(
+    x: Tensor,
+    offsets: Tensor,
+    amaxes: Tensor,
+    rows: Quantizer,
+    columns: Quantizer,
+    directions: str,
+    counts: Tensor | None = None,
+) -> Outputs:
     outputs = _empty_outputs(x, offsets, amaxes, rows, columns, directions)
     if not offsets.shape[0] or not x.shape[1]:
         for each in outputs:
@@ -133,8 +133,56 @@ def _kernel(
     codes, scale, outer, column_codes, *others = outputs
     contiguous = _words(codes), scale, outer, _words(column_codes), *others
     wanted = quantizers_of(rows, columns, directions)
-    codes_of_groups(x, offsets.contiguous(), amaxes.contiguous(), *wanted, contiguous)
+    codes_of_groups(x, offsets.contiguous(), amaxes.contiguous(), *wanted, contiguous, counts)
     return outputs
+
+
+def _kernel(
+    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns codes, scales in tiles and outer scales along rows, then the same three along tokens.
+
+    ``amaxes`` is the result of `group_outer_amaxes`. Results of a direction that ``directions`` leaves out have no
+    elements. Rows after the last group are not read.
+    """
+    how = x, offsets, amaxes, rows, columns, directions
+    return _group_by_group(*how) if target_of(x.device).type == "cpu" else _launched(*how)
+
+
+# ---------------------------------------------------------------------------------- with counts
+
+
+def _counted_fake(
+    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = _empty_outputs(x, offsets, amaxes, rows, columns, directions)
+    return *outputs, no_counts_of_groups(offsets, 2)
+
+
+def _counts(
+    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
+) -> Tensor:
+    """Counts group by group; a direction that is left out has zeros."""
+    counts = no_counts_of_groups(offsets, 2)
+    for group, (own, _) in enumerate(tile_spans(offsets)):
+        tokens = x[own]
+        filled = pad(tokens, (0, 0, 0, -len(tokens) % GROUP)) if columns.transform() else tokens
+        for direction, (values, quantizer) in enumerate(((tokens, rows), (filled, columns))):
+            if directions in ("both", ("rows", "tokens")[direction]):
+                outer_amax = amaxes[direction, group : group + 1]
+                counts[direction, :, group] = counts_of_direction(values, outer_amax, quantizer)
+    return counts
+
+
+def _counted_kernel(
+    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    how = x, offsets, amaxes, rows, columns, directions
+    if target_of(x.device).type == "cpu":
+        return *_group_by_group(*how), _counts(*how)
+    counts = no_counts_of_groups(offsets, 2)
+    return *_launched(*how, counts), counts
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -147,13 +195,25 @@ group_quantize_two_levels: OpOverload = register_group_op(
 )
 
 
-@inductor.once_a_graph
+group_quantize_two_levels_counted: OpOverload = register_group_op(
+    "fp8compile::group_quantize_two_levels_counted",
+    _counted_kernel,
+    fake=_counted_fake,
+    portable=ON_GPU,
+    samples=_samples,
+)
+_OUTER_AMAXES = inductor.once_a_graph(group_outer_amaxes)
+_CODES = inductor.once_with_more(group_quantize_two_levels, group_quantize_two_levels_counted)
+
+
 def quantize_groups_in_two_levels(
-    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str
-) -> Outputs:
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str, *, counts: bool = False
+) -> tuple[Tensor, ...]:
     """Compute outer amaxes, and from them codes, scales in tiles and outer scales.
 
-    Forward and backward of a graph share one call. Arguments and results are those of `group_quantize_two_levels`.
+    Forward and backward of a graph share one call. Arguments and results are those of `group_quantize_two_levels`;
+    with ``counts`` those of `group_quantize_two_levels_counted`.
     """
-    amaxes = group_outer_amaxes(x, offsets, rows, columns, directions)
-    return group_quantize_two_levels(x, offsets, amaxes, rows, columns, directions)
+    amaxes = _OUTER_AMAXES(x, offsets, rows, columns, directions)
+    found: tuple[Tensor, ...] = _CODES[counts](x, offsets, amaxes, rows, columns, directions)
+    return found

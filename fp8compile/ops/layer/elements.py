@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile._compat import guard_or_false
-from fp8compile.formats import Float4Format, Float8Format, lanes_of
+from fp8compile.formats import Float4Format, Float8Format, lanes_of, limit_of, magnitude_of_code
 from fp8compile.layout.cuts import SIDES
 from fp8compile.layout.packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.count_cast import count_cast
 from fp8compile.ops.groups.layout import (
     alignment,
     group_of_rows,
@@ -45,7 +46,15 @@ from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import random_hadamard
 from fp8compile.scale_layouts import untiled
 
-__all__ = ["Elements", "elements_of", "elements_of_codes", "numbers_of", "pieces_of"]
+__all__ = [
+    "Elements",
+    "counts_of_pieces",
+    "elements_of",
+    "elements_of_codes",
+    "numbers_of",
+    "numel_of_groups",
+    "pieces_of",
+]
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,9 @@ def _magnitude(elements: Elements) -> Tensor:
     return elements.values.abs()
 
 
-def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool) -> Elements:
+def elements_of(
+    part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool, by_rows: bool = False
+) -> Elements:
     """Bring the values, codes and scales of an operand into one shape.
 
     Args:
@@ -113,19 +124,21 @@ def elements_of(part: Plain, found: Quantized, shape: Sequence[int], *, along_to
         found: Their codes, before ranks gather them.
         shape: Shape of the values without the rows that pad each matrix of a stack to whole blocks.
         along_tokens: Whether codes of groups lie along tokens.
+        by_rows: Whether the kernel that casts goes through whole rows, whatever the blocks.
     """
     if part.layout.ends is not None:
         return _of_groups(part, found, along_tokens=along_tokens)
     values = part.local if part.layout.batch else as_matrix(part.local)
-    return _of_matrices(values, found, shape[-2] if part.layout.batch else None, along_tokens=along_tokens)
+    n = -1 if by_rows else _run(found.quantizer, along_tokens=along_tokens)
+    return _of_matrices(values, found, shape[-2] if part.layout.batch else None, n)
 
 
 def elements_of_codes(found: Quantized) -> Elements:
     """The elements of a weight that is kept as codes, whose own values are not known; see `elements_of`."""
-    return _of_matrices(None, found, None, along_tokens=False)
+    return _of_matrices(None, found, None, _run(found.quantizer, along_tokens=False))
 
 
-def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, along_tokens: bool) -> Elements:
+def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, n: int) -> Elements:
     batch, (operand, *windows) = found.layout.batch, as_operand(found)
     scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
     codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
@@ -143,7 +156,7 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, *, a
     elif rows is not None:
         scales = scales.expand(codes.shape)
         values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
-    numel, n = values.shape[batch:].numel(), _run(quantizer, along_tokens=along_tokens)
+    numel = values.shape[batch:].numel()
     if not batch and n > 1 and guard_or_false(values.shape[1] % n == 0) and guard_or_false(numel > 0):
         # a block a row, as the cast reads it: PyTorch 2.13 fuses no two nodes if one reads a buffer in two forms
         of_block = quantizer.block == (1, n) and not any(windows)
@@ -191,7 +204,7 @@ def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
 def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements:
     ends: Any = part.layout.ends  # the caller has asked
     x, groups = part.local, ends.shape[0]
-    numel = sizes_of_groups(ends).double() * x.shape[1]
+    numel = numel_of_groups(ends, found.quantizer, x.shape[1])
     if not along_tokens:
         operand, _, window = as_operand(as_values_of_rows(found, x.shape[1]))
         values = x if window is None else window.embed(x, SIDES[1])
@@ -209,15 +222,20 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
         scale = quantizer.scale_values(_grid_along_tokens(found, rows, codes.shape))[place]
         if found.outer_scale is not None:
             scale = scale * found.outer_scale[group].unsqueeze(1)
-        if quantizer.transform():  # fills a group's last sixteen
-            numel = torch.diff(padded_offsets(ends, alignment(quantizer)), prepend=ends.new_zeros(1)).double()
-            numel = numel * x.shape[1]
+        if quantizer.transform():
             behind = torch.arange(codes.shape[0], device=ends.device) >= padded_offsets(ends, alignment(quantizer))[-1]
             group = torch.where(behind, groups, group)
         else:
             group = torch.where(row >= 0, group, groups)
     values = _transformed(values.float(), quantizer)
     return Elements(values, codes, scale, quantizer.element_format(), 0, group, numel)
+
+
+def numel_of_groups(ends: Tensor, quantizer: Quantizer, features: int) -> Tensor:
+    """Number of elements that a quantizer casts of each group, (E,) float64; a transform fills the last sixteen."""
+    if quantizer.transform() and quantizer.block[1] == 1:
+        ends = padded_offsets(ends, alignment(quantizer))
+    return sizes_of_groups(ends).double() * features
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
@@ -240,10 +258,8 @@ def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combin
     return first.int() + second.int() if first.dtype == torch.bool else first + second
 
 
-def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tuple[Tensor, ...]:
+def pieces_of(elements: Elements, numbers: Tensor, combine: str) -> Tensor:
     """Reduce numbers of each element as the cast goes through memory: a piece for each row, or each block of a row.
-
-    Pieces of blocks are a part of what the cast writes, so counts have as few bytes as hold the size of a block.
 
     Args:
         elements: The elements.
@@ -251,18 +267,26 @@ def pieces_of(elements: Elements, numbers: Sequence[Tensor], combine: str) -> tu
         combine: ``"sum"`` or ``"max"``.
 
     Returns:
-        (E, pieces) each, and E is 1 for a matrix; (rows,) with groups.
+        (E, pieces), and E is 1 for a matrix; (rows,) with groups.
     """
-    return tuple(_pieces(each, combine, elements) for each in numbers)
+    return _pieces(elements, lambda: _reduced(numbers, combine))
 
 
-def _pieces(each: Tensor, combine: str, elements: Elements) -> Tensor:
+def counts_of_pieces(elements: Elements) -> Tensor:
+    """`count_cast` of elements without lanes, in the shapes of `pieces_of`."""
+    limit = torch.where(elements.scale > 0, elements.scale * limit_of(elements.format), torch.inf)
+    mask = magnitude_of_code(elements.format)
+    return _pieces(elements, lambda: count_cast(elements.magnitude(), elements.codes, limit, mask))
+
+
+def _pieces(elements: Elements, reduced: Callable[[], Tensor]) -> Tensor:
+    values = elements.values
     if elements.group is not None:
-        return _reduced(each, combine)
-    matrices = each.shape[0] if elements.batch else 1
-    if guard_or_false(each.numel() == 0):
-        return each.new_empty((matrices, 0), dtype=torch.float32)
-    return _reduced(each, combine).reshape(matrices, -1)
+        return reduced()
+    matrices = values.shape[0] if elements.batch else 1
+    if guard_or_false(values.numel() == 0):
+        return values.new_empty((matrices, 0), dtype=torch.float32)
+    return reduced().reshape(matrices, -1)
 
 
 def _reduced(values: Tensor, combine: str) -> Tensor:

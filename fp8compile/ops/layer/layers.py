@@ -2,11 +2,13 @@
 
     linear                    all tensors are whole on this rank
     shared_scale_linear       like linear, with a weight that shares its one scale with other weights
+    known_codes_linear        like linear, with a weight whose codes the layer keeps
     delayed_linear            like linear, with the state of delayed scaling
     sharded_linear            each rank of a group has a part of the weight, and maybe of the tokens
     fsdp_linear               ranks of FSDP share the weight's rows, and gather them as codes
     fsdp_delayed_linear       like fsdp_linear, with delayed scaling
     grouped_linear            multiplies each row by the matrix of its group, such as an expert's
+    known_codes_grouped_linear  like grouped_linear, with a weight whose codes the layer keeps
     sharded_grouped_linear    each rank of a group has a part of every matrix
     fsdp_grouped_linear       each rank of FSDP has some of the matrices
 
@@ -34,6 +36,25 @@ SHARED_SCALE = register_layer(
     samples.shared_scale_samples,
     for_grad_weight=placements.Whole,
     keep=LINEAR.keep,
+)
+KNOWN_CODES = register_layer(
+    "known_codes_",
+    placements.KnownCodes,
+    samples.known_codes_samples,
+    for_grad_input=placements.KnownForGradInput,
+    for_grad_weight=placements.Placement,
+    keep=LINEAR.keep,
+    observe=LINEAR.observe,
+)
+KNOWN_CODES_GROUPED = register_layer(
+    "known_codes_grouped_",
+    placements.KnownCodesOfGroups,
+    samples.known_codes_of_groups_samples,
+    for_grad_input=placements.KnownForGradInputOfGroups,
+    for_grad_weight=placements.WholeGroups,
+    ends=True,
+    keep=GROUPED.keep,
+    observe=GROUPED.observe,
 )
 DELAYED = register_layer(
     "delayed_",
@@ -67,7 +88,8 @@ FSDP_GROUPED = register_layer(
     keep=GROUPED.keep,
 )
 LAYERS: tuple[Layer, ...] = (
-    LINEAR, SHARED_SCALE, DELAYED, SHARDED, FSDP, FSDP_DELAYED, GROUPED, SHARDED_GROUPED, FSDP_GROUPED,
+    LINEAR, SHARED_SCALE, KNOWN_CODES, DELAYED, SHARDED, FSDP, FSDP_DELAYED,
+    GROUPED, KNOWN_CODES_GROUPED, SHARDED_GROUPED, FSDP_GROUPED,
 )  # fmt: skip
 
 # the names that fp8compile.ops exports
@@ -77,6 +99,10 @@ grad_weight: OpOverload = LINEAR.grad_weight
 kept_input: OpOverload = LINEAR.keep
 grad_weight_of_codes: OpOverload = LINEAR.grad_weight_of_codes
 shared_scale_linear: OpOverload = SHARED_SCALE.output
+known_codes_linear: OpOverload = KNOWN_CODES.output
+known_codes_grad_input: OpOverload = KNOWN_CODES.grad_input
+known_codes_grouped_linear: OpOverload = KNOWN_CODES_GROUPED.output
+known_codes_grouped_grad_input: OpOverload = KNOWN_CODES_GROUPED.grad_input
 delayed_linear: OpOverload = DELAYED.output
 delayed_grad_input: OpOverload = DELAYED.grad_input
 delayed_grad_weight: OpOverload = DELAYED.grad_weight

@@ -1,7 +1,7 @@
 """Ops that look at the operands of a layer's products, beside the layer's own ops.
 
     y = linear(x, weight, bias, recipe)                          the plain op, as ever
-    y, *totals = observe(y, x, weight, ..., recipe)              y again; totals of input and weight
+    y, totals = observe(y, x, weight, ..., recipe)               y again; totals of input and weight
         its backward: observe_gradient(grad_output, x, weight)   totals of grad_output, and of the codes of input and
                                                                  weight that the backward makes; then all of them into
                                                                  the buffer
@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
@@ -31,26 +31,23 @@ from torch.nn.functional import pad
 
 from fp8compile import inductor
 from fp8compile._compat import is_traced
-from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.ops.counts import COUNTED, pieces_of_counts
+from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
 from fp8compile.ops.inductor_hints import after
-from fp8compile.ops.layer.elements import Elements, elements_of, elements_of_codes, numbers_of, pieces_of
+from fp8compile.ops.layer.counting import FOR_GRADIENTS, Seen, counted
 from fp8compile.ops.layer.flat_arguments import flat
 from fp8compile.ops.layer.layer import operands_of, part_of_tokens
-from fp8compile.ops.layer.one_read import ALONG_ROWS
-from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
+from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Phase
 from fp8compile.ops.layer.placements import Placement
-from fp8compile.ops.layer.second_stage import FIRST_SUMS, Pieces, Totals, rows_of
-from fp8compile.ops.layer.statistics import Total, columns_of, counts_slot
+from fp8compile.ops.layer.second_stage import FIRST_SUMS, Pieces, rows_of
+from fp8compile.ops.layer.statistics import columns_of
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 
-__all__ = ["OBSERVE_OPS", "Observe", "ObserveOp", "Observer", "Seen", "Totals", "counted", "register_observe"]
+__all__ = ["OBSERVE_OPS", "Observe", "ObserveOp", "Observer", "register_observe"]
 
 FORWARD_SLOTS = (*TENSORS["input"], *TENSORS["weight"])
-FOR_GRADIENTS = (GRAD_WEIGHT.b, GRAD_INPUT.b)  # the forward's tensors as gradients are made of them
 
 
 class Observer(NamedTuple):
@@ -91,108 +88,6 @@ class Observer(NamedTuple):
         """Forget all elements."""
         self.sums.zero_()
         self.maxima.fill_(-torch.inf)
-
-
-IsHere = Callable[[str, Quantized | None], bool]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One tensor of a layer, as this rank sees it.
-
-    Attributes:
-        part: This rank's part of the values; None if they are not known.
-        counts: Whether this rank adds its elements to sums. It does not if another rank adds the same.
-        codes: Codes that are known already, by the recipe's field.
-    """
-
-    part: Plain | None
-    counts: bool = True
-    codes: Mapping[str, Quantized] = field(default_factory=dict)
-
-
-def counted(
-    tensors: Mapping[str, Seen], operands: Operands, names: str, is_here: IsHere, first: int = 0
-) -> dict[str, Pieces | None]:
-    """Count the codes of tensors of a layer; returns pieces by the fields of the recipe.
-
-    Args:
-        tensors: The tensors, by their keys in ``TENSORS``.
-        operands: Makes the codes that are not known.
-        names: Names of the totals, as `totals_of` returns them.
-        is_here: Whether the codes of a field are counted here, or else elsewhere. It is asked twice, first without
-            the codes, before they are made.
-        first: Index of this rank's first matrix.
-    """
-    found: dict[str, Pieces | None] = {}
-    for tensor, seen in tensors.items():
-        known: dict[Any, Pieces | None] = {}
-        for slot in TENSORS[tensor]:
-            quantizer = getattr(operands.recipe, slot)
-            if quantizer is None or not counts_slot(names, slot) or (seen.part is None and slot not in seen.codes):
-                continue
-            key = quantizer if seen.part is not None else slot
-            if key not in known:
-                known[key] = _of_slot(seen, slot, operands, names, is_here, first) if is_here(slot, None) else None
-            found[slot] = known[key]
-    return found
-
-
-def _of_slot(seen: Seen, slot: str, operands: Operands, names: str, is_here: IsHere, first: int) -> Pieces | None:
-    if seen.part is None:
-        found = seen.codes[slot]
-        elements = elements_of_codes(found)
-        return _of_elements(elements, found.layout, names, torch.float32, counts=seen.counts, first=first)
-    is_counted = all(each.name in COUNTED for columns in columns_of(names) for each in columns)
-    own, found = (replace(operands, counts=True) if is_counted else operands).own(seen.part, slot)
-    if not is_here(slot, found):
-        return None
-    if found.counts is not None:
-        return _of_counts(own, found.counts, names, counts=seen.counts)
-    shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
-    in_backward = operands.phase is Phase.BACKWARD
-    dtype = torch.float32 if found.quantizer.transform() else own.local.dtype
-    own = own if operands.phase is Phase.EAGER else replace(own, local=rounded(own.local, apart=in_backward))
-    # the partitioner would count in the forward, which needs no tangent, and so cast there too
-    with inductor.left_in_backward() if in_backward else nullcontext():
-        elements = elements_of(own, found, shape, along_tokens=along_tokens)
-        return _of_elements(elements, own.layout, names, dtype, counts=seen.counts, first=first)
-
-
-def _of_counts(part: Plain, found: Tensor, names: str, *, counts: bool) -> Pieces:
-    """What a kernel has counted of a matrix."""
-    sums, maxima = columns_of(names)
-    return Pieces(
-        sums=tuple(pieces_of_counts(found, each.name) for each in sums),
-        maxima=tuple(pieces_of_counts(found, each.name) for each in maxima),
-        group=None,
-        numel=part.local.numel(),
-        has_values=True,
-        counts=counts,
-        layout=part.layout,
-    )
-
-
-def _numbers(total: Total, elements: Elements, dtype: torch.dtype) -> Tensor:
-    """A number of each element, in as few bytes as hold it: a magnitude of the values, in their own dtype."""
-    found = numbers_of(elements, total.compute, total.combine)
-    return found.to(dtype) if total.is_magnitude else found
-
-
-def _of_elements(
-    elements: Elements, layout: TensorLayout, names: str, dtype: torch.dtype, *, counts: bool, first: int
-) -> Pieces:
-    sums, maxima = columns_of(names)
-    return Pieces(
-        sums=pieces_of(elements, [_numbers(each, elements, dtype) for each in sums], "sum"),
-        maxima=pieces_of(elements, [_numbers(each, elements, dtype) for each in maxima], "max"),
-        group=elements.group,
-        numel=elements.numel,
-        has_values=elements.has_values,
-        counts=counts,
-        layout=layout,
-        first=first,
-    )
 
 
 # ---------------------------------------------------------------------------------- ops
@@ -248,7 +143,9 @@ class ObserveOp:
             return self.gradient is (slot not in FORWARD_SLOTS)
         if found is None:
             return later or not self.gradient
-        return self.gradient is (later and (inductor.is_fusible(found.codes) or not is_traced(found.codes)))
+        if not later or not is_traced(found.codes):
+            return self.gradient is later
+        return self.gradient is (inductor.is_fusible(found.codes) or _is_made_in_backward(found.codes))
 
     def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
         """Run the op.
@@ -286,9 +183,11 @@ class ObserveOp:
         if self.gradient:
             return rows
         if phase is Phase.EAGER:
-            return y.clone(), *rows
+            return y.clone(), rows
         # Only the backward reads the totals. Unless the forward needs them, the partitioner computes them there.
-        return after(after(y, rows[0]), rows[1]), *rows
+        # With groups y is a product whose last rows are masked, which the backward does better again than to read it.
+        with nullcontext() if ends is None else inductor.recomputed():
+            return after(y, rows), rows
 
     def empty(self, args: tuple[Any, ...]) -> Any:
         """Results without values, for tracing."""
@@ -335,6 +234,11 @@ class Observe:
         return self.output(*tensors, *fields, observer.first, later, observer.totals, recipe)[0]
 
 
+def _is_made_in_backward(codes: Tensor) -> bool:
+    """Whether traced codes that a call has made are a backward's: the forward makes none with the same call."""
+    return inductor.is_left_in_backward(codes) or inductor.is_result_of(codes, (group_cast, group_cast_counted))
+
+
 OBSERVE_OPS: dict[torch._ops.OpOverload, ObserveOp] = {}
 
 
@@ -351,21 +255,20 @@ class _Derivative:
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         given, place, ctx.first, ctx.later, ctx.totals, ctx.recipe = self.op.split(inputs)
         ctx.buffers = given["sums"], given["maxima"]
-        _, sums, maxima = output
-        ctx.mark_non_differentiable(sums, maxima)
+        _, rows = output
+        ctx.mark_non_differentiable(rows)
         ctx.set_materialize_grads(False)
-        inductor.never_recompute(sums)
-        inductor.never_recompute(maxima)
+        inductor.never_recompute(rows)
         fields: tuple[str, ...] = place.__match_args__
         values = [getattr(place, name) for name in fields]
         ctx.fields = [None if isinstance(each, Tensor) else each for each in values]
         tensors = [each if isinstance(each, Tensor) else None for each in values]
         later = (given["x"], given["weight"]) if ctx.later else (None, None)
-        ctx.save_for_backward(sums, maxima, given.get("offsets"), *later, *tensors)
+        ctx.save_for_backward(rows, given.get("offsets"), *later, *tensors)
 
     @torch.no_grad()
-    def backward(self, ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        sums, maxima, ends, x, weight, *tensors = ctx.saved_tensors
+    def backward(self, ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        rows, ends, x, weight, *tensors = ctx.saved_tensors
         others = (None,) * (len(self.op.parameters()) - 1)
         if grad_output is None:
             return None, *others
@@ -374,11 +277,11 @@ class _Derivative:
         every = ctx.first, ctx.later, ctx.totals, ctx.recipe
         found = self.gradient(grad_output, x, weight, *offsets, *fields, *every)
         own_sums, own_maxima = ctx.buffers
-        behind = own_sums.shape[-1] - ctx.first - sums.shape[-1]
+        behind, columns = own_sums.shape[-1] - ctx.first - rows.shape[-1], own_sums.shape[1]
         place = ctx.first, behind, 0, 0, 0, len(SLOTS) - len(FORWARD_SLOTS)  # of the forward's rows in the buffer
-        sums, maxima = pad(sums, place) + pad(found[0], place[:2]), _largest(maxima, found[1], place)
+        sums = pad(rows[:, :columns], place) + pad(found[:, :columns], place[:2])
         own_sums.copy_(own_sums + sums)
-        own_maxima.copy_(torch.maximum(own_maxima, maxima))
+        own_maxima.copy_(torch.maximum(own_maxima, _largest(rows[:, columns:], found[:, columns:], place).float()))
         return grad_output, *others
 
 
@@ -409,7 +312,8 @@ def register_observe(
             names = "amax,underflow,scale"
             for values in (grad, grad.mT.contiguous().mT):
                 buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
-                for later in (False, True):
+                # a graph counts codes of groups, which calls make, in the forward, and eager mode in the backward
+                for later in (False, True) if offsets is None else (False,):
                     if op.gradient:
                         own = (x, weight) if later else (None, None)
                         yield values, *own, *given, *fields, 0, later, names, recipe
@@ -430,13 +334,13 @@ def register_observe(
         OBSERVE_OPS[found] = op
         return found
 
-    gradient = register(f"{prefix}observe_gradient", of_gradient, GRAD_INPUT, tuple[Tensor, Tensor])
+    gradient = register(f"{prefix}observe_gradient", of_gradient, GRAD_INPUT, Tensor)
     derivative = _Derivative(op=of_output, gradient=gradient)
     output = register(
         f"{prefix}observe",
         of_output,
         OUTPUT,
-        tuple[Tensor, Tensor, Tensor],
+        tuple[Tensor, Tensor],
         setup_context=derivative.setup_context,
         backward=derivative.backward,
         updates=("sums", "maxima"),

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat, inductor
+from fp8compile.kernels.programs import TILE
 from fp8compile.layout.quantized import Plain, Quantized
-from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
+from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, group_quantize_rows_counted, is_row_pair
 from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.quantize_both import is_pair, quantize_both, quantize_both_counted
@@ -77,7 +78,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
     if inductor.is_fusible(part.local) or not is_aligned(part, first):  # if fusible, its producer's kernel casts it
         return quantize_part(part, quantizer, steps)
     if part.layout.batch:
-        return _matrices(part, quantizer, first, again, steps, is_first=is_first)
+        return _matrices(part, quantizer, first, again, steps, is_first=is_first, counts=counts)
     if not is_first and is_along_columns(again) and is_aligned(part, again):
         return _along_columns(part, again)
     if not is_weight_pair(first, again, part.local.shape[1]):
@@ -89,23 +90,33 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
     return quantize_part(part, again, steps, local_amax=amax)
 
 
+_ROWS = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
+
+
 def _matrices(
-    part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool
+    part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool, counts: bool
 ) -> Quantized:
     """Quantize each matrix of a stack by itself; the caller makes sure that no block spans ranks."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts) and not is_first:
-        return _along_columns(part, again)
+        if not counts:
+            return _along_columns(part, again)
+        with inductor.left_in_backward():  # in the forward it would be kept: a byte for each element of all experts
+            codes, scale, *counted = _BOTH[counts](stack, first, again)[2:]
+            own = counted[0][1] if counted else None
+        return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout, counts=own)
     matrix = stack.flatten(0, 1)
     if is_row_pair(first, again, matrix.shape[1]):
-        codes, scale, amax = group_quantize_rows(matrix, _ends_of_matrices(stack), first, again)
+        codes, scale, amax, *counted = _ROWS[counts and is_first](matrix, _ends_of_matrices(stack), first, again)
     elif is_weight_pair(first, again, matrix.shape[1]):
-        codes, scale, amax = _WEIGHT[False](matrix, first, again)
+        counts = counts and _compat.statically_true(stack.shape[1] % TILE == 0)  # no tile has rows of two matrices
+        codes, scale, amax, *counted = _WEIGHT[counts and is_first](matrix, first, again)
     else:
         return quantize_part(part, quantizer, steps)
     if is_first:
         scale = scale.view(stack.shape[0], *first.scale_shape(stack.shape[1:]))
-        return Quantized(codes=codes.view(stack.shape), scale=scale, quantizer=first, layout=part.layout)
+        own = counted[0][0] if counted else None
+        return Quantized(codes=codes.view(stack.shape), scale=scale, quantizer=first, layout=part.layout, counts=own)
     amax = amax.view(stack.shape[0], *again.scale_shape(stack.shape[1:]))
     return quantize_part(part, again, steps, local_amax=amax)
 
@@ -117,6 +128,7 @@ def _along_columns(part: Plain, quantizer: Quantizer) -> Quantized:
     return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
 
+@inductor.once_a_graph
 def _ends_of_matrices(stack: Tensor) -> Tensor:
     """Where each matrix of a stack (E, N, K) ends if the stack is flattened to rows; (E,) int32."""
     return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]

@@ -48,7 +48,7 @@ from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.target import target_of
 
-__all__ = ["Operands", "Phase"]
+__all__ = ["Operands", "Phase", "as_summed"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}  # slot -> row of a layer's state
@@ -251,7 +251,7 @@ class Operands:
         if self.outer_amax is not None and slot in WEIGHT_SLOTS and has_one_scale(quantizer):
             return quantize_part(part, quantizer, self._steps(part, slot), outer_amax=self.outer_amax)
         if part.layout.batch and quantizer.has_outer_scale():
-            quantizer = _as_summed(part, quantizer, slot)
+            quantizer = as_summed(part, quantizer, slot)
             if self.phase is Phase.FORWARD:
                 return _codes_of_stack(part.local, part.layout, quantizer)
         elif self._reads_once(part) and self._shares_read(slot):
@@ -279,6 +279,7 @@ class Operands:
             along_tokens=slot in ALONG_ROWS and not is_forwards,
             reads_once=self._reads_once(part),
             is_input=slot == GRAD_WEIGHT.b,
+            counts=self.counts,
         )
         return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 
@@ -331,7 +332,7 @@ def _is_aligned(codes: Tensor) -> bool:
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape[-2:])
 
 
-def _as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
+def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
     """Choose how a quantizer with two levels of scales packs the codes of a stack.
 
     On a GPU it packs four-bit codes along the dim that the GEMM sums; elsewhere it stores one code a byte.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8compile import _compat, inductor
 from fp8compile.layout.cuts import DimSharding
-from fp8compile.layout.quantized import STACK, WHOLE, TensorLayout
+from fp8compile.layout.quantized import STACK, WHOLE, Quantized, TensorLayout
 from fp8compile.ops.collectives import all_reduce, reduce_scatter
 from fp8compile.ops.groups.grouped_mm import group_sum
 from fp8compile.ops.layer.check_groups import check_cut_of_groups
@@ -24,13 +24,17 @@ from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.operands import OUTPUT, Phase
 from fp8compile.ops.layer.products import Product, as_read
 from fp8compile.ops.layer.rows import Rows
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import Quantizer, Recipe
 
 __all__ = [
     "CutOverGroup",
     "GroupsCutOverGroup",
     "GroupsOverFsdp",
     "GroupsOverFsdpForGradWeight",
+    "KnownCodes",
+    "KnownCodesOfGroups",
+    "KnownForGradInput",
+    "KnownForGradInputOfGroups",
     "Layouts",
     "Placement",
     "RowsOverFsdp",
@@ -213,6 +217,106 @@ class SharedScale(Whole):
 @dataclass(slots=True)
 class WholeGroups(Placement):
     """A layer with groups of rows; every matrix is whole on this rank."""
+
+
+# ---------------------------------------------------------------------------------- codes that are known
+
+
+class _Known:
+    """Methods of placements whose weight has codes already; ``batch`` is that of the weight's layout."""
+
+    __slots__ = ()
+
+    batch: ClassVar[int] = 0
+
+    # ``self: Any``, because subclasses define the fields
+    def given(self: Any) -> dict[str, Any]:
+        """Keyword arguments of `Operands`: the weight's codes for this product."""
+        own = {name: getattr(self, name) for name in ("codes", "scale", "outer_scale", "quantizer")}
+        return {"weight": Quantized(**own, layout=STACK if self.batch else WHOLE)}
+
+
+@dataclass(slots=True)
+class KnownForGradInput(_Known, Placement):
+    """Placement of the op for grad_input of a weight whose codes are known; its fields are those codes.
+
+    Attributes:
+        codes: The set of codes that grad_input reads, as in `Quantized`.
+        scale: Its scales of blocks.
+        outer_scale: Its second level of scales, or None.
+        quantizer: The quantizer that made it.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    outer_scale: Tensor | None
+    quantizer: Quantizer
+
+
+@dataclass(slots=True)
+class KnownForGradInputOfGroups(KnownForGradInput):
+    """The same for a stack of matrices."""
+
+    batch: ClassVar[int] = 1
+
+
+@dataclass(slots=True)
+class KnownCodes(_Known, Placement):
+    """Every tensor is whole, and the weight's codes are known: its layer keeps them beside it.
+
+    The weight itself is an argument that gets a gradient; nothing reads its values. Tensors are None while autograd
+    keeps them.
+
+    Attributes:
+        codes: The set of codes that the output reads, as in `Quantized`.
+        scale: Its scales of blocks.
+        outer_scale: Its second level of scales, or None.
+        quantizer: The quantizer that made it.
+        codes_for_grad_input: The set that grad_input reads, which may be the same.
+        scale_for_grad_input: Its scales of blocks.
+        outer_scale_for_grad_input: Its second level of scales, or None.
+        quantizer_for_grad_input: The quantizer that made it.
+    """
+
+    of_grad_input: ClassVar[type[KnownForGradInput]] = KnownForGradInput
+
+    codes: Tensor
+    scale: Tensor
+    outer_scale: Tensor | None
+    quantizer: Quantizer
+    codes_for_grad_input: Tensor
+    scale_for_grad_input: Tensor
+    outer_scale_for_grad_input: Tensor | None
+    quantizer_for_grad_input: Quantizer
+
+    def for_grad_input(self, used: Tensor | None) -> Placement:
+        """The placement of the op for grad_input, which holds its set of codes."""
+        own = self.codes_for_grad_input, self.scale_for_grad_input, self.outer_scale_for_grad_input
+        return self.of_grad_input(*own, self.quantizer_for_grad_input)
+
+    def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
+        """The placement of the op for grad_weight, which does not read the weight."""
+        return Placement()
+
+    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
+        """This placement without tensors, and grad_input's set of codes, which autograd saves."""
+        own = self.codes_for_grad_input, self.scale_for_grad_input, self.outer_scale_for_grad_input
+        none: dict[str, Any] = {name: None for name in self.__match_args__ if not name.startswith("quantizer")}
+        return replace(self, **none), own
+
+    def restored(self, saved: Sequence[Tensor | None]) -> Placement:
+        """This placement with the saved set of codes."""
+        names = "codes_for_grad_input", "scale_for_grad_input", "outer_scale_for_grad_input"
+        own: dict[str, Any] = dict(zip(names, saved, strict=True))
+        return replace(self, **own)
+
+
+@dataclass(slots=True)
+class KnownCodesOfGroups(KnownCodes):
+    """The same for a layer with groups of rows, whose weight is a stack of matrices."""
+
+    of_grad_input: ClassVar[type[KnownForGradInput]] = KnownForGradInputOfGroups
+    batch: ClassVar[int] = 1
 
 
 # ---------------------------------------------------------------------------------- a group of ranks

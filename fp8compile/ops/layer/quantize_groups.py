@@ -14,18 +14,19 @@ from torch import Tensor
 
 from fp8compile import inductor
 from fp8compile.formats import unpack
-from fp8compile.layout.cuts import axis_blocks
+from fp8compile.layout.cuts import Sharding, axis_blocks
 from fp8compile.layout.packing import packed_dim
-from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.groups.group_amax import group_amax
-from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
 from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
 from fp8compile.ops.groups.group_quantize import group_quantize
-from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
-from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
+from fp8compile.ops.groups.group_quantize_both import group_quantize_both, group_quantize_both_counted, is_group_pair
+from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, group_quantize_rows_counted, is_row_pair
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
+from fp8compile.ops.groups.kernel_limits import has_group_kernel
 from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.groups.tiles import scales_of_rows
 from fp8compile.ops.layer.quantize import Steps, quantize_part
@@ -35,8 +36,11 @@ from fp8compile.target import target_of
 
 __all__ = ["as_values_of_rows", "by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
 
-_both_directions = inductor.once_a_graph(group_quantize_both)
-_rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
+_BOTH = inductor.once_with_more(group_quantize_both, group_quantize_both_counted)
+_ROWS = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
+_CAST = inductor.once_with_more(group_cast, group_cast_counted)
+_made_of_kept = inductor.once_a_graph(made_of_kept)
+_group_amax = inductor.once_a_graph(group_amax)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
@@ -53,6 +57,7 @@ def quantize_groups(
     along_tokens: bool,
     reads_once: bool,
     is_input: bool = False,
+    counts: bool = False,
 ) -> Quantized:
     """Quantize rows that are sorted by group, along rows or along tokens.
 
@@ -66,25 +71,32 @@ def quantize_groups(
             Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the rows.
         is_input: Whether the rows are a layer's input, which the backward may recompute from tensors that are kept
             anyway.
+        counts: Whether kernels also count what they cast, where they can; see `Quantized.counts`.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
     if quantizer.has_outer_scale():
-        return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once)
+        return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once, counts=counts)
     x = part.local
     ends: Any = part.layout.ends  # rows are in groups
+    counted: list[Tensor] = []
     if reads_once and is_group_pair(rows, tokens):
-        found = _both_directions(x, ends, rows, tokens)
+        *found, last = _BOTH[counts](x, ends, rows, tokens)
+        found, counted = (found, [last[int(along_tokens)]]) if counts else ([*found, last], [])
         codes, scale = found[2:] if along_tokens else found[:2]
     elif along_tokens:
-        codes, scale = _tokens(part, rows, tokens, steps, reads_once=reads_once, is_input=is_input)
+        codes, scale, *counted = _tokens(
+            part, rows, tokens, steps, reads_once=reads_once, is_input=is_input, counts=counts
+        )
     elif reads_once and is_row_pair(rows, tokens, x.shape[1]):
-        codes, scale, _ = _rows_and_amaxes(x, ends, rows, tokens)
+        codes, scale, _, *found = _ROWS[counts](x, ends, rows, tokens)
+        counted = [each[0] for each in found]
     elif rows.block[0] == 1:
         return quantize_part(part, rows, steps)
     else:
         codes, scale = cast_rows(x, ends, rows, steps, lambda amaxes: _over_ranks(amaxes, part, rows))
-    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
+    own = counted[0] if counted else None
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout, counts=own)
 
 
 def cast_rows(
@@ -94,24 +106,50 @@ def cast_rows(
 
     ``over_ranks`` reduces this rank's amaxes over all ranks that have rows of the groups.
     """
-    multiplier, scale = steps.scale(over_ranks(group_amax(x, ends, quantizer)), quantizer)
+    multiplier, scale = steps.scale(over_ranks(_group_amax(x, ends, quantizer)), quantizer)
     group = group_to_read(ends, x.shape[0])
     return steps.cast(x, multiplier[group], by_row(quantizer)), scale[group]
 
 
 def _tokens(
-    part: Plain, rows: Quantizer | None, tokens: Quantizer, steps: Steps, *, reads_once: bool, is_input: bool
-) -> tuple[Tensor, Tensor]:
-    x, ends = part.local, part.layout.ends
+    part: Plain,
+    rows: Quantizer | None,
+    tokens: Quantizer,
+    steps: Steps,
+    *,
+    reads_once: bool,
+    is_input: bool,
+    counts: bool,
+) -> tuple[Tensor, ...]:
+    """Codes along tokens and their scales, and what the kernel counted if it did."""
+    x: Tensor = part.local
+    ends: Any = part.layout.ends  # rows are in groups
     if tokens.block[0] != -1:
         return group_quantize(x, ends, tokens)
     if reads_once and is_row_pair(rows, tokens, x.shape[1]):
-        _, _, amaxes = _rows_and_amaxes(x, ends, rows, tokens)
-        x = made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
+        amaxes = _ROWS[False](x, ends, rows, tokens)[2]
+        x = _made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
     else:
-        amaxes = _over_ranks(group_amax(x, ends, tokens), part, tokens)
-    multiplier, scale = steps.scale(amaxes, tokens)
-    return group_cast(x, ends, multiplier, tokens), scale
+        amaxes = _amaxes_along_tokens(x, ends, part.cuts, tokens)
+    multiplier, scale = _scales_along_tokens(amaxes, tokens, steps.scale)
+    if not (counts and has_group_kernel(tokens) and reads_once):
+        return _CAST[False](x, ends, multiplier, tokens), scale
+    codes, counted = _CAST[True](x, ends, multiplier, tokens)
+    return codes, scale, counted[0]
+
+
+# A step that is read calls them for the product and to observe it, and one cast serves both.
+@inductor.once_a_graph
+def _amaxes_along_tokens(x: Tensor, ends: Tensor, cuts: Sharding, quantizer: Quantizer) -> Tensor:
+    part = Plain(x, TensorLayout(cuts, ends=ends))
+    return _over_ranks(_group_amax(x, ends, quantizer), part, quantizer)
+
+
+@inductor.once_a_graph
+def _scales_along_tokens(
+    amaxes: Tensor, quantizer: Quantizer, scale: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    return scale(amaxes, quantizer)
 
 
 def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
@@ -130,8 +168,12 @@ def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
     return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
 
 
-def _in_two_levels(part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, reads_once: bool) -> Quantized:
-    x, ends, quantizer = part.local, part.layout.ends, tokens if along_tokens else rows
+def _in_two_levels(
+    part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, reads_once: bool, counts: bool
+) -> Quantized:
+    x, quantizer = part.local, tokens if along_tokens else rows
+    ends: Any = part.layout.ends  # rows are in groups
+    own: Tensor | None = None
     if not is_four_bits_on_gpu(x, quantizer):
         quantizer = quantizer.unpacked()
         codes, scale, outer = group_two_levels(x, ends, quantizer, along_tokens)
@@ -139,10 +181,11 @@ def _in_two_levels(part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, r
         how = quantizer, quantizer, "tokens" if along_tokens else "rows"
         if reads_once and is_two_level_pair(rows, tokens):
             how = rows, tokens, "both"
-        found = quantize_groups_in_two_levels(x, ends, *how)
+        *found, last = quantize_groups_in_two_levels(x, ends, *how, counts=counts)
+        found, own = (found, last[int(along_tokens)]) if counts else ([*found, last], None)
         codes, scale, outer = found[3:] if along_tokens else found[:3]
         quantizer = replace(quantizer, packed="columns" if along_tokens else "rows")
-    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer, layout=part.layout)
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer, layout=part.layout, counts=own)
 
 
 def as_values_of_rows(found: Quantized, features: int) -> Quantized:

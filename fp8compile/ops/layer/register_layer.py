@@ -256,6 +256,7 @@ def register_layer(
     ends: bool = False,
     gradients: Layer | None = None,
     keep: torch._ops.OpOverload | None = None,
+    observe: Observe | None = None,
 ) -> Layer:
     """Register the ops of a linear layer for one placement, whose fields are arguments of the output op.
 
@@ -268,6 +269,7 @@ def register_layer(
         ends: Whether rows are in groups.
         gradients: A layer whose gradient ops are used in place of new ones.
         keep: The op that keeps codes of the input, if another layer has registered it.
+        observe: The ops that look at the operands, if another layer has registered them.
     """
     op = LayerOp(kind="output", placement=placement, ends=ends)
     if gradients is None:
@@ -287,7 +289,7 @@ def register_layer(
                 f"{prefix}grad_weight_of_codes", of_codes, GRAD_WEIGHT, examples.of_grad_weight_of_codes
             ),
         }
-        observe = register_observe(prefix, in_input.placement, ends=ends, samples=examples.of_observe)
+        observe = observe or register_observe(prefix, in_input.placement, ends=ends, samples=examples.of_observe)
     else:
         keep, observe = gradients.keep, gradients.observe
         grads = {name: getattr(gradients, name) for name in ("grad_input", "grad_weight", "grad_weight_of_codes")}

@@ -10,6 +10,7 @@ import torch
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
+from fp8compile.ops.layer.known_codes import flat_sets, sets_of_weight
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Recipe
 
@@ -19,6 +20,8 @@ __all__ = [
     "fsdp_grouped_samples",
     "fsdp_samples",
     "grouped_samples",
+    "known_codes_of_groups_samples",
+    "known_codes_samples",
     "linear_samples",
     "sharded_grouped_samples",
     "sharded_samples",
@@ -40,6 +43,20 @@ def shared_scale_samples() -> Iterator[tuple[Any, ...]]:
     """Sample arguments of fp8compile::shared_scale_linear; the largest magnitude of all weights of the scale is 6."""
     for x, weight, bias, recipe in linear_samples():
         yield x, weight, bias, torch.full((1,), 6.0), recipe
+
+
+def known_codes_samples() -> Iterator[tuple[Any, ...]]:
+    """Sample arguments of fp8compile::known_codes_linear."""
+    for x, weight, bias, recipe in linear_samples():
+        if None not in (recipe.weight, recipe.weight_for_grad_input):
+            yield x, weight, bias, *flat_sets(sets_of_weight(weight, recipe)), recipe
+
+
+def known_codes_of_groups_samples() -> Iterator[tuple[Any, ...]]:
+    """Sample arguments of fp8compile::known_codes_grouped_linear."""
+    for x, weight, offsets, bias, recipe in grouped_samples():
+        if None not in (recipe.weight, recipe.weight_for_grad_input):
+            yield x, weight, offsets, bias, *flat_sets(sets_of_weight(weight, recipe)), recipe
 
 
 def _recipes() -> Iterator[Recipe]:

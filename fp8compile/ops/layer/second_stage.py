@@ -6,10 +6,9 @@ call adds them all: with a node for each sum, Inductor would find casts too far 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from fp8compile.layout.quantized import TensorLayout
+from fp8compile.ops.count_cast import half_of
 from fp8compile.ops.registry import register_op
 
-__all__ = ["FIRST_SUMS", "NUMEL", "PASSES", "VALUED", "Pieces", "Totals", "add_pieces", "rows_of"]
+__all__ = ["FIRST_SUMS", "NUMEL", "PASSES", "VALUED", "Piece", "Pieces", "add_pieces", "rows_of"]
 
 NUMEL = "numel"  # number of elements
 VALUED = "valued"  # number of elements of which values are known, and not only codes
@@ -27,14 +27,26 @@ PASSES = "passes"  # how often all elements of the tensor were counted; a rank's
 FIRST_SUMS = (NUMEL, VALUED, PASSES)  # the first sums of every operand
 
 
+class Piece(NamedTuple):
+    """Numbers of rows or blocks, for one total.
+
+    Attributes:
+        numbers: The numbers: (E, pieces), and E is 1 for a matrix; (rows,) with groups.
+        half: Which half of each number it is: 0 the lower one, 1 the upper one; -1 for the whole number.
+    """
+
+    numbers: Tensor
+    half: int = -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
     """What is counted of one operand on this rank.
 
     Attributes:
-        sums: A tensor for each total that is added: (E, pieces), and E is 1 for a matrix; (rows,) with groups.
-        maxima: A tensor for each total that is a maximum, in the shapes of ``sums``.
-        group: The group of each row, E for a row of none; None without groups.
+        sums: Numbers for each total that is added; None if they are counted elsewhere. Not all sums and maxima are.
+        maxima: Numbers for each total that is a maximum, likewise.
+        group: The group of each row, E for a row of none; None if pieces are those of matrices or groups.
         numel: Number of elements of each matrix; of groups (E,) float64.
         has_values: Whether values are known, and not only codes.
         counts: Whether this rank adds its elements to sums; it does not if another rank adds the same.
@@ -42,8 +54,8 @@ class Pieces:
         first: Index of the first matrix among those of all ranks.
     """
 
-    sums: tuple[Tensor, ...]
-    maxima: tuple[Tensor, ...]
+    sums: tuple[Piece | None, ...]
+    maxima: tuple[Piece | None, ...]
     group: Tensor | None
     numel: Tensor | int
     has_values: bool
@@ -61,12 +73,11 @@ class Pieces:
 
 
 FLAGS = 5
-Totals = tuple[Tensor, Tensor]
 
 
 def rows_of(
     found: Mapping[str, Pieces | None], slots: Sequence[str], counts: tuple[int, int], matrices: int, like: Tensor
-) -> Totals:
+) -> Tensor:
     """Rows of a buffer: the totals of these fields of a recipe.
 
     Args:
@@ -77,114 +88,143 @@ def rows_of(
         like: A tensor on the device.
 
     Returns:
-        (slots, 3 + sums, E) float64, `FIRST_SUMS` before the others, and (slots, maxima, E) float32.
+        (slots, 3 + sums + maxima, E) float64, `FIRST_SUMS` before the others.
     """
     every = [each for slot in slots if (each := found.get(slot)) is not None]
     distinct = list({id(each): each for each in every}.values())
     if not distinct:
-        return (
-            like.new_zeros((len(slots), len(FIRST_SUMS) + counts[0], matrices), dtype=torch.float64),
-            like.new_full((len(slots), counts[1], matrices), -torch.inf, dtype=torch.float32),
-        )
+        return _no_elements((len(slots), len(FIRST_SUMS) + sum(counts), matrices), counts[1], like.device)
     places = {id(each): index for index, each in enumerate(distinct)}
     grouped = [each for each in distinct if each.group is not None]
+    pieces: dict[int, Tensor] = {}  # each once, or else Inductor copies a view of it
+    numbers: list[int] = []
+    for operand, each in enumerate(distinct):
+        for column, piece in enumerate((*each.sums, *each.maxima)):
+            if piece is not None:
+                pieces.setdefault(id(piece.numbers), piece.numbers)
+                numbers += [list(pieces).index(id(piece.numbers)), operand, column, piece.half]
     return add_pieces(
-        [piece for each in distinct for piece in each.sums],
-        [piece for each in distinct for piece in each.maxima],
+        list(pieces.values()),
+        numbers,
+        list(counts),
         [each.group for each in grouped],
-        [each.numel for each in grouped],
-        [0 if isinstance(each.numel, Tensor) else each.numel for each in distinct],
+        [each.numel for each in distinct if isinstance(each.numel, Tensor)],
+        [-1 if isinstance(each.numel, Tensor) else each.numel for each in distinct],
         [flag for each in distinct for flag in each.flags()],
         [-1 if (each := found.get(slot)) is None else places[id(each)] for slot in slots],
         matrices,
     )
 
 
-def _added(piece: Tensor, combine: str, group: Tensor | None, matrices: int) -> Tensor:
-    """One number for each matrix: (E,) float64 for sums, float32 for maxima, which are -inf without elements."""
-    neutral, dtype = (0, torch.float64) if combine == "sum" else (-torch.inf, torch.float32)
-    piece = piece.to(dtype)
-    if group is not None:
-        piece = torch.where(torch.arange(matrices, device=piece.device).unsqueeze(1) == group, piece, neutral)
-    return piece.sum(-1) if combine == "sum" else pad(piece, (0, 1), value=neutral).amax(-1)
+def _no_elements(shape: Sequence[int], maxima: int, device: torch.device) -> Tensor:
+    """Totals of no elements, (..., columns, E), of which the last columns are maxima."""
+    found = torch.zeros(shape, dtype=torch.float64, device=device)
+    found[..., shape[-2] - maxima :, :] = -torch.inf
+    return found
 
 
-def _counts(sums: Sequence[Tensor], maxima: Sequence[Tensor], numels: Sequence[int]) -> tuple[int, int]:
-    return len(sums) // len(numels), len(maxima) // len(numels)
+def _fours(numbers: Sequence[int]) -> list[Sequence[int]]:
+    return [numbers[start : start + 4] for start in range(0, len(numbers), 4)]
+
+
+def _by_matrix(numbers: Tensor, group: Tensor | None, matrices: int, neutral: float) -> Tensor:
+    """Numbers in rows of matrices, float64."""
+    numbers = numbers.double()
+    if group is None:
+        return numbers
+    return torch.where(torch.arange(matrices, device=numbers.device).unsqueeze(1) == group, numbers, neutral)
 
 
 def _impl(
-    sums: Sequence[Tensor],
-    maxima: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    numbers: Sequence[int],
+    columns: Sequence[int],
     groups: Sequence[Tensor],
     sizes: Sequence[Tensor],
     numels: Sequence[int],
     flags: Sequence[int],
     rows: Sequence[int],
     matrices: int,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Add the pieces of one or more operands; see `Pieces`.
 
     Args:
-        sums: The pieces to add, operand by operand; those with groups are (rows,), the others (E, pieces).
-        maxima: The pieces to take maxima of, operand by operand.
-        groups: The group of each row, for each operand with groups.
-        sizes: Number of elements of each group, for the same operands.
-        numels: Number of elements of each matrix, for each operand; 0 with groups.
+        pieces: Numbers of rows or blocks.
+        numbers: Four for each `Piece`: its index among ``pieces``, its operand, its column, its half.
+        columns: Number of columns that are sums, and of those that are maxima.
+        groups: The group of each row, for each operand whose pieces are of rows in groups.
+        sizes: Number of elements of each group, (E,) float64, for each operand with groups, whether or not its pieces
+            are of rows.
+        numels: Number of elements of each matrix, for each operand; -1 with groups.
         flags: `Pieces.flags` of each operand.
         rows: The operand of each row of the result; -1 for a row without elements.
         matrices: Number of matrices of the result.
+
+    Returns:
+        (rows, 3 + sums + maxima, matrices) float64, `FIRST_SUMS` before the others. It is one tensor, and so one node
+        of a graph.
     """
-    (own_sums, own_maxima), with_groups = _counts(sums, maxima, numels), zip(groups, sizes, strict=True)
-    found: list[Totals] = []
-    for index, numel in enumerate(numels):
-        added, most = sums[index * own_sums :][:own_sums], maxima[index * own_maxima :][:own_maxima]
-        first, has_values, counts, length, total = flags[index * FLAGS :][:FLAGS]
-        one, group = next(itertools.chain(added, most)), None
-        if one.ndim == 1:
-            group, size = next(with_groups)
+    every_group, every_size = iter(groups), iter(sizes)
+    found: list[Tensor] = []
+    for operand, numel in enumerate(numels):
+        own = [each for each in _fours(numbers) if each[1] == operand]
+        first, has_values, counts, length, total = flags[operand * FLAGS :][:FLAGS]
+        one = pieces[own[0][0]]
+        group = next(every_group) if one.ndim == 1 else None
+        if numel == -1:
+            size = next(every_size)
         else:
             size = torch.full((one.shape[0],), numel, dtype=torch.float64, device=one.device)
-        part = torch.full_like(size, length / total if total else 0.0)
-        columns = [size, size * has_values, part, *(_added(each, "sum", group, len(size)) for each in added)]
-        largest = [
-            torch.full_like(size, -torch.inf).float(),
-            *(_added(each, "max", group, len(size)) for each in most),
-        ]
-        place = first, matrices - first - len(size)
-        own = torch.stack(columns) if counts else torch.stack(columns).zero_()
-        found.append((pad(own, place), pad(torch.stack(largest)[1:], place, value=-torch.inf)))
-    found.append((torch.zeros_like(found[0][0]), torch.full_like(found[0][1], -torch.inf)))
-    return torch.stack([found[row][0] for row in rows]), torch.stack([found[row][1] for row in rows])
+        row = _no_elements((len(FIRST_SUMS) + sum(columns), matrices), columns[1], one.device)
+        here = row[:, first : first + len(size)]
+        for at, _, column, half in own:
+            values = pieces[at] if half == -1 else half_of(pieces[at], half)
+            if column < columns[0]:
+                here[len(FIRST_SUMS) + column] = _by_matrix(values, group, len(size), 0.0).sum(-1)
+            else:
+                largest = pad(_by_matrix(values, group, len(size), -torch.inf), (0, 1), value=-torch.inf)
+                here[len(FIRST_SUMS) + column] = largest.amax(-1)
+        if counts:
+            part = torch.full_like(size, length / total if total else 0.0)
+            here[: len(FIRST_SUMS)] = torch.stack((size, size * has_values, part))
+        else:
+            here[: len(FIRST_SUMS) + columns[0]] = 0
+        found.append(row)
+    found.append(_no_elements(found[0].shape, columns[1], found[0].device))
+    return torch.stack([found[row] for row in rows])
 
 
 def _fake(
-    sums: Sequence[Tensor],
-    maxima: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    numbers: Sequence[int],
+    columns: Sequence[int],
     groups: Sequence[Tensor],
     sizes: Sequence[Tensor],
     numels: Sequence[int],
     flags: Sequence[int],
     rows: Sequence[int],
     matrices: int,
-) -> tuple[Tensor, Tensor]:
-    (own_sums, own_maxima), like = _counts(sums, maxima, numels), next(itertools.chain(sums, maxima))
-    return (
-        like.new_empty((len(rows), len(FIRST_SUMS) + own_sums, matrices), dtype=torch.float64),
-        like.new_empty((len(rows), own_maxima, matrices), dtype=torch.float32),
-    )
+) -> Tensor:
+    return pieces[0].new_empty((len(rows), len(FIRST_SUMS) + sum(columns), matrices), dtype=torch.float64)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
     counts, magnitudes = torch.arange(6, dtype=torch.int32), torch.arange(6.0)
     one = [0, 1, 1, 1, 2]  # flags of a matrix, of which this rank has a half
     for turned in (counts.view(1, 6), counts.view(6, 1).t()):
-        yield [turned, turned % 2], [magnitudes.view(1, 6)], [], [], [24], one, [0, -1, 0], 1
-    yield [counts.view(2, 3)], [magnitudes.view(3, 2).t()], [], [], [12], [1, 0, 1, 1, 1], [0, -1], 4
+        numbers = [0, 0, 0, -1, 1, 0, 1, -1, 2, 0, 2, -1]
+        yield [turned, turned % 2, magnitudes.view(1, 6)], numbers, [2, 1], [], [], [24], one, [0, -1, 0], 1
+    for dtype, width in ((torch.int16, 8), (torch.int32, 16), (torch.int64, 32)):
+        halves = ((counts.long() << width) + ((1 << width) - 1 - counts)).to(dtype).view(1, 6)
+        yield [halves], [0, 0, 0, 0, 0, 0, 1, 1], [2, 1], [], [], [24], one, [0], 1
+    stack = [0, 0, 0, -1, 1, 0, 1, -1]
+    yield [counts.view(2, 3), magnitudes.view(3, 2).t()], stack, [1, 1], [], [], [12], [1, 0, 1, 1, 1], [0, -1], 4
     group, sizes = torch.tensor([0, 0, 1, 2, 3, 3]), torch.tensor([8.0, 4.0, 4.0], dtype=torch.float64)
     flags = [*one, 0, 1, 0, 1, 1]  # another rank counts the second one's elements
-    yield [counts, counts.view(1, 6)], [], [group], [sizes], [0, 24], flags, [1, 0], 3
-    yield [], [magnitudes[:0].view(1, 0)], [], [], [0], [0, 1, 1, 0, 0], [0], 1
+    both = [0, 0, 0, -1, 1, 1, 0, -1, 2, 0, 1, -1]
+    yield [counts, counts.view(1, 6), magnitudes], both, [1, 1], [group], [sizes], [-1, 24], flags, [1, 0], 3
+    yield [counts.view(3, 2)], [0, 0, 0, -1], [1, 0], [], [sizes], [-1], [1, 1, 1, 1, 1], [0, -1], 4
+    yield [magnitudes[:0].view(1, 0)], [0, 0, 0, -1], [0, 1], [], [], [0], [0, 1, 1, 0, 0], [0], 1
 
 
 add_pieces: OpOverload = register_op(

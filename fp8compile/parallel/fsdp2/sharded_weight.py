@@ -9,7 +9,9 @@ codes. Otherwise all ranks compute it from the amaxes that they exchanged in one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,10 +202,11 @@ class ShardedWeight(FullyShardHooks, Tensor):
         A set's codes are cast when its ``make`` is called, by the scales of this rank's own blocks or by scales that
         all ranks know.
         """
-        part = part_of_weight(self, mesh, size, mp_policy)
+        part = Plain(self.plain, _layout_of_shard(self, mesh, size))
+        values = cache(partial(self.values_to_gather, mp_policy))  # one cast for all sets, or none
         every = self.quantizers_of(module).items()
         own: Any = part.cuts[-1]  # FSDP2 cuts last
-        return own, [self._to_gather(part, size, module, *each) for each in every]
+        return own, [self._to_gather(part, values, size, module, *each) for each in every]
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
         """Arguments of the gathered QuantizedTensor that say which ranks share its scales.
@@ -220,7 +223,13 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return {"group": resolve(cut.group), "shard_dim": cut.dim, "sizes": cut.sizes}
 
     def _to_gather(
-        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+        self,
+        part: Plain,
+        values: Callable[[], Tensor],
+        size: tuple[int, ...],
+        module: nn.Module,
+        gemm: Gemm,
+        quantizer: Quantizer,
     ) -> SetToGather:
         is_own = self.own_levels(part, quantizer)
         blocks, *outer = scale_shapes(size, quantizer)
@@ -228,10 +237,16 @@ class ShardedWeight(FullyShardHooks, Tensor):
             of_whole = torch.empty(scale_shape(part.whole_shape(), quantizer), device="meta")
             blocks = tuple(self._scale_of(of_whole, size, quantizer).shape)
 
-        def make(as_sent: Quantizer) -> tuple[Tensor, ...]:
+        def make_now(as_sent: Quantizer) -> tuple[Tensor, ...]:
             by: Any = self._by_own_blocks if is_own[0] else self._by_known_scales
-            codes, *scales = by(part, size, module, gemm, quantizer)
+            codes, *scales = by(replace(part, local=values()), size, module, gemm, quantizer)
             return two_a_byte(codes, as_sent), *(each for each in scales if each is not None)
+
+        def make(as_sent: Quantizer) -> tuple[Tensor, ...]:
+            layer: Any = module
+            if not layer.recipe.cache_weights:
+                return make_now(as_sent)
+            return layer.weight_scales.sent(layer, self.name, (gemm, as_sent), partial(make_now, as_sent))
 
         return SetToGather(gemm, quantizer, is_own, (blocks, *outer), make)
 
@@ -269,6 +284,10 @@ def part_of_weight(
     ``size`` is that of the tensor that the ranks of FSDP2's ``mesh`` have together. Raise a ValueError if FSDP2 shards
     a dim along which codes can't be gathered.
     """
+    return Plain(weight.values_to_gather(mp_policy), _layout_of_shard(weight, mesh, size))
+
+
+def _layout_of_shard(weight: ShardedWeight, mesh: DeviceMesh, size: Sequence[int]) -> TensorLayout:
     ranks, rank, dim = mesh.size(), mesh.get_local_rank(), cut_dim(weight, size) if weight.batch else 0
     sizes = chunk_sizes(size[dim], ranks)
     if tuple(weight.shape) != (*size[:dim], sizes[rank], *size[dim + 1 :]):
@@ -277,7 +296,7 @@ def part_of_weight(
             "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
         )
     shards = DimSharding(mesh.get_group().group_name, rank, dim, sizes)
-    return Plain(weight.values_to_gather(mp_policy), TensorLayout((*weight.cuts, shards), weight.batch))
+    return TensorLayout((*weight.cuts, shards), weight.batch)
 
 
 VIEWS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,24 @@ __all__ = ["WeightScales"]
 
 
 @dataclass(frozen=True)
+class _Version:
+    """The version of a weight from which something was computed."""
+
+    edits: Edits  # the counter of writes that the weight had
+    writes: tuple[int, ...]  # version counters of the weight
+
+    @staticmethod
+    def of(parameter: _compat.FsdpParameter) -> _Version:
+        """The version that a weight has now."""
+        return _Version(*_writes(parameter))
+
+    def holds(self, parameter: _compat.FsdpParameter) -> bool:
+        """Whether nothing was written to the weight since."""
+        edits, writes = _writes(parameter)
+        return self.edits is edits and self.writes == writes
+
+
+@dataclass(frozen=True)
 class _Scales:
     """Scales of one weight, and the version of the weight that they were computed from."""
 
@@ -28,13 +46,7 @@ class _Scales:
     # Outer amax by the recipe's field, if each block lies on one rank. That rank computes the scales of its blocks
     # itself.
     outer_amaxes: dict[str, Tensor]
-    edits: Edits  # the counter of writes that the weight had
-    writes: tuple[int, ...]  # version counters of the weight
-
-    def hold(self, parameter: _compat.FsdpParameter) -> bool:
-        """Whether nothing was written to the weight since these scales were computed."""
-        edits, writes = _writes(parameter)
-        return self.edits is edits and self.writes == writes
+    version: _Version
 
 
 def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
@@ -63,6 +75,8 @@ class WeightScales:
         self._weights = list(weights)
         self._parameters: dict[tuple[nn.Module, str], _compat.FsdpParameter] = {}
         self._scales: dict[tuple[nn.Module, str], _Scales] = {}
+        # what a rank sends of its shard, with ``cache_weights``: codes and scales by the product and how codes travel
+        self._sent: dict[tuple[nn.Module, str], tuple[_Version, dict[Hashable, tuple[Tensor, ...]]]] = {}
 
     def _known(self, weight: tuple[nn.Module, str]) -> dict[tuple[nn.Module, str], _compat.FsdpParameter]:
         """FSDP2's records of the weights that it has sharded; looked up again if ``weight`` is not among them."""
@@ -87,10 +101,30 @@ class WeightScales:
         """
         return self._of_now(module, name).outer_amaxes[slot]
 
+    def forget(self) -> None:
+        """Compute all scales and codes again, as if something had written to all weights."""
+        self._scales.clear()
+        self._sent.clear()
+
+    def sent(
+        self, module: nn.Module, name: str, which: Hashable, make: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """What ``make`` returns of a weight, made once for each version of the weight."""
+        weight = module, name
+        parameter = self._known(weight)[weight]
+        version, found = self._sent.get(weight, (None, {}))
+        if version is None or not version.holds(parameter):
+            version, found = _Version.of(parameter), {}
+            self._sent[weight] = version, found
+        if which not in found:
+            with torch.inference_mode(mode=False):
+                found[which] = make()
+        return found[which]
+
     def _of_now(self, module: nn.Module, name: str) -> _Scales:
         weight = module, name
         known, found = self._known(weight), self._scales.get(weight)
-        if found is None or not found.hold(known[weight]):
+        if found is None or not found.version.holds(known[weight]):
             self._refresh(known)
             found = self._scales[weight]
         return found
@@ -100,7 +134,7 @@ class WeightScales:
         changed = {
             weight
             for weight, parameter in known.items()
-            if (found := self._scales.get(weight)) is None or not found.hold(parameter)
+            if (found := self._scales.get(weight)) is None or not found.version.holds(parameter)
         }
         beside = {other for module, _ in changed for other in getattr(module, "scale_group", ())}
         return {weight for weight in known if weight in changed or weight[0] in beside}
@@ -115,7 +149,7 @@ class WeightScales:
         for weight, parameter in known.items():
             if weight not in stale:
                 continue
-            self._scales[weight] = _Scales({}, {}, *_writes(parameter))
+            self._scales[weight] = _Scales({}, {}, _Version.of(parameter))
             shard = _compat.local_itself(parameter.sharded)
             part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
             for slot, quantizer in shard.quantizers_over_ranks(parameter.module, part).items():

@@ -61,6 +61,11 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
     if _compat.is_fsdp(module):
         raise ValueError(f"{what} is one of fully_shard's. Use one of the two.")
+    if is_converted(module) and module.recipe.cache_weights:
+        raise ValueError(
+            f"{what} has a recipe with cache_weights, and a graph with FSDP makes codes of shards in each forward. "
+            "Leave cache_weights out, or take fully_shard with fsdp_float8_all_gather, which keeps those of shards."
+        )
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise ValueError(
             f"{what} has a forward of its own instance, by .compile() or another library, which would not gather "

@@ -202,18 +202,35 @@ def _unguarded() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _forget_devices() -> None:
-    """Clear PyTorch's caches of device properties, which hold those of another GPU."""
+@functools.cache
+def _caches_of_devices() -> tuple[functools._lru_cache_wrapper[Any], ...]:
+    """PyTorch's functions that keep properties of devices; look for them before one of them is replaced."""
     from torch._inductor import utils
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton
 
-    for owner in (DeviceProperties, utils, _triton):
-        for name in dir(owner):
-            cached = getattr(owner, name)
-            cached = getattr(cached, "__func__", cached)  # of a classmethod
-            if isinstance(cached, functools._lru_cache_wrapper):
-                cached.cache_clear()
+    found = (getattr(owner, name) for owner in (DeviceProperties, utils, _triton) for name in dir(owner))
+    functions = (getattr(each, "__func__", each) for each in found)  # of a classmethod
+    return tuple(each for each in functions if isinstance(each, functools._lru_cache_wrapper))
+
+
+def _forget_devices() -> None:
+    """Clear PyTorch's caches of device properties, which hold those of another GPU."""
+    for cached in _caches_of_devices():
+        cached.cache_clear()
+
+
+class _Pretended:
+    """Stands for a function of PyTorch; it answers as the function itself once it is ended.
+
+    A module that PyTorch imports meanwhile may bind it for good.
+    """
+
+    def __init__(self, original: Callable[..., Any], answer: object) -> None:
+        self._original, self._answer, self.is_over = original, answer, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original(*args, **kwargs) if self.is_over else self._answer
 
 
 @contextmanager
@@ -226,14 +243,19 @@ def pretend_triton(gpu: Gpu) -> Iterator[None]:
         ModuleNotFoundError: Triton is not installed.
     """
     import triton
+    from torch.utils import _triton
 
-    has_tma = not gpu.is_amd and gpu.major >= 9
-    with (
-        mock.patch.object(triton.runtime.driver, "_active", _triton_driver(gpu)),
-        mock.patch("torch.utils._triton.has_triton", return_value=True),
-        mock.patch("torch.utils._triton.has_triton_tensor_descriptor_host_tma", return_value=has_tma),
-    ):
-        yield
+    _caches_of_devices()
+    answers = {"has_triton": True, "has_triton_tensor_descriptor_host_tma": not gpu.is_amd and gpu.major >= 9}
+    stand_ins = {name: _Pretended(getattr(_triton, name), answer) for name, answer in answers.items()}
+    with mock.patch.object(triton.runtime.driver, "_active", _triton_driver(gpu)), ExitStack() as stack:
+        for name, stand_in in stand_ins.items():
+            stack.enter_context(mock.patch.object(_triton, name, stand_in))
+        try:
+            yield
+        finally:
+            for stand_in in stand_ins.values():
+                stand_in.is_over = True
 
 
 @contextmanager

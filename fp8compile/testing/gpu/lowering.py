@@ -6,6 +6,7 @@ graph on the CPU --traced again on fake tensors of the device--> lowered, fused,
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8compile.testing.gpu.graphs import GpuGraph
 
 __all__ = ["SOURCE", "constants_of", "empty_on", "take_code"]
 
+LARGEST_CONSTANT = 64  # elements of a tensor of numbers in the function, which become a part of the program
 SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which the second tracing keeps
 
 
@@ -50,15 +53,52 @@ def _moved(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """A copy of a graph in which device arguments are ``device``, and each node has its name in ``meta["custom"]``."""
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
-    graph = copy.deepcopy(graph)
+    constants = {
+        each.target: operator.attrgetter(str(each.target))(graph) for each in graph.graph.find_nodes(op="get_attr")
+    }
+    # constants are real tensors, which can't be copied under fake ones
+    graph = copy.deepcopy(graph, {id(value): value for value in constants.values() if isinstance(value, Tensor)})
     view_to_reshape(graph)  # as Inductor does: views were traced for other strides than saved tensors have
     for node in graph.graph.nodes:
         node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: node.name}
         node.args = fx.node.map_aggregate(node.args, lambda each: device if isinstance(each, torch.device) else each)
         if (name := _device_argument(node)) is not None:
             node.kwargs = {**node.kwargs, name: device}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = constants[node.target]
+        if isinstance(value, Tensor) and value.device.type != device.type:
+            _write_out(node, value, device)
     graph.recompile()
     return graph
+
+
+def _write_out(node: fx.Node, value: Tensor, device: torch.device) -> None:
+    """Replace a constant tensor in a graph by its numbers, on a device.
+
+    Raises:
+        NotImplementedError: The tensor has too many numbers.
+    """
+    if value.numel() > LARGEST_CONSTANT:
+        raise NotImplementedError(
+            f"the function makes a tensor of {value.numel()} numbers, as torch.tensor([...]) does; a GPU's program "
+            f"can have {LARGEST_CONSTANT} of them here. Make it a buffer of the module, or an argument."
+        )
+    graph, options = node.graph, dict[str, Any](dtype=value.dtype, device=device)
+    with _disable_current_modes():  # the numbers are real, and a fake mode may be active
+        numbers = value.flatten().tolist()
+    with graph.inserting_before(node):
+        if len(set(map(repr, numbers))) <= 1:
+            made = graph.call_function(
+                torch.ops.aten.full.default, (list(value.shape), *(numbers[:1] or [0])), options
+            )
+        else:
+            parts = [graph.call_function(torch.ops.aten.full.default, ([1], number), options) for number in numbers]
+            made = graph.call_function(
+                torch.ops.aten.view.default,
+                (graph.call_function(torch.ops.aten.cat.default, (parts,)), list(value.shape)),
+            )
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
 
 
 def _name_inputs(graph: fx.Graph, names: Sequence[str]) -> None:

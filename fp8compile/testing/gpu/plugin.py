@@ -34,7 +34,8 @@ def program_runner(item: pytest.Item, arch: str, options: Mapping[str, Any]) -> 
             for name, value in (("arch", arch), ("launches", launches), ("differences", len(found.differences)))
         )
         if found.differences:
-            pytest.fail(f"the program of {arch} differs from its graphs:\n{found.differences}", pytrace=False)
+            said = "\n".join(map(str, filter(None, (found.differences, found.nan_origin))))
+            pytest.fail(f"the program of {arch} differs from its graphs:\n{said}", pytrace=False)
         return found
 
     return run

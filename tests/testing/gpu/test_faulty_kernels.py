@@ -69,6 +69,15 @@ def test_a_configuration_that_the_grid_is_not_for_is_found(faulty, x):
     assert not run_gpu_program(faulty.FUNCTIONS["tuned_for_another_size"], x).differences
 
 
+def test_a_sum_whose_order_is_that_of_the_programs_is_found(faulty):
+    x = torch.zeros(240)
+    x[::64] = torch.tensor([2.0**24, 1, 1, -(2.0**24)])  # 0 if the first is added first, and 2 if it is added last
+    run = run_gpu_program(faulty.FUNCTIONS["adds_by_atomics"], x, orders=("forwards", "backwards"))
+    (difference,) = run.differences
+    assert difference.where == "forward (programs backwards, the largest blocks), output 0"
+    assert not run_gpu_program(faulty.FUNCTIONS["adds_by_atomics"], torch.ones(240), orders=("backwards",)).differences
+
+
 def test_a_sum_in_float16_is_found_beside_the_formula(faulty, x):
     """A kernel is its own reference, so that only a formula shows what it adds in; the bound is that of float32."""
     generator = torch.Generator().manual_seed(1)

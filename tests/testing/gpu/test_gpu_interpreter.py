@@ -163,6 +163,12 @@ def test_a_reduction_by_any_function_keeps_its_nan(assert_bits_equal):
     assert_bits_equal(y, x.amax(1), "maxima")
 
 
+def test_functions_that_a_module_imported_by_name_or_from_a_copy_of_libdevice(assert_bits_equal):
+    x, y = torch.arange(1, 17, dtype=torch.int32), torch.empty(16)
+    launch("by_names", x, y)
+    assert_bits_equal(y, x.float().rsqrt(), "rsqrt")
+
+
 def test_an_unknown_function_raises():
     with pytest.raises(NotImplementedError, match=r"libdevice\.j0, which is not known"):
         launch("bessel", torch.ones(4), torch.empty(4))
@@ -240,6 +246,23 @@ def test_atomics_of_several_programs_are_no_race():
     x, y = torch.arange(64.0), torch.zeros(1)
     launch("add_up", x, y, BLOCK=16, grid=(4,))
     assert y.item() == x.sum().item()
+
+
+@pytest.mark.parametrize(("reader", "raced"), [(0, 1), (1, 2), (2, 2)])
+def test_what_atomics_of_several_programs_change_nobody_may_read(reader, raced):
+    """Programs 0, 1 and 0 change address 16, program 0 alone address 24, and the reader reads 8 to 24."""
+    import numpy as np
+
+    from fp8compile.testing.gpu.program.memory import Access
+
+    access = Access("kernel", {"x": (8, 40)})
+    for programs, address in (((0,), 16), ((1,), 16), ((0,), 16), ((0,), 24)):
+        access.programs = np.array(programs)
+        access.record("atomic", np.array([[address]], np.uint64), np.ones((1, 1), bool), 8, "a.py:1")
+    access.programs = np.array([reader])
+    access.record("load", np.array([[8, 16, 24]], np.uint64), np.ones((1, 3), bool), 8, "a.py:2")
+    with pytest.raises(RuntimeError, match=f"{raced} addresses are changed by an atomic of one program and read by"):
+        access.assert_no_race()
 
 
 @pytest.mark.parametrize(("order", "last"), [("forwards", 7), ("backwards", 0), ("shuffled", 6)])

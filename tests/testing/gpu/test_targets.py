@@ -11,10 +11,11 @@ from torch import nn
 import fp8compile as f8
 from benchmarks.experts import experts_arguments, feed_forward
 from fp8compile import formats
+from fp8compile.recipes import READY
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program
 from fp8compile.testing.explain.roofline import PEAKS
-from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.gpus import GPUS, pretend_gpu, pretend_triton
 from fp8compile.testing.gpu.program.arithmetic import through_float16
 
 pytest.importorskip("triton", reason="generated GPU code needs Triton")
@@ -47,13 +48,49 @@ def block(recipe):
     return model, torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
 
 
-# the programs of a B300 and of an RTX 5090 differ by their products only
-@pytest.mark.parametrize("arch", [pytest.param(each, marks=SLOW * (each == "b300")) for each in BLOCKS])
+def layer(recipe):
+    torch.manual_seed(0)
+    model = f8.convert(nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16(), recipe)
+    return model, torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+
+# MX codes of a layer are below
+@pytest.mark.parametrize("arch", [pytest.param(each, marks=SLOW * (each in ("b300", "rtx5090"))) for each in BLOCKS])
 def test_forward_and_backward_of_a_feed_forward_are_the_graphs_to_the_bit(arch):
     model, x = block(BLOCKS[arch])
     result = run_gpu_program(model, x, arch=arch)
     assert len([product for graph in result.graphs for product in graph.products]) == 9
     assert result.differences == ()
+
+
+OWNED = ("rtx4090", "h100", "rtx5090")
+REFUSED = {  # by the gates of its products, in words that name the GPUs which have them
+    ("rtx4090", "blockwise"): "needs compute capability 9.0",
+    ("rtx4090", "mxfp8"): "is MX, which needs compute capability 10.0",
+    ("rtx4090", "nvfp4"): "is NVFP4, which needs compute capability 10.0",
+    ("h100", "mxfp8"): "is MX, which needs compute capability 10.0",
+    ("h100", "nvfp4"): "is NVFP4, which needs compute capability 10.0",
+    ("rtx5090", "blockwise"): "needs scales that are powers of two",
+}
+# four bits take many times longer than eight; test_nvfp4_on_a_gpu.py has a B200's
+CELLS = [
+    pytest.param(arch, recipe, marks=SLOW * (recipe == "nvfp4" and (arch, recipe) not in REFUSED))
+    for arch in OWNED
+    for recipe in READY
+]
+
+
+@pytest.mark.parametrize(("arch", "recipe"), CELLS)
+def test_a_layer_of_each_recipe_is_its_graphs_to_the_bit_or_is_refused(arch, recipe):
+    model, x = layer(READY[recipe]())
+    if (arch, recipe) in REFUSED:
+        with pytest.raises(Exception, match=REFUSED[arch, recipe]):
+            run_gpu_program(model, x, arch=arch)
+        return
+    result = run_gpu_program(model, x, arch=arch)
+    assert len(result.products) == 3
+    assert result.differences == ()
+    assert result.gradients.keys() == {"args[0]", "0.weight"}
 
 
 EXPERTS = {
@@ -80,6 +117,23 @@ def test_each_gpu_has_properties_and_peaks_of_one_capability():
     assert GPUS.keys() == PEAKS.keys()
     assert all(GPUS[name].target.architecture == PEAKS[name].capability for name in GPUS)
     assert all(gpu.cc == (gpu.gcnArchName or 10 * gpu.major + gpu.minor) for gpu in GPUS.values())
+
+
+def test_a_module_sees_the_pretended_gpu_whenever_it_has_imported_a_question():
+    """Inductor's grouped products bind has_triton when they are imported, before a pretended GPU or under one."""
+    from torch.utils import _triton
+
+    bound_before = _triton.has_triton
+    answer = bound_before()
+    gpu = GPUS["h200"]
+    with pretend_triton(gpu):
+        bound_meanwhile = _triton.has_triton
+        with pretend_gpu(gpu):
+            assert bound_before()
+            assert bound_meanwhile()
+    assert bound_before() == bound_meanwhile() == answer
+    with pretend_gpu(gpu):
+        assert bound_meanwhile()
 
 
 # ---------------------------------------------------------------------------------- 8.9 casts by float16
@@ -110,7 +164,7 @@ def test_values_of_nearest_codes_are_cast_as_without(fmt):
 def test_codes_of_8_9_would_differ_without_the_mend(monkeypatch):
     monkeypatch.setattr(formats, "CASTS_BY_FLOAT16", None)
     torch._dynamo.reset()
-    model, x = block(f8.recipes.rowwise())
+    model, x = layer(f8.recipes.rowwise())
     differences = run_gpu_program(model, x, arch="rtx4090").differences
     assert differences
-    assert any("forward, product 1" in each.where and "left operand" in each.where for each in differences)
+    assert any("forward, product 0" in each.where and "left operand" in each.where for each in differences)

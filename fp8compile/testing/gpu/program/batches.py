@@ -87,6 +87,7 @@ class Batch:
         """Write back what memory held before this batch."""
         for pointers, mask, before in reversed(self._overwritten):
             interpreter._interpreter.store(pointers, before, mask)
+        self._overwritten.clear()
 
 
 def arrays(*handles: Handle) -> list[np.ndarray]:

@@ -118,6 +118,6 @@ def eager_run(
             from fp8compile.testing.gpu.program.interpreter import Interpreter
 
             stack.enter_context(pretend_target(gpu.target))
-            stack.enter_context(Interpreter(Arithmetic()).active())
+            stack.enter_context(Interpreter(Arithmetic(capability=gpu.target.capability)).active())
         stack.enter_context(_Eager(gpu))
         return EagerRun(*step(fn, fn, args, grad_outputs))

@@ -14,8 +14,9 @@ from triton.language.extra import libdevice
 
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.batches import along
+from fp8compile.testing.gpu.program.scaled_tiles import values_of
 
-__all__ = ["dot", "libdevice_functions", "reductions", "unknown"]
+__all__ = ["applied", "dot", "libdevice_functions", "reductions", "unknown"]
 
 LIBDEVICE = (  # the names that PyTorch has too
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "rsqrt", "sqrt", "erf", "erfc", "erfinv", "tanh", "sinh",
@@ -39,15 +40,20 @@ def unknown(name: str) -> Callable[..., Any]:
     return call
 
 
+def applied(function: Callable[..., np.ndarray], *handles: Any) -> Any:
+    """Apply a function of arrays to handles; the result is of truth values or has the first one's type."""
+    result = function(*(each.data for each in handles))
+    return interpreter.TensorHandle(result, tl.int1 if result.dtype == bool else handles[0].dtype.scalar)
+
+
 def _on_tensors(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
     """Wrap a function of arrays as a function of Triton's tensors."""
 
     def call(*args: Any) -> tl.tensor:
         tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
-        result = function(*(each.handle.data for each in tensors))
-        kind = tl.int1 if result.dtype == bool else tensors[0].dtype.scalar
-        shape = list(tensors[0].shape)
-        return tl.tensor(interpreter.TensorHandle(result, kind), tl.block_type(kind, shape) if shape else kind)
+        handle = applied(function, *(each.handle for each in tensors))
+        kind, shape = handle.dtype, list(tensors[0].shape)
+        return tl.tensor(handle, tl.block_type(kind, shape) if shape else kind)
 
     return call
 
@@ -60,21 +66,13 @@ def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, C
     return {name: _on_tensors(known[name]) if name in known else unknown(f"libdevice.{name}") for name in names}
 
 
-def _wide(values: Any) -> np.ndarray:
-    """A tile's numbers in float64."""
-    kind = values.dtype.scalar
-    if kind.is_floating() and (kind == tl.bfloat16 or kind.primitive_bitwidth == 8):  # kept as their bits
-        return gpu.convert(values.data, kind.name, "fp32").view(np.float32).astype(np.float64)
-    return values.data.astype(np.float64)
-
-
 def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int) -> Any:
     """tl.dot: the product of two tiles and the sum so far, in float64, rounded once to the sum's dtype.
 
     Float32 is not cut to TF32. Triton's interpreter multiplies the bits of bfloat16, and adds in numpy's order.
     """
     kind = total.dtype.scalar
-    result = _wide(a) @ _wide(b) + _wide(total)
+    result = values_of(a) @ values_of(b) + values_of(total)
     if kind == tl.bfloat16:
         return interpreter.TensorHandle(gpu.convert(result, "fp64", "bf16"), kind)
     return interpreter.TensorHandle(result.astype(interpreter._get_np_dtype(kind)), kind)

@@ -29,6 +29,8 @@ from fp8compile.testing.gpu.graphs import (
     returned_outputs,
 )
 from fp8compile.testing.gpu.program.interpreter import Interpreter
+from fp8compile.testing.gpu.program.nan_origin import NanOrigin, NanSearch, has_nan
+from fp8compile.testing.gpu.program.own_kernels import place_of
 from fp8compile.testing.gpu.program.random_numbers import RandomNumbers
 from fp8compile.testing.gpu.program.reference import Reference
 from fp8compile.testing.gpu.program.result import Difference, GraphRun, output_differences, product_differences
@@ -53,12 +55,15 @@ class _Compared:
 
     Attributes:
         differences: Differences of the programs from the reference, in all runs.
+        nans: The search for the origin of a NaN, in all runs.
     """
 
     def __init__(self, name: str, traced: GpuGraph, settings: Settings, folder: str, numbers: RandomNumbers) -> None:
         started = time.perf_counter()
         self._name, self._graph, self._settings, self._numbers = name, traced.graph, settings, numbers
-        self._programs = [Program(each, settings, folder) for each in self._schedules(traced)]
+        self.nans: NanSearch = NanSearch(name)
+        self._names = [node.name for node in traced.graph.graph.find_nodes(op="placeholder")]
+        self._programs = [Program(each, settings, folder, self.nans) for each in self._schedules(traced)]
         self._generating, self._running = time.perf_counter() - started, 0.0
         self.differences: list[Difference] = []
 
@@ -102,7 +107,9 @@ class _Compared:
             if compared is None and not program.has_templates:  # first, for its errors name lines of the author's file
                 compared = self._reference(program, given, drawing)
             torch.set_rng_state(drawing)
+            self.nans.begin(self._names, used)
             results = program(list(used), way)
+            self.nans.shows |= any(has_nan(one) > has_nan(other) for one, other in zip(used, given, strict=True))
             if compared is None or program.has_templates:  # it goes on from the results of templates
                 compared = self._reference(program, given, drawing)
                 self.differences += (replace(each, where=f"{where}, {each.where}") for each in compared[0].outside)
@@ -130,6 +137,13 @@ class _Compared:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), pretend_target(Target("cpu")), alone.active():
             torch.set_rng_state(drawing)
             return reference, reference.run(*inputs), inputs  # our ops run their PyTorch code
+
+    @property
+    def nan_origin(self) -> NanOrigin | None:
+        """Where the first NaN of the graph comes from; a line of the author's kernel is named in the author's file."""
+        found = self.nans.origin
+        place = None if found is None else place_of(found.name, found.line)
+        return found if found is None or place is None else replace(found, place=place)
 
     def run(self) -> GraphRun:
         """The report of the graph's last run."""

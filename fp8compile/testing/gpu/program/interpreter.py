@@ -20,6 +20,7 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
     libdevice           its functions return None; here PyTorch's functions are used, and unknown ones raise
     bfloat16 arithmetic computes with the bits as integers; here it raises
     tl.dot              multiplies the bits of bfloat16; here numbers, summed in float64 and rounded once a tile
+    tl.dot_scaled       is not known; here as the GPU multiplies, `scaled_tiles`
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -43,6 +45,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import libdevice as cuda_libdevice
+from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder as Builder
 from triton.runtime.interpreter import TensorHandle as Handle
 
@@ -51,6 +54,9 @@ from fp8compile.testing.gpu.program.assembly import inline_assembly
 from fp8compile.testing.gpu.program.batches import ELEMENTS, Batch, Diverged, arrays, counting, stored, together
 from fp8compile.testing.gpu.program.functions import dot, libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu.program.memory import Access
+from fp8compile.testing.gpu.program.nan_origin import NanSearch
+from fp8compile.testing.gpu.program.nan_watch import is_code, is_odd, nans
+from fp8compile.testing.gpu.program.scaled_tiles import scaled_dot, with_constant_formats
 
 __all__ = ["ORDERS", "Interpreter"]
 
@@ -58,8 +64,10 @@ ORDERS = ("forwards", "backwards", "shuffled")
 
 UNKNOWN = (  # operators of newer versions among them
     "atomic_cas", "atomic_load", "atomic_poll", "atomic_store", "descriptor_gather", "descriptor_scatter",
-    "dot_scaled",
 )  # fmt: skip
+MISSING = ("create_dot_scaled",)  # in Triton's interpreter
+# code and defaults of functions as Triton's interpreter rewrites them, which is half of the time of a small launch
+REWRITTEN: WeakKeyDictionary[Callable[..., Any], tuple[CodeType, Any]] = WeakKeyDictionary()
 NOT_INTERPRETED = ("x_grid_barrier", "exclusive_scan_decoupled_lookback")  # programs that wait for one another
 
 
@@ -73,6 +81,11 @@ def _ordered(order: str, count: int) -> Sequence[int]:
 class Interpreter:
     """Runs Triton kernels on CPU tensors.
 
+    Args:
+        arithmetic: The choices of the GPU's compiler.
+        elements: The most elements that a block may have over all programs that run together.
+        nans: Is told which line makes the first NaN that a launch stores; None if nobody looks for NaN.
+
     Attributes:
         arithmetic: The choices of the GPU's compiler.
         elements: The most elements that a block may have over all programs that run together. With 1, each program
@@ -80,8 +93,10 @@ class Interpreter:
         multiply_adds: Number of elements that fused multiply-adds have computed so far.
     """
 
-    def __init__(self, arithmetic: gpu.Arithmetic, elements: int = ELEMENTS) -> None:
+    def __init__(self, arithmetic: gpu.Arithmetic, elements: int = ELEMENTS, nans: NanSearch | None = None) -> None:
         self.arithmetic = arithmetic
+        self._nans = nans
+        self._has_odd = self._stores_nan = False  # programs that run have loaded infinities or NaN, have stored NaN
         self.elements = elements
         self.multiply_adds: int = 0
         self._order, self._configuration = ORDERS[0], 0
@@ -125,7 +140,8 @@ class Interpreter:
             while waiting:
                 largest = self._run(function, values, waiting[:together], shape)
                 waiting, together = waiting[together:], max(1, self.elements // largest)
-        self._access.assert_no_race()
+        if np.prod(shape) > 1:
+            self._access.assert_no_race()
         self._access = None
 
     def _run(
@@ -135,12 +151,23 @@ class Interpreter:
         self._batch = batch = Batch.of(programs, grid)
         self._access.programs = batch.programs
         recorded, multiply_adds = self._access.mark(), self.multiply_adds
-        try:
-            function(**values)
-        except Diverged as diverged:
+
+        def undo() -> None:
             batch.undo()
             self._access.forget(recorded)
             self.multiply_adds = multiply_adds
+
+        self._has_odd = self._stores_nan = False
+        try:
+            function(**values)
+            if self._stores_nan and self._nans is not None:
+                undo()
+                with self._nans.watching(self._access, self._frames):
+                    function(**values)
+                undo()
+                function(**values)
+        except Diverged as diverged:
+            undo()
             for value in dict.fromkeys(diverged.values.tolist()):
                 self._run(function, values, batch.programs[diverged.values == value].tolist(), grid)
         except (AssertionError, ValueError) as error:
@@ -157,16 +184,22 @@ class Interpreter:
                     f"run_gpu_program: {fn.__name__} calls {waits[0]}: its programs wait for one another, and "
                     "here they run one after the other."
                 )
-            found = interpreter.FunctionRewriter(fn).rewrite_ast()
-            scope = {**found.__globals__, "range": counting(lambda: self._batch)}
-            # functions of libdevice that the kernel's module imported by name
-            scope |= {
-                name: self._libdevice[value]
-                for name, value in scope.items()
-                if isinstance(value, FunctionType) and value in self._libdevice
-            }
-            self._rewritten[fn] = FunctionType(found.__code__, scope, found.__name__, found.__defaults__)
-            self._codes.add(found.__code__)
+            if fn not in REWRITTEN:
+                found = interpreter.FunctionRewriter(fn).rewrite_ast()
+                REWRITTEN[fn] = found.__code__, found.__defaults__
+            code, defaults = REWRITTEN[fn]
+            scope = {**fn.__globals__, "range": counting(lambda: self._batch)}
+            # functions of libdevice that the kernel's module imported by name, or took from a copy of libdevice
+            named = {(each.__module__, each.__name__): function for each, function in self._libdevice.items()}
+            for name, value in scope.items():
+                if not isinstance(value, FunctionType):
+                    continue
+                if (value.__module__, value.__name__) in named:
+                    scope[name] = named[value.__module__, value.__name__]
+                elif tl.core.is_builtin(value):  # of the language, imported by name: the one that is patched
+                    scope[name] = getattr(sys.modules[value.__module__], value.__name__, value)
+            self._rewritten[fn] = FunctionType(code, scope, fn.__name__, defaults)
+            self._codes.add(code)
         return self._rewritten[fn]
 
     @contextmanager
@@ -184,7 +217,7 @@ class Interpreter:
             of_tensors = [each for each in patches if each[0] in (tl, tl.core.tensor)]
             of_builder = [each for each in patches if each[0] not in (tl, tl.core.tensor)]
             for owner, name, value in (*of_builder, *self._jit(), *self._memory(), *self._floats(), *reductions()):
-                stack.enter_context(mock.patch.object(owner, name, value))
+                stack.enter_context(mock.patch.object(owner, name, value, create=name in MISSING))
             for original, function in self._libdevice.items():
                 owner = sys.modules[original.__module__]
                 stack.enter_context(mock.patch.object(owner, original.__name__, function))
@@ -221,13 +254,18 @@ class Interpreter:
         """File and line, in a kernel or a function that it calls, of what runs now or of what raised ``error``."""
         if error is not None:
             steps = reversed(list(traceback.walk_tb(error.__traceback__)))
-            code, line = next((frame.f_code, line) for frame, line in steps if frame.f_code in self._codes)
+            path, line = next((frame.f_code.co_filename, line) for frame, line in steps if frame.f_code in self._codes)
         else:
-            frame: Any = sys._getframe()  # not by traceback, which is slow: each access comes here
-            while frame.f_code not in self._codes:
-                frame = frame.f_back
-            code, line = frame.f_code, frame.f_lineno
-        return f"{code.co_filename.rpartition('/')[2]}:{line}"
+            path, line = next(self._frames())
+        return f"{path.rpartition('/')[2]}:{line}"
+
+    def _frames(self) -> Iterator[tuple[str, int]]:
+        """Files and lines of the kernel that runs now and of the functions that it has called, innermost first."""
+        frame: Any = sys._getframe()  # not by traceback, which is slow: each access comes here
+        while frame is not None:
+            if frame.f_code in self._codes:
+                yield frame.f_code.co_filename, frame.f_lineno
+            frame = frame.f_back
 
     def _memory(self) -> Iterator[tuple[Any, ...]]:
         def watched(
@@ -243,7 +281,13 @@ class Interpreter:
                 self._access.record(kind, given[pointers].data, given[mask].data, width, self._place())
                 if kind != "load":
                     self._batch.keep(given[pointers].data, given[mask].data, width)
-                return original(builder, *given, **options)
+                result = original(builder, *given, **options)
+                if self._nans is not None and not self._nans.is_over:
+                    if kind == "load":
+                        self._has_odd = self._has_odd or is_odd(result)
+                    else:
+                        self._look_for_nan(given[value], given[mask].data)
+                return result
 
             return call
 
@@ -254,6 +298,13 @@ class Interpreter:
             if hasattr(Builder, f"create_{name}"):
                 yield Builder, f"create_{name}", unknown(name)
         yield Builder, "create_inline_asm", inline_assembly
+
+    def _look_for_nan(self, stored: Handle, mask: np.ndarray) -> None:
+        """Note whether the programs that run store a NaN, or one's code after they loaded an odd number."""
+        found = is_code(stored) if self._has_odd else None
+        found = nans(stored) if found is None else found
+        if found is not None and found.any():
+            self._stores_nan = self._stores_nan or bool((found & mask).any())
 
     def _converted(self, bits: np.ndarray, source: str, target: str) -> np.ndarray:
         if self.arithmetic.float8_by_float16 and source == "fp32" and target.startswith("fp8"):
@@ -269,6 +320,8 @@ class Interpreter:
         yield Builder, "cast_impl", _cast
         yield Builder, "create_ashr", _arithmetic_shift
         yield Builder, "create_dot", dot
+        yield Builder, "create_dot_scaled", scaled_dot(self.arithmetic.capability)
+        yield TritonSemantic, "dot_scaled", with_constant_formats(TritonSemantic.dot_scaled)
         yield Builder, "binary_op", _without_bfloat16(Builder.binary_op)
         yield Builder, "unary_op", _without_bfloat16(Builder.unary_op)
         for name, function in gpu.unary_functions(self.arithmetic).items():

@@ -6,7 +6,7 @@ another one reads or writes, the result depends on chance, unless all of them us
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,17 +37,30 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Accessed:
-    """The elements of one load, store or atomic that a batch of programs made, one entry for each element.
+    """One load, store or atomic that a batch of programs made.
 
     Attributes:
-        programs: Number of the program that accessed the element.
-        addresses: Address of the element.
+        programs: Numbers of the programs, (P,).
+        pointers: Addresses of the elements; dim 0 is that of programs, of size 1 if all of them access the same.
+        mask: True for each element that is accessed, of the same shape.
         place: File and line of the load, store or atomic.
+        span: The first address, and the address after the last one.
     """
 
     programs: np.ndarray
-    addresses: np.ndarray
+    pointers: np.ndarray
+    mask: np.ndarray
     place: str
+    span: tuple[int, int]
+
+    def elements(self) -> tuple[np.ndarray, np.ndarray]:
+        """Address and program of each element that was accessed."""
+        owners = self.programs if len(self.pointers) > 1 else self.programs[:1]
+        counts = np.count_nonzero(self.mask.reshape(len(self.mask), -1), axis=1)
+        addresses, programs = self.pointers[self.mask], np.repeat(owners, counts)
+        if len(owners) < len(self.programs):  # all programs access the same
+            return np.tile(addresses, len(self.programs)), np.repeat(self.programs, len(addresses))
+        return addresses, programs
 
 
 @dataclass
@@ -84,22 +97,30 @@ class Access:
         Raises:
             IndexError: An address is outside of the launch's tensors.
         """
-        owners = self.programs if len(pointers) > 1 else self.programs[:1]
-        addresses, programs = pointers[mask], np.repeat(owners, np.count_nonzero(mask.reshape(len(mask), -1), axis=1))
+        addresses = pointers if mask.all() else pointers[mask]
+        if not addresses.size:
+            return
+        low, high = int(addresses.min()), int(addresses.max()) + width
+        accessed = Accessed(self.programs, pointers, mask, place, (low, high))
+        if not any(start <= low and high <= end for start, end in self.spans.values()):
+            self._check_inside(kind, accessed, width)
+        self._accessed[kind].append(accessed)
+
+    def _check_inside(self, kind: str, accessed: Accessed, width: int) -> None:
+        """Raise an IndexError unless each element is in one of the launch's tensors."""
+        addresses, programs = accessed.elements()
         inside = np.zeros(addresses.shape, bool)
         for start, end in self.spans.values():
             inside |= (addresses >= start) & (addresses + np.uint64(width) <= end)
-        if not inside.all():
-            program = programs[np.argmin(inside)]
-            own = inside[programs == program]
-            raise IndexError(
-                f"{self.name}: program {program} would {kind} {int((~own).sum())} of {len(own)} elements "
-                f"outside of the kernel's tensors ({', '.join(self.spans)}). On a GPU this is another tensor's "
-                f"memory. The access is at {place}."
-            )
-        if len(owners) < len(self.programs):  # all programs load the same
-            addresses, programs = np.tile(addresses, len(self.programs)), np.repeat(self.programs, len(addresses))
-        self._accessed[kind].append(Accessed(programs, addresses, place))
+        if inside.all():
+            return
+        program = programs[np.argmin(inside)]
+        own = inside[programs == program]
+        raise IndexError(
+            f"{self.name}: program {program} would {kind} {int((~own).sum())} of {len(own)} elements "
+            f"outside of the kernel's tensors ({', '.join(self.spans)}). On a GPU this is another tensor's "
+            f"memory. The access is at {accessed.place}."
+        )
 
     def mark(self) -> dict[str, int]:
         """The number of records so far, for `forget`."""
@@ -110,10 +131,13 @@ class Access:
         for kind, count in marked.items():
             del self._accessed[kind][count:]
 
+    def owner(self, address: int) -> tuple[str, int]:
+        """The argument that an address belongs to, and the address's offset from the argument's first byte."""
+        return next((name, address - start) for name, (start, end) in self.spans.items() if start <= address < end)
+
     def _argument(self, address: int) -> str:
-        return next(
-            f"{name} + {address - start} bytes" for name, (start, end) in self.spans.items() if start <= address < end
-        )
+        name, offset = self.owner(address)
+        return f"{name} + {offset} bytes"
 
     def assert_no_race(self) -> None:
         """Check for races, after all programs ran.
@@ -121,15 +145,14 @@ class Access:
         Raises:
             RuntimeError: The result depends on the order of the programs.
         """
-        plain, atomic = _sorted(self._accessed["store"]), _sorted(self._accessed["atomic"])
-        loaded = _flat(self._accessed["load"])
+        stores, atomics, loads = (self._accessed[kind] for kind in ("store", "atomic", "load"))
         for what, kinds, first, second in (
-            ("written by two programs", ("store",), plain, plain),
-            ("written by one program and read by another", ("store", "load"), plain, loaded),
-            ("written by one program and changed by an atomic of another", ("store", "atomic"), plain, atomic),
-            ("changed by an atomic of one program and read by another", ("atomic", "load"), atomic, loaded),
+            ("written by two programs", ("store",), stores, stores),
+            ("written by one program and read by another", ("store", "load"), stores, loads),
+            ("written by one program and changed by an atomic of another", ("store", "atomic"), stores, atomics),
+            ("changed by an atomic of one program and read by another", ("atomic", "load"), atomics, loads),
         ):
-            raced = _shared(*first, *second)
+            raced = _raced(first) if first is second else _shared(first, second)
             if len(raced):
                 places = " and ".join(dict.fromkeys(place for kind in kinds for place in self._places(kind, raced[0])))
                 raise RuntimeError(
@@ -139,33 +162,44 @@ class Access:
 
     def _places(self, kind: str, address: np.uint64) -> list[str]:
         """Files and lines of the accesses to an address."""
-        return [each.place for each in self._accessed[kind] if (each.addresses == address).any()]
+        return [each.place for each in self._accessed[kind] if (each.elements()[0] == address).any()]
 
 
-def _flat(parts: list[Accessed]) -> tuple[np.ndarray, np.ndarray]:
+def _flat(parts: Sequence[Accessed]) -> tuple[np.ndarray, np.ndarray]:
     """Addresses, and the program that accessed each of them."""
-    if not parts:
-        return np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    return np.concatenate([each.addresses for each in parts]), np.concatenate([each.programs for each in parts])
+    elements = [each.elements() for each in parts]
+    return tuple(np.concatenate(each) for each in zip(*elements, strict=True))  # type: ignore[return-value]  # two
 
 
-def _sorted(parts: list[Accessed]) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of an address and a program, sorted and without repeats."""
+def _sorted(parts: Sequence[Accessed]) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses in order, and the program that accessed each of them."""
     addresses, programs = _flat(parts)
-    order = np.lexsort((programs, addresses))
-    addresses, programs = addresses[order], programs[order]
-    is_new = np.ones(len(addresses), bool)
-    is_new[1:] = (addresses[1:] != addresses[:-1]) | (programs[1:] != programs[:-1])
-    return addresses[is_new], programs[is_new]
+    order = np.argsort(addresses, kind="stable")  # which is fast for addresses that are in order by parts
+    return addresses[order], programs[order]
 
 
-def _shared(first: np.ndarray, by_first: np.ndarray, second: np.ndarray, by_second: np.ndarray) -> np.ndarray:
-    """Addresses in both ``first``, sorted, and ``second`` that different programs access."""
-    if not len(first) or not len(second):
-        return first[:0]
-    lowest = np.searchsorted(first, second, side="left")
-    highest = np.searchsorted(first, second, side="right")
-    found = highest > lowest
-    # several programs in `first`, or a single one that differs from the one in `second`
-    other = found & ((highest - lowest > 1) | (by_first[np.minimum(lowest, len(first) - 1)] != by_second))
-    return np.unique(second[other])
+def _raced(parts: Sequence[Accessed]) -> np.ndarray:
+    """Addresses that two programs access."""
+    if not parts:
+        return np.zeros(0, np.uint64)
+    addresses, programs = _sorted(parts)
+    return np.unique(addresses[1:][(addresses[1:] == addresses[:-1]) & (programs[1:] != programs[:-1])])
+
+
+def _near(parts: Sequence[Accessed], others: Sequence[Accessed]) -> list[Accessed]:
+    """The accesses whose spans overlap the span of one of the others."""
+    low, high = (np.array([each.span[side] for each in others], np.int64) for side in (0, 1))
+    return [each for each in parts if ((low < each.span[1]) & (high > each.span[0])).any()]
+
+
+def _shared(parts: Sequence[Accessed], others: Sequence[Accessed]) -> np.ndarray:
+    """Addresses that a program accesses in ``parts`` and a different one in ``others``."""
+    near = _near(others, parts)
+    if not near:
+        return np.zeros(0, np.uint64)
+    parts = _near(parts, near)
+    first, by_first = _sorted(parts)
+    second, by_second = _flat(near)
+    at = np.minimum(np.searchsorted(first, second), len(first) - 1)
+    other = (by_first[at] != by_second) | np.isin(second, _raced(parts))  # several programs, or one that differs
+    return np.unique(second[(first[at] == second) & other])

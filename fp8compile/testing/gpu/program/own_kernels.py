@@ -6,6 +6,7 @@ the order of programs changes anything, and the code that Inductor generates aro
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-__all__ = ["KNOWN", "implementation_on_gpu", "launched"]
+__all__ = ["KNOWN", "implementation_on_gpu", "launched", "place_of"]
 
 KNOWN = ("aten", "prims", "inductor")  # PyTorch's own namespaces; it defines prims as custom operators
 
@@ -25,6 +26,27 @@ def implementation_on_gpu(op: torch._ops.OpOverload) -> Callable[..., Any] | Non
     found = OPDEFS.get(op._schema.name) if op.namespace not in KNOWN else None
     functions = {} if found is None else found._backend_fns
     return functions.get("cuda", functions.get(None))
+
+
+def _without_tuners(kernel: Any) -> Any:
+    """The function under ``triton.jit`` below autotuning and heuristics."""
+    while hasattr(kernel, "configs") or hasattr(kernel, "values"):
+        kernel = kernel.fn
+    return kernel
+
+
+def place_of(name: str, line: str) -> str | None:
+    """File and line of a line in the author's kernel with this name, of which Inductor has copied the text.
+
+    None if no kernel has the name, or if not exactly one of its lines has the text.
+    """
+    for kernel in map(_without_tuners, kernel_side_table.id_to_kernel.values()):
+        if kernel.__name__ == name:
+            lines, first = inspect.getsourcelines(kernel.fn)
+            same = [number for number, text in enumerate(lines, first) if text.strip() == line]
+            path = kernel.fn.__code__.co_filename
+            return f"{path.rpartition('/')[2]}:{same[0]}" if len(same) == 1 else None
+    return None
 
 
 def launched(

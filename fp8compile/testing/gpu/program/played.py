@@ -51,6 +51,6 @@ def played_products(gpu: Gpu, *, interpret: bool = False) -> Iterator[None]:
             from fp8compile.testing.gpu.program.arithmetic import Arithmetic
             from fp8compile.testing.gpu.program.interpreter import Interpreter
 
-            stack.enter_context(Interpreter(Arithmetic()).active())
+            stack.enter_context(Interpreter(Arithmetic(capability=gpu.target.capability)).active())
         stack.enter_context(_Played(gpu, interprets=interpret))
         yield

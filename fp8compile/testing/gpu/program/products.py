@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,9 +36,14 @@ from fp8compile.testing.gpu.program.grouped_products import (
 )
 from fp8compile.testing.gpu.program.libraries import gates_of
 
+if TYPE_CHECKING:
+    from fp8compile.testing.gpu.program.nan_origin import NanSearch
+
 __all__ = ["PRODUCTS", "Product", "Products", "is_product"]
 
 BLOCK = 128
+SCALED = ("left operand", "right operand", "left scale", "right scale")
+BIASED = ("bias", "left operand", "right operand")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +59,12 @@ class Product:
     name: str
     operands: tuple[Tensor, ...]
     result: Tensor
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """Words for each operand, such as "left scale"."""
+        names = BIASED if "add" in self.name else SCALED
+        return (*names, *(f"operand {at}" for at in range(len(names), len(self.operands))))[: len(self.operands)]
 
     def __str__(self) -> str:
         shapes = " x ".join(str(tuple(each.shape)) for each in self.operands)
@@ -232,13 +243,17 @@ def is_product(op: torch._ops.OpOverload) -> bool:
 class Products:
     """Computes matrix products, and records each call.
 
-    Attributes:
+    Args:
         gpu: The GPU whose requirements are checked; None if there is none, for products that allow that.
+        nans: Is told what each product makes of its operands; None if nobody looks for NaN.
+
+    Attributes:
+        gpu: As it was given.
         called: The records in the order of the calls.
     """
 
-    def __init__(self, gpu: Gpu | None) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu | None, nans: NanSearch | None = None) -> None:
+        self.gpu, self._nans = gpu, nans
         self.called: list[Product] = []
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
@@ -254,7 +269,11 @@ class Products:
         with _disable_current_modes():  # operators that compute the product are no part of the program
             result = PRODUCTS[name](self.gpu, *args, **kwargs)
             operands = tuple(arg.detach().clone() for arg in args if isinstance(arg, Tensor))
-            self.called.append(Product(name, operands, result.clone()))
+            self.called.append(product := Product(name, operands, result.clone()))
+            if self._nans is not None:
+                given = [arg for arg in args if isinstance(arg, Tensor)]
+                named = dict(zip(product.operand_names, given, strict=True))
+                self._nans.computed(f"product {len(self.called) - 1}, {product},", named, (result,))
             return result if out is None else _written(name, result, out)
 
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fp8compile.testing.bits import bits
+from fp8compile.testing.gpu.program.nan_origin import NanOrigin
 from fp8compile.testing.gpu.program.products import Product
 from fp8compile.testing.gpu.program.wrapper import KernelLaunch
 
 __all__ = ["Difference", "Differences", "GpuRun", "GraphRun", "output_differences", "product_differences"]
 
-SCALED = ("left operand", "right operand", "left scale", "right scale")
 VALUES = (Tensor, int, float)  # groups and other objects pass through a graph unchanged
-BIASED = ("bias", "left operand", "right operand")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +95,14 @@ class GpuRun:
         graphs: The runs of the forward and, if there is one, of the backward.
         differences: Differences from the reference. They are empty if each product's operands, each output of a graph
             and each tensor that is changed in place have the reference's bits.
+        nan_origin: Where the first NaN comes from; None if no output, gradient or changed argument has one.
     """
 
     outputs: tuple[Tensor, ...] = field(repr=False)
     gradients: dict[str, Tensor] = field(repr=False)
     graphs: tuple[GraphRun, ...]
     differences: Differences
+    nan_origin: NanOrigin | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -109,7 +110,8 @@ class GpuRun:
         return tuple(product for graph in self.graphs for product in graph.products)
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.graphs), str(self.differences)])
+        origin = () if self.nan_origin is None else (str(self.nan_origin),)
+        return "\n".join([*map(str, self.graphs), *origin, str(self.differences)])
 
 
 # ---------------------------------------------------------------------------------- comparison
@@ -191,8 +193,7 @@ def product_differences(where: str, called: Sequence[Product], expected: Sequenc
             )  # fmt: skip
             continue
         left.remove(nearest)
-        names = SCALED if product.name == "_scaled_mm" else BIASED if "add" in product.name else SCALED
-        for name, got, wants in zip(names, product.operands, nearest.operands, strict=False):
+        for name, got, wants in zip(product.operand_names, product.operands, nearest.operands, strict=False):
             yield from _difference(f"{where}, product {number} {product}, {name}", got, wants)
     for product in left:
         yield Difference(

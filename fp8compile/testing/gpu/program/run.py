@@ -82,6 +82,7 @@ def run_gpu_program(
     """
     settings = _settings(arch, precision_casts, orders, configurations, templates, contract, approximate, poison)
     from fp8compile.testing.gpu.program.generate import GpuBackend
+    from fp8compile.testing.gpu.program.nan_origin import has_nan
     from fp8compile.testing.gpu.program.result import Differences, GpuRun
 
     torch._dynamo.reset()
@@ -90,13 +91,16 @@ def run_gpu_program(
             backend = GpuBackend(settings, folder)
             with pretend_target(settings.gpu.target), pretend_triton(settings.gpu), pretend_flex_attention():
                 outputs, gradients = step(backend.compile(fn), fn, args, grad_outputs)
+            origin = next(filter(None, (graph.nan_origin for graph in backend.graphs)), None)
     finally:
         torch._dynamo.reset()
+    shows = any(map(has_nan, (*outputs, *gradients.values()))) or any(graph.nans.shows for graph in backend.graphs)
     return GpuRun(
         outputs=outputs,
         gradients=gradients,
         graphs=tuple(graph.run() for graph in backend.graphs),
         differences=Differences(difference for graph in backend.graphs for difference in graph.differences),
+        nan_origin=origin if shows else None,
     )
 
 
@@ -117,7 +121,8 @@ def _settings(
     named = {"largest": None, "all": ()}
     gpu = gpu_called(arch)
     check_is_nvidia(gpu, "run_gpu_program")
-    arithmetic = Arithmetic(contract, approximate, gpu.target.capability == CASTS_BY_FLOAT16)
+    capability = gpu.target.capability
+    arithmetic = Arithmetic(contract, approximate, capability == CASTS_BY_FLOAT16, capability)
     return Settings(
         gpu=gpu, precision_casts=precision_casts, arithmetic=arithmetic,
         poison=poison, orders=tuple(orders),

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fp8compile.target import pretend_target
@@ -29,6 +30,7 @@ from fp8compile.testing.gpu.program.interpreter import Interpreter
 from fp8compile.testing.gpu.program.libraries import operator_called
 from fp8compile.testing.gpu.program.memory import poisoned
 from fp8compile.testing.gpu.program.messages import message
+from fp8compile.testing.gpu.program.nan_origin import NanSearch
 from fp8compile.testing.gpu.program.own_kernels import KNOWN, implementation_on_gpu
 from fp8compile.testing.gpu.program.products import Products, is_product
 from fp8compile.testing.gpu.program.settings import Settings, Way
@@ -162,6 +164,9 @@ class _Dispatch(TorchDispatchMode):
             return poisoned(result.size(), result.stride(), result.dtype, self._program.poison)
         if name not in SILENT:
             self._program.library_calls.append(str(op))
+            with _disable_current_modes():
+                given = {f"argument {at}": each for at, each in enumerate(pytree.tree_leaves(args))}
+                self._program.nans.computed(op, given, pytree.tree_leaves(result))
         return result
 
 
@@ -174,18 +179,20 @@ class Program:
         launches: Launches of the last run.
         of_templates: What the last run wrote to the buffers that hold results of templates.
         library_calls: Operators of the last run that PyTorch's CPU kernels computed.
+        nans: The search for the origin of a NaN, in all runs of the graph.
         configurations: The largest number of configurations that Inductor would time for one of its kernels.
         way: The order and the configuration in which the last run ran kernels.
         poison: The byte that fills memory when the wrapper allocates it.
     """
 
-    def __init__(self, found: Schedule, settings: Settings, folder: str) -> None:
+    def __init__(self, found: Schedule, settings: Settings, folder: str, nans: NanSearch) -> None:
         self.found: Schedule = found
         self.gpu: Gpu = settings.gpu
-        self.interpreter: Interpreter = Interpreter(settings.arithmetic)
+        self.nans: NanSearch = nans
+        self.interpreter: Interpreter = Interpreter(settings.arithmetic, nans=nans)
         self.poison: int = settings.poison
         self.folder: str = folder
-        self.products: Products = Products(settings.gpu)
+        self.products: Products = Products(settings.gpu, nans)
         self.of_templates: dict[str, Tensor] = {}
         self._generated = [each for each in found.launches if each.kind == "triton"]
         self.launches: list[KernelLaunch] = []
@@ -211,7 +218,11 @@ class Program:
         return any(launch.is_template for launch in self._generated)
 
     def keep(self, args: Sequence[Any]) -> None:
-        """Copy results of templates to ``of_templates``; ``args`` are the arguments of a launch that has just run."""
+        """Copy what a launch of one of Inductor's templates has written, so that it is compared later.
+
+        Args:
+            args: The arguments of the launch that has just run; templates write to some of them.
+        """
         for name, arg in zip(self._generated[len(self.launches)].arguments, args, strict=False):
             if name in self.found.of_templates:
                 with _disable_current_modes():

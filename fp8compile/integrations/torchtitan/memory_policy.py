@@ -1,0 +1,56 @@
+"""A memory policy for torchtitan's GraphTrainer by which saved tensors become codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fp8compile.saved_tensors import SavedAsCodes
+from fp8compile.saved_tensors.joint import pack_in_joint_graph
+from fp8compile.tensor import shown
+
+__all__ = ["register_memory_policy"]
+
+
+def register_memory_policy(
+    saved: SavedAsCodes | None = None, *, name: str = "saved_as_codes", base: str = "default"
+) -> str:
+    """Register a memory policy with GraphTrainer; its config takes the name, ``config.compile.memory_policy = name``.
+
+    Another policy says first what is saved and what is made again. Of what it saves, the chosen tensors are saved as
+    codes: values are made of them in the backward.
+
+    Args:
+        saved: What becomes codes; None for `SavedAsCodes()`.
+        name: The name of the policy.
+        base: The name of the policy that comes first. One that offloads moves no tensor that becomes codes.
+
+    Returns:
+        The name.
+
+    Raises:
+        TypeError: ``saved`` is no `SavedAsCodes`.
+        ValueError: There is no policy ``base``, or there is one ``name`` already.
+    """
+    from torchtitan.experiments.graph_trainer import memory_policy as policies  # it registers its own
+    from torchtitan.experiments.graph_trainer import registry
+    from torchtitan.experiments.graph_trainer.common_utils import _is_backward_node
+
+    value = SavedAsCodes() if saved is None else saved
+    if not isinstance(value, SavedAsCodes):
+        raise TypeError(f"register_memory_policy: saved is {shown(saved)}; it is a fp8compile.SavedAsCodes, or None.")
+    known: dict[str, Any] = registry.MEMORY_POLICY_REGISTRY
+    if base not in known:
+        raise ValueError(f"register_memory_policy: base is {base!r}; {policies.__name__} has {', '.join(known)}.")
+    if name in known:
+        raise ValueError(f"register_memory_policy: there is a policy {name!r} already. Give another name.")
+    first = known[base]
+
+    @registry.register_memory_policy(name)
+    def policy(gm: fx.GraphModule, *, config: Any) -> fx.GraphModule:
+        graph: fx.GraphModule = first(gm, config=config)
+        pack_in_joint_graph(graph, value, _is_backward_node)
+        return graph
+
+    return name

@@ -1,0 +1,103 @@
+"""fp8compile::count_cast: how many codes of each row of a cast are 0 for a value that is not, and how many saturate.
+
+Both counts are halves of one number, so a cast has one reduction more. Inductor stores a value that takes many
+operators, and would store what is to be counted of each element. Its code then is too long for Inductor to fuse casts
+of several layers, so the op has a lowering: a reduction that computes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fp8compile import inductor
+from fp8compile.ops.registry import register_op
+
+__all__ = ["count_cast", "half_of"]
+
+
+def _dtype(size: Any) -> torch.dtype:
+    """A dtype whose halves count up to ``size``."""
+    if not isinstance(size, int):
+        return torch.int64
+    return torch.int16 if size < 1 << 8 else torch.int32 if size < 1 << 16 else torch.int64
+
+
+def _shift(dtype: torch.dtype) -> int:
+    return dtype.itemsize * 4
+
+
+def half_of(counts: Tensor, half: int) -> Tensor:
+    """One of the two counts of `count_cast`, int64: 0 the underflows, 1 the saturations."""
+    shift = _shift(counts.dtype)
+    return (counts.long() >> shift * half) & ((1 << shift) - 1)
+
+
+def _impl(magnitude: Tensor, codes: Tensor, limit: Tensor, mask: int) -> Tensor:
+    """Count what a cast does to values.
+
+    Args:
+        magnitude: Magnitudes of the values, (..., n) float32.
+        codes: Their codes, (..., n) uint8.
+        limit: The largest magnitude that does not saturate, float32; it broadcasts against the magnitudes.
+        mask: The bits of a code without its sign.
+
+    Returns:
+        A number for each row, (...). Its lower half counts codes of 0 for other values, its upper half magnitudes
+        beyond the limit. It has 16 bits if n < 256, 32 if n < 65536, else 64.
+    """
+    dtype = _dtype(magnitude.shape[-1])
+    underflow = ((codes & mask) == 0) & (magnitude > 0)
+    both = underflow.to(dtype) + ((magnitude > limit).to(dtype) << _shift(dtype))
+    return both.sum(-1, dtype=dtype)
+
+
+def _fake(magnitude: Tensor, codes: Tensor, limit: Tensor, mask: int) -> Tensor:
+    return magnitude.new_empty(magnitude.shape[:-1], dtype=_dtype(magnitude.shape[-1]))
+
+
+def _lower(magnitude: Any, codes: Any, limit: Any, mask: int) -> Any:
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import ops
+
+    sizes = magnitude.get_size()
+    dtype = _dtype(int(sizes[-1]) if getattr(sizes[-1], "is_Integer", isinstance(sizes[-1], int)) else None)
+    loaders = [each.make_loader() for each in (magnitude, codes, lowering.expand(limit, sizes))]
+
+    def inner(index: Sequence[Any]) -> Any:
+        own_magnitude, code, most = (load(index) for load in loaders)
+        is_zero = ops.eq(ops.bitwise_and(code, ops.constant(mask, torch.uint8)), ops.constant(0, torch.uint8))
+        underflow = ops.logical_and(is_zero, ops.gt(own_magnitude, ops.constant(0.0, torch.float32)))
+        beyond = ops.gt(own_magnitude, most)
+        nothing = ops.constant(0, dtype)
+        of_underflow = ops.where(underflow, ops.constant(1, dtype), nothing)
+        return ops.add(of_underflow, ops.where(beyond, ops.constant(1 << _shift(dtype), dtype), nothing))
+
+    both = ir.Pointwise.create(device=magnitude.get_device(), dtype=dtype, inner_fn=inner, ranges=sizes)
+    return lowering.lowerings[torch.ops.aten.sum.dim_IntList](both, [-1], dtype=dtype)
+
+
+def _samples() -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((6, 32), (3, 4, 300), (2, 70000), (0, 16)):
+        magnitude = torch.randn(shape, generator=generator).abs()
+        codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) & 0x83
+        for limit in (torch.full((*shape[:-1], 1), 0.5), magnitude.roll(1, -1)):
+            yield magnitude, codes, limit, 0x7F
+            yield magnitude.where(magnitude < 2, torch.nan), codes.mT.contiguous().mT, limit, 0x07
+
+
+count_cast: OpOverload = register_op(
+    "fp8compile::count_cast",
+    _impl,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # it has a lowering instead
+    sharding=None,  # of one rank, whose elements they are
+    samples=_samples,
+)
+inductor.register_lowering(count_cast, _lower)

@@ -1,0 +1,178 @@
+"""WeightCodes: codes of a plain weight, which hold until something writes to the weight.
+
+    parameter --codes_of--> WeightCodes, an attribute of the parameter --pair--> the codes that products read
+        |                       ^
+        +---optimizer.step------+  makes them again, in their own memory
+
+Whether they hold is part of the tensor's metadata, on which Dynamo guards: a graph that reads codes never runs with
+codes of another version of the weight. So it is decided outside of the graph, and a graph neither breaks nor counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fp8compile import _compat
+from fp8compile.layout.quantized import STACK, WHOLE, Quantized
+from fp8compile.ops.layer.known_codes import Sets, sets_of_weight, weight_codes
+from fp8compile.ops.layer.operands import WEIGHT_SLOTS
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor.quantized_tensor import QuantizedTensor
+
+__all__ = ["WeightCodes", "codes_of", "known_codes", "pair"]
+
+ATTRIBUTE = "_fp8compile_codes"  # of a parameter
+
+
+class WeightCodes(QuantizedTensor):
+    """The codes of a plain weight, which know the version of the weight that they were made of.
+
+    Attributes:
+        recipe: The recipe of the layer that multiplies by them.
+        is_turned: Whether they are codes of the transposed matrices.
+        is_compiled: Whether a compiled graph reads them, so that they are made by compiled code too.
+    """
+
+    recipe: Recipe | None = None
+    is_turned = False
+    is_compiled = False
+    _weight: weakref.ref[Tensor] | None = None
+    _made_of: tuple[Any, ...] = ()
+    _holds: bool | None = None  # of a tracer's copy, which has no weight
+
+    @staticmethod
+    def of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
+        """Make the codes of a weight in the dtype that its layer computes in."""
+        sets = _sets(weight, recipe, dtype, is_turned)
+        own = sets[:1] if sets[0] is sets[1] else sets
+        found = WeightCodes.of_sets(own, dtype, batch=weight.ndim - 2)
+        found.recipe, found.is_turned = recipe, is_turned
+        found._weight, found._made_of = weakref.ref(weight), _version(weight)
+        return found
+
+    def holds(self) -> bool:
+        """Whether nothing was written to the weight since the codes were made."""
+        if self._holds is not None:
+            return self._holds
+        weight = None if self._weight is None else self._weight()
+        return weight is not None and self._made_of == _version(weight)
+
+    def fits(self, recipe: Recipe | None, dtype: torch.dtype, *, is_turned: bool) -> bool:
+        """Whether these are the codes that a layer with this recipe reads, of this version of the weight or not."""
+        weight = None if self._weight is None else self._weight()
+        same = self.dtype == dtype and self.is_turned == is_turned and self.recipe == recipe
+        return same and weight is not None and weight.device == self.device and weight.shape == self._made_of[0]
+
+    @torch.inference_mode(mode=False)  # training reads them too
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Make the codes again of what the weight is now, in their own memory, whose address graphs may know."""
+        weight: Any = None if self._weight is None else self._weight()
+        how: Any = self.recipe, self.dtype, self.is_turned
+        run = _compiled(*how) if self.is_compiled else partial(_renew, how)
+        run(weight, [own.parts() for own in self.sets()])
+        self._made_of = _version(weight)
+
+    # ------------------------------------------------------------------ what torch.compile asks
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names, metadata = super().__tensor_flatten__()
+        return names, (metadata, self.holds())
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], metadata: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> WeightCodes:
+        found = WeightCodes._unflattened(inner, metadata[0])
+        found._holds = metadata[1]
+        return found
+
+    def _stable_hash_for_caching(self) -> str:
+        return f"{super()._stable_hash_for_caching()} {self.holds()}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()  # a copy of the parameter makes its own
+
+
+def _version(weight: Tensor) -> tuple[Any, ...]:
+    """What changes if something writes to a weight, or if it gets other memory, as by ``.to`` of its module."""
+    return weight.shape, weight._version, weight.data_ptr(), weight.dtype
+
+
+def _sets(weight: Tensor, recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Sets:
+    values = weight.detach().to(dtype)
+    return sets_of_weight(values.transpose(-2, -1) if is_turned else values, recipe)
+
+
+def _renew(how: tuple[Recipe, torch.dtype, bool], weight: Tensor, memories: list[tuple[Tensor, ...]]) -> None:
+    recipe, dtype, is_turned = how
+    values = weight.detach().to(dtype)
+    values = values.transpose(-2, -1) if is_turned else values
+    for slot, memory in zip(WEIGHT_SLOTS, memories, strict=False):
+        for old, new in zip(memory, weight_codes(values, slot, recipe), strict=False):
+            old.copy_(new)
+
+
+@cache
+def _compiled(recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Any:
+    """`_renew` compiled as a graph of its own for each shape of weights."""
+    return _compat.compiled_alone(_renew, (recipe, dtype, is_turned), "inductor")
+
+
+@torch.inference_mode(mode=False)
+@torch.no_grad()
+def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
+    """The codes that are kept beside a plain parameter; made now if it has none that fit a layer.
+
+    They may be of a former version of the weight, see `WeightCodes.holds`.
+    """
+    _listen()
+    found = getattr(weight, ATTRIBUTE, None)
+    if found is None or not found.fits(recipe, dtype, is_turned=is_turned):
+        found = WeightCodes.of(weight, recipe, dtype, is_turned=is_turned)
+        setattr(weight, ATTRIBUTE, found)
+    return found
+
+
+def known_codes(weight: Any) -> WeightCodes | None:
+    """The codes that are kept beside a parameter, or None."""
+    return getattr(weight, ATTRIBUTE, None)
+
+
+def pair(codes: WeightCodes) -> Sets:
+    """What both products read of kept codes, as plain tensors. It is a function because Dynamo traces it."""
+    layout = STACK if codes.batch else WHOLE
+    first = Quantized(
+        codes=codes.codes, scale=codes.scale, quantizer=codes.quantizer, outer_scale=codes.outer_scale, layout=layout
+    )
+    if codes.quantizer_for_grad_input is None:
+        return first, first
+    second: Any = Quantized(
+        codes=codes.codes_for_grad_input,  # type: ignore[arg-type]  # there is a second set
+        scale=codes.scale_for_grad_input,  # type: ignore[arg-type]
+        quantizer=codes.quantizer_for_grad_input,
+        outer_scale=codes.outer_scale_for_grad_input,
+        layout=layout,
+    )
+    return first, second
+
+
+@_compat.untraced
+def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make codes again of all parameters of an optimizer, also where its kernels count no version."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        codes = known_codes(p)
+        if codes is not None and codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):
+            codes.renew()  # else the parameter has other memory since, and the next forward makes others
+
+
+@cache
+def _listen() -> None:
+    """Register the hook on all optimizers, once."""
+    register_optimizer_step_post_hook(_end)

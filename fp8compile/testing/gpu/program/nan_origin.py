@@ -1,0 +1,151 @@
+"""Where a NaN comes from: the first line of a kernel, product or operator that makes one of operands that have none.
+
+    launch stores a NaN --its programs run again, watched--> each value has the number of the step that made its NaN
+
+A step is a line that makes a NaN, or that reads one from memory. Results are those of the unwatched run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fp8compile.testing.gpu.program.memory import Access
+from fp8compile.testing.gpu.program.nan_watch import Watch
+
+__all__ = ["NanOrigin", "NanSearch", "has_nan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanOrigin:
+    """The first step of a run whose result has a NaN that its operands do not have, or that reads one from memory.
+
+    Attributes:
+        graph: "forward" or "backward".
+        name: Name of the kernel; for a product or operator what it is called with.
+        is_made: Whether the step makes the NaN; if not, it reads one that no step of the graph has made.
+        place: File and line of the kernel; "" for a product or operator.
+        line: The line's text.
+        operands: The operands' numbers where the NaN is made, such as "inf and inf", or words for them.
+        tensor: Words for the tensor: the kernel's argument that the NaN is stored to or read from, and its element.
+    """
+
+    graph: str
+    name: str
+    is_made: bool
+    place: str = ""
+    line: str = ""
+    operands: str = ""
+    tensor: str = ""
+
+    def __str__(self) -> str:
+        verb = "makes" if self.is_made else "reads"
+        where = f", {self.place}: `{self.line}`" if self.place else ""
+        of = f", of {self.operands}" if self.operands else ""
+        tensor = f"; {self.tensor}" if self.tensor else ""
+        return f"NaN: in the {self.graph} {self.name} {verb} the first one{where}{of}{tensor}"
+
+
+@dataclass
+class NanSearch:
+    """The search for the origin of a graph's NaN, over the launches and products of all its runs.
+
+    Attributes:
+        graph: "forward" or "backward".
+        origin: What was found so far: the first step that makes a NaN, or else the first one that reads one.
+        shows: Whether a run has changed an argument to NaN.
+    """
+
+    graph: str
+    origin: NanOrigin | None = None
+    shows: bool = False
+    _inputs: list[tuple[int, int, str]] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a step that makes a NaN is found."""
+        return self.origin is not None and self.origin.is_made
+
+    def begin(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        """Remember the memory of a graph's inputs, to name the one that a NaN was read from."""
+        self._inputs = [
+            (start := each.untyped_storage().data_ptr(), start + each.untyped_storage().nbytes(), name)
+            for name, each in zip(names, values, strict=True)
+            if isinstance(each, Tensor)
+        ]
+
+    def found(self, name: str, **about: Any) -> None:
+        """Keep an origin, unless an earlier one is as good."""
+        new = NanOrigin(graph=self.graph, name=name, **about)
+        if self.origin is None or (new.is_made and not self.origin.is_made):
+            self.origin = new
+
+    def computed(self, name: Any, operands: Mapping[str, Any], results: Sequence[Any]) -> None:
+        """Look at a product or operator that is no generated kernel, whose operands have names.
+
+        ``name`` is written out if a result has a NaN.
+        """
+        if self.is_over or not any(has_nan(each) for each in results):
+            return
+        given = {each: value for each, value in operands.items() if isinstance(value, Tensor)}
+        nans = [each for each, value in given.items() if has_nan(value)]
+        infinite = [f"an infinity in the {each}" for each, value in given.items() if _has_infinity(value)]
+        if nans:
+            memory = self.memory(_address(given[nans[0]]), unwritten="")
+            self.found(str(name), is_made=False, tensor=f"from the {nans[0]}" + (f", {memory}" if memory else ""))
+        elif infinite:
+            self.found(str(name), is_made=True, operands=" and ".join(infinite))
+        else:
+            self.found(str(name), is_made=False, tensor="elements that it leaves unwritten")
+
+    def memory(self, address: int, unwritten: str = "memory that nobody has written") -> str:
+        """Words for what holds an address: an input of the graph, or else ``unwritten``."""
+        name = next((name for start, end, name in self._inputs if start <= address < end), None)
+        return unwritten if name is None else f"the graph's input {name}"
+
+    @contextmanager
+    def watching(self, access: Access, frames: Callable[[], Iterator[tuple[str, int]]]) -> Iterator[None]:
+        """Context in which programs of a kernel run again, watched; the search is told when it ends.
+
+        Args:
+            access: The record of the launch.
+            frames: Gives files and lines of the kernel and the functions that it has called, innermost first.
+        """
+        watch = Watch(access, frames, self.memory)
+        with ExitStack() as stack:
+            for owner, name, value in watch.patches():
+                stack.enter_context(mock.patch.object(owner, name, value))
+            yield
+        if (step := watch.first) is not None:
+            self.found(
+                access.name, is_made=step.is_made, place=step.place, line=step.line, operands=step.operands,
+                tensor=f"stored to {step.stored_to}" if step.is_made else step.read_from,
+            )  # fmt: skip
+
+
+def has_nan(value: Any) -> bool:
+    """Whether a tensor has a NaN; bytes and integers have none."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype.itemsize == 0:
+        return False
+    return value.dtype != torch.float4_e2m1fn_x2 and bool(value.float().isnan().any())
+
+
+def _address(value: Tensor) -> int:
+    """The address of a tensor's first NaN."""
+    place = value.float().isnan().nonzero()[0].tolist()
+    offset = sum(at * stride for at, stride in zip(place, value.stride(), strict=True))
+    return value.data_ptr() + offset * value.element_size()
+
+
+def _has_infinity(value: Tensor) -> bool:
+    return (
+        value.is_floating_point()
+        and value.dtype != torch.float4_e2m1fn_x2
+        and not bool(value.float().isfinite().all())
+    )

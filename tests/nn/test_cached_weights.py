@@ -1,0 +1,439 @@
+"""Codes of plain weights that live for a step (`Recipe.cache_weights`): the bits of codes made in each call."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile as f8
+from fp8compile.ops.layer import known_codes
+from fp8compile.tensor import weight_codes
+from fp8compile.tensor.weight_codes import known_codes as codes_beside
+
+RECIPES = [name for name in f8.recipes.names() if name != "delayed"]
+
+
+def recipe_of(name, *, cached=True):
+    return replace(f8.recipes.by_name(name), cache_weights=cached)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.up(x)))
+
+
+def model_of(recipe="rowwise", *, cached=True, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return f8.convert(nn.Sequential(Block(), Block()).to(dtype), recipe_of(recipe, cached=cached))
+
+
+def tokens(index):
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(index)).bfloat16()
+
+
+def micro_batch(call, index):
+    """The output and the gradient of the input."""
+    x = tokens(index).requires_grad_()
+    y = call(x)
+    y.float().square().mean().backward()
+    return [y.detach().clone(), x.grad]
+
+
+def edit(model, step):
+    """What else than a step writes to weights, one way behind each step."""
+    if step == 0:
+        with torch.no_grad():
+            model[0].up.weight.mul_(0.5)
+    elif step == 1:
+        model.load_state_dict({name: each * 1.5 for name, each in model.state_dict().items()})
+    elif step == 2:
+        model.load_state_dict({name: each * 0.75 for name, each in model.state_dict().items()}, assign=True)
+
+
+def trained(model, call, steps=4, *, step=torch.optim.AdamW.step):
+    """Everything that two micro-batches a step compute, and the weights at the end."""
+    found = []
+    for index in range(steps):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found += [each for micro in range(2) for each in micro_batch(call, 2 * index + micro)]
+        step(optimizer)
+        optimizer.zero_grad()
+        found += micro_batch(call, 100 + index)  # with the weights of the step
+        model.zero_grad()
+        edit(model, index)
+    return found + [each.detach().clone() for each in model.parameters()]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+COMPILED = {
+    "eager": lambda model: model,
+    "compiled": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
+    "regions": lambda model: f8.compile(model, backend="aot_eager"),
+}
+
+
+def both_ways(way, **options):
+    found = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model = model_of(cached=cached, **options)
+        found.append(trained(model, COMPILED[way](model)))
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_micro_batches_steps_and_edits_have_the_bits_of_codes_that_are_made_each_time(recipe):
+    assert same(*both_ways("eager", recipe=recipe))
+
+
+@pytest.mark.parametrize("way", ["compiled", "regions"])
+def test_compiled_too(way):
+    assert same(*both_ways(way))
+
+
+def made(monkeypatch):
+    """The number of sets of codes that are made of weights, for a layer or to be kept."""
+    calls, plain = [], known_codes._set
+
+    def counting(*args):
+        calls.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(known_codes, "_set", counting)
+    return calls
+
+
+def test_codes_are_made_once_a_step(monkeypatch):
+    calls, model = made(monkeypatch), model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for micro in range(3):
+            micro_batch(model, micro)
+            assert len(calls) == 8 * (step + 1)  # four weights, with a set for each product
+        optimizer.step()
+    assert len(calls) == 8 * 4
+
+
+def test_a_graph_that_reads_codes_runs_in_all_steps_and_one_more_where_somebody_edits():
+    torch._dynamo.reset()
+    model = model_of()
+    call, optimizer = COMPILED["compiled"](model), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def graphs(steps):
+        before = counters["stats"]["unique_graphs"]
+        for _ in range(steps):
+            micro_batch(call, 0)
+            micro_batch(call, 1)
+            optimizer.step()
+        return counters["stats"]["unique_graphs"] - before
+
+    assert graphs(1) == 1 + 2  # that of the model, and one for each shape of weights
+    assert graphs(3) == 0
+    with torch.no_grad():
+        model[0].up.weight.mul_(0.5)
+    assert graphs(3) == 1
+    with torch.no_grad():
+        model[0].up.weight.mul_(0.5)
+    assert graphs(3) == 0
+
+
+def kinds_of_a_graph(model):
+    nodes = []
+
+    def backend(graph, _):
+        nodes.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend=backend)(tokens(0))
+    return nodes
+
+
+def test_the_graph_has_an_op_of_its_own_and_the_one_of_before_where_codes_are_stale():
+    model = model_of()
+    assert kinds_of_a_graph(model).count(f8.ops.known_codes_linear) == 4
+    with torch.no_grad():
+        model[0].up.weight.mul_(0.5)
+    nodes = kinds_of_a_graph(model)
+    assert (nodes.count(f8.ops.known_codes_linear), nodes.count(f8.ops.linear)) == (3, 1)
+    f8.renew_weight_codes(model)
+    assert kinds_of_a_graph(model).count(f8.ops.known_codes_linear) == 4
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_what_no_version_counts_is_seen_after_a_step_or_if_one_says_so(way):
+    class Raw(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(1.5)  # as kernels that write by an address
+
+    found = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model = model_of(cached=cached)
+        call, versions = COMPILED[way](model), [p._version for p in model.parameters()]
+        one = micro_batch(call, 0)
+        Raw(model.parameters(), lr=0.1).step()
+        two = micro_batch(call, 0)
+        for p in model.parameters():
+            p.data.mul_(1.5)
+        if cached:
+            f8.renew_weight_codes(model)
+        assert [p._version for p in model.parameters()] == versions
+        found.append([*one, *two, *micro_batch(call, 0)])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_under_autocast_codes_are_those_of_its_dtype(way):
+    found = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model = model_of(cached=cached, dtype=torch.float32)
+        call = COMPILED[way](model)
+
+        def cast(x, call=call):
+            with torch.autocast("cpu", torch.bfloat16):
+                return call(x.float())
+
+        found.append(trained(model, cast, 2))
+        assert not cached or codes_beside(model[0].up.weight).dtype == torch.bfloat16
+    assert same(*found)
+
+
+def test_copies_files_moves_and_other_tensors_have_codes_of_their_own():
+    model, x = model_of(), tokens(0)
+    y = model(x)
+    clone, file = copy.deepcopy(model), io.BytesIO()
+    assert codes_beside(clone[0].up.weight) is None
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for each in (clone, loaded):
+            assert torch.equal(each(x), y)
+            each[0].up.weight.mul_(2)
+        plain = model_of(cached=False)
+        plain[0].up.weight.mul_(2)
+        assert all(torch.equal(each(x), plain(x)) for each in (clone, loaded))
+        other = {name: 2 * each for name, each in model.named_parameters()}
+        assert torch.equal(
+            torch.func.functional_call(model, other, (x,)), torch.func.functional_call(plain, other, (x,))
+        )
+        assert torch.equal(model(x), y)
+        assert torch.equal(model.float()(x.float()), model_of(cached=False).float()(x.float()))
+
+
+def test_a_compiled_functional_call_reads_the_tensors_that_it_is_given():
+    torch._dynamo.reset()
+    model, x = model_of(), tokens(0)
+    model(x)
+    other = {name: 2 * each.detach() for name, each in model.named_parameters()}
+    call = torch.compile(lambda x: torch.func.functional_call(model, other, (x,)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(call(x), torch.func.functional_call(model_of(cached=False), other, (x,)))
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_layers_that_share_a_weight_by_two_recipes(way):
+    found = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+        model[1].weight = model[0].weight
+        f8.convert(model, {"0": recipe_of("rowwise", cached=cached), "1": recipe_of("tensorwise", cached=cached)})
+        call = COMPILED[way](model)
+        found.append([*micro_batch(call, 0), *micro_batch(call, 1), model[0].weight.grad])
+    assert same(*found)
+
+
+def test_frozen_weights_keep_their_codes(monkeypatch):
+    calls, model = made(monkeypatch), model_of("tensorwise")
+    model.requires_grad_(requires_grad=False)
+    for index in range(3):
+        micro_batch(model, index)
+    assert len(calls) == 4
+
+
+def test_a_monitor_reads_the_same_with_cached_weights():
+    found = []
+    for cached in (False, True):
+        model = model_of(cached=cached)
+        monitor = f8.monitor.Monitor(model, every=1) if hasattr(f8.monitor, "Monitor") else f8.Monitor(model, every=1)
+        micro_batch(model, 0)
+        found.append(monitor.read())
+    assert found[0] == found[1]
+
+
+def test_what_keeps_no_codes_raises_by_name():
+    layers = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="cache_weights, and the weight has delayed scaling"):
+        f8.convert(layers, recipe_of("delayed"))
+    high = replace(f8.recipes.nvfp4(backward="bf16"), cache_weights=True)
+    with pytest.raises(ValueError, match="leaves a product of the weight in high precision"):
+        f8.convert(layers, high)
+    with pytest.raises(TypeError, match="cache_weights is 1"):
+        replace(f8.recipes.rowwise(), cache_weights=1)
+    pair = nn.ModuleDict({"q_proj": nn.Linear(64, 64), "k_proj": nn.Linear(64, 64)})
+    with pytest.raises(ValueError, match="layers share an outer scale"):
+        f8.convert(pair, recipe_of("tensorwise"), share_outer_scale=[("q_proj", "k_proj")])
+
+
+def test_renewing_codes_of_a_model_without_any_raises():
+    with pytest.raises(ValueError, match="no layer of the model has a recipe with cache_weights"):
+        f8.renew_weight_codes(model_of(cached=False))
+    with pytest.raises(TypeError, match="renew_weight_codes: model is a dict"):
+        f8.renew_weight_codes({})
+
+
+def test_codes_are_freed_with_their_weight():
+    model = model_of()
+    model(tokens(0))
+    weight = model[0].up.weight
+    codes = codes_beside(weight)
+    assert isinstance(codes, weight_codes.WeightCodes)
+    assert codes._weight() is weight
+    del model, weight
+    assert codes._weight() is None
+    assert not codes.holds()
+
+
+def test_another_forward_that_reads_values_is_refused():
+    model = model_of()
+    with pytest.raises(ValueError, match="cache_weights, and the recipe leaves a product of the weight"):
+        f8.set_recipe(model, forward=None)
+    f8.set_recipe(model, forward=f8.recipes.tensorwise())
+    plain = f8.set_recipe(model_of(cached=False), forward=f8.recipes.tensorwise())
+    assert same(trained(model, model, 2), trained(plain, plain, 2))
+
+
+# ---------------------------------------------------------------------------------- beside other features
+
+
+def checkpointed(model):
+    def call(x):
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    return call
+
+
+def saved_as_codes(model):
+    def call(x):
+        with f8.saved_as_codes(f8.SavedAsCodes(filter=lambda tensor: tensor.kind == "activation")):
+            return model(x)
+
+    return call
+
+
+def offloaded(model):
+    def call(x):
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    return call
+
+
+@pytest.mark.parametrize("feature", [checkpointed, saved_as_codes, offloaded])
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_beside_what_changes_saved_tensors(feature, way):
+    found = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model = model_of(cached=cached)
+        call = feature(COMPILED[way](model) if feature is not checkpointed else model)
+        if feature is checkpointed and way == "compiled":
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        found.append(trained(model, call, 2))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_transforms_of_functions(transform):
+    found = []
+    for cached in (False, True):
+        model = model_of(cached=cached)
+        model(tokens(0))
+
+        def loss(x, model=model):
+            return model(x).float().square().sum()
+
+        one = torch.func.grad(loss) if transform == "grad" else torch.func.vmap(model)
+        found.append([one(tokens(1).unsqueeze(0)).detach()])
+    assert same(*found)
+
+
+def test_an_exported_program_makes_its_own_codes():
+    model, x = model_of(), tokens(0)
+    y = model(x)
+    for strict in (False, True):
+        program = torch.export.export(model, (x,), strict=strict)
+        assert not [node for node in program.graph.nodes if node.target is f8.ops.known_codes_linear]
+        assert torch.equal(program.module()(x), y)
+
+
+def test_a_step_in_the_backward_renews_each_weight_alone():
+    """Optimizers that step where a gradient is ready, as those that save the memory of gradients."""
+    found = []
+    for cached in (False, True):
+        model = model_of(cached=cached)
+        steps = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(p, steps=steps):
+            steps[p].step()
+            steps[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        found.append([each for index in range(3) for each in micro_batch(model, index)])
+    assert same(*found)
+
+
+def test_a_compiled_step_of_an_optimizer():
+    def step(optimizer):
+        torch.compile(optimizer.step, backend="aot_eager")()
+
+    found = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model = model_of(cached=cached)
+        found.append(trained(model, COMPILED["compiled"](model), 2, step=step))
+    assert same(*found)
+
+
+def test_a_step_behind_a_move_to_another_dtype():
+    found = []
+    for cached in (False, True):
+        model = model_of(cached=cached, dtype=torch.float32)
+        model(tokens(0).float()).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.bfloat16()
+        model.zero_grad()
+        one = micro_batch(model, 0)
+        optimizer.step()
+        found.append([*one, *micro_batch(model, 1)])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_ready_recipes_have_an_argument_that_their_text_says(name):
+    recipe = recipe_of(name)
+    assert f8.recipes.by_name(name, cache_weights=True) == recipe
+    assert f8.recipes.describe(recipe) == f"{name}(cache_weights=True)"
+    assert f8.recipes.by_name(f8.recipes.describe(recipe)) == recipe
