@@ -60,7 +60,9 @@ def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts:
         return _both_directions(part, rows, columns, counts=counts)[slot != row_slot]
     if _has_packed_kernel(part, rows, columns):
         return _both_packed(part, rows, columns, counts=counts)[slot != row_slot]
-    if slot != OUTPUT.a and _may_be_one_of_several(part, rows if row_slot == GRAD_INPUT.a else None, columns):
+    if slot == OUTPUT.a or counts:  # what counts reads the codes step by step
+        return quantize_part(part, quantizer, steps)
+    if _may_be_one_of_several(part, rows if row_slot == GRAD_INPUT.a else None, columns):
         return _noted(part, quantizer, steps, is_input=slot == GRAD_WEIGHT.b)
     return quantize_part(part, quantizer, steps)
 
