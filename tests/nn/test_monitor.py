@@ -416,5 +416,5 @@ def test_statistics_that_no_kernel_counts_of_experts_in_four_bits_are_refused():
     x, gate_up, down, *others = experts_arguments(64, 64, 64, 2)
     experts = Experts(gate_up, down, f8.recipes.nvfp4())
     f8.Monitor(experts, ("sqnr",))
-    with pytest.raises(Exception, match="counts amax, underflow and saturation, and other statistics .* Observe these"):
+    with pytest.raises(Exception, match=r"counts amax, underflow and saturation, .* Observe these"):
         gpu_kernels(experts, x, *others, arch="b200")
