@@ -14,6 +14,7 @@ from fp8compile.inductor.partitioner_marks import (
 )
 from fp8compile.inductor.prologues import register_tile_kernel
 from fp8compile.inductor.registration import register_decomposition, register_fallback, register_lowering
+from fp8compile.inductor.row_counts import lower_counts_of_rows
 from fp8compile.inductor.row_groups import lower_largest_of_sums
 from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph, once_with_more
 from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch, with_counts
@@ -30,6 +31,7 @@ __all__ = [
     "is_result_of",
     "left_in_backward",
     "left_in_forward",
+    "lower_counts_of_rows",
     "lower_largest_of_sums",
     "make_in_backward",
     "never_recompute",
