@@ -35,7 +35,7 @@ if [ "${1:-}" = --rehearse ]; then
     few=(--rounds 1)
     overhead=(--rounds 1 --calls 1)
     import_time=(--runs 1)
-    steps=(--rounds 1 --contenders bf16 --only layer optimizer)
+    steps=(--rounds 1 --only optimizer)
     kernels=(--only optimizer)
 fi
 logs=${1:-${OUT:-$(mktemp -d)}}

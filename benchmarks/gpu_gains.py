@@ -41,9 +41,9 @@ HEAD = """# What each recipe can gain, by peaks
 
 Written by `python -m benchmarks.gpu_gains`: the least time in bf16 over the least time with the
 recipe, by published peaks, for the feed-forward of Llama-3-8B with 8192 tokens, forward and
-backward. Products and casts are counted. **A bound and no measurement**: [what an H200 needed](h200.md). "-" is
-a GPU without the recipe's products; [why](support.md). `fp8compile explain TARGET --gpu rtx5090`
-computes it for a model.
+backward. Products and casts are counted. **A bound and no measurement**: [what an H200
+needed](h200.md). "-" is a GPU without the recipe's products; [why](support.md).
+`fp8compile explain TARGET --gpu rtx5090` computes it for a model.
 """
 SHARED = """
 ## Two GPUs of a desktop

@@ -39,7 +39,8 @@ MADE = tuple[Callable[..., Any], tuple[Any, ...]]
 HEAD = """# Kernels of each GPU, assembled without it
 
 Written by `python -m benchmarks.gpu_resources`: a block is compiled for the GPU, forward and
-backward, and Triton's own ptxas assembles each kernel. Of these only an [H200](h200.md) has run any.
+backward, and Triton's own ptxas assembles each kernel. Of these only an
+[H200](h200.md) has run any.
 
 - *feed-forward*: RMSNorm, SwiGLU and residual, 8192 tokens, 4096 x 14336.
 - *experts*: gate and up, SwiGLU, down; 8192 rows, 16 experts of 2048 x 768.

@@ -83,7 +83,7 @@ def layer_step(contender: str, kind: str) -> Callable[[], object]:
 
 
 def layer_row(contender: str, kind: str, rounds: int) -> Row:
-    """Milliseconds and peak of one layer, forward and backward; each model is freed before the next."""
+    """Milliseconds and peak of one layer, forward and backward."""
     step = layer_step(contender, kind)
     began = time.perf_counter()
     peak = _once(step)
@@ -125,7 +125,7 @@ def experts_rows(rounds: int) -> list[Row]:
 
 
 def optimizers() -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """AdamW over a layer's weights, float32 with gradients: PyTorch's and ours, each freed before the next."""
+    """AdamW over a layer's weights, float32 with gradients: PyTorch's and ours."""
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "torch.optim.AdamW, fused": partial(torch.optim.AdamW, fused=True),
         "f8.optim.AdamW": f8.optim.AdamW,

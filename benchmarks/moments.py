@@ -13,7 +13,6 @@ page, on the trainings that ``--out`` has.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import sys
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile as f8
+from benchmarks.resumed import resumed
 from benchmarks.table import replace_section
 from examples.train.data import load_text
 from examples.train.model import ByteLlama, ModelShape
@@ -122,16 +122,15 @@ def path_of(out: Path, contender: str, what: str) -> Path:
 
 def kept(out: Path | None, contender: str, what: str, compute: Callable[[], Pair]) -> Pair:
     """What a file below ``out`` has, or else what is computed now and written there."""
-    path = None if out is None else path_of(out, contender, what)
-    if path is not None and path.exists():
-        first, second = json.loads(path.read_text())
-        return first, second
-    with torch.compiler.set_stance("force_eager") if "torchao" in contender else nullcontext():
-        found = compute()  # torchao compiles a graph for each shape of parameter; here all run op by op
-    print(contender, what, found, file=sys.stderr, flush=True)
-    if path is not None:
-        path.write_text(json.dumps(found))
-    return found
+
+    def computed() -> Pair:
+        with torch.compiler.set_stance("force_eager") if "torchao" in contender else nullcontext():
+            found = compute()  # torchao compiles a graph for each shape of parameter; here all run op by op
+        print(contender, what, found, file=sys.stderr, flush=True)
+        return found
+
+    first, second = resumed(None if out is None else path_of(out, contender, what), computed)
+    return first, second
 
 
 def rare_gradients(contender: str) -> tuple[float, float]:

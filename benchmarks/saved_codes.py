@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from benchmarks.experts_bytes import CONTENDERS
 from benchmarks.kept import BLOCKS, SAVED, block_and_arguments
 from benchmarks.kernels import arch_for
 from benchmarks.mlp import Mlp
+from benchmarks.resumed import resumed
 from benchmarks.table import Row, emit, replace_section
 from examples.train.data import load_text, training_batch
 from fp8compile.saved_tensors import partitioner
@@ -166,13 +166,8 @@ def loss_row(recipe: str, seed: int, steps: int) -> Row:
 def kept_loss_row(recipe: str, seed: int, steps: int, out: Path | None) -> Row:
     """A row of `loss_row`, from a file below ``out`` if there is one."""
     path = None if out is None else out / f"saved-{recipe}-{steps}-{seed}.json"
-    if path is not None and path.exists():
-        found: Row = json.loads(path.read_text())
-        return found
-    row = loss_row(recipe, seed, steps)
-    if path is not None:
-        path.write_text(json.dumps(row))
-    return row
+    found: Row = resumed(path, lambda: loss_row(recipe, seed, steps))
+    return found
 
 
 def loss_section(rows: Sequence[Row], steps: int) -> list[str]:

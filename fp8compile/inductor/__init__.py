@@ -19,6 +19,7 @@ from fp8compile.inductor.registration import (
     register_joint_pass,
     register_lowering,
 )
+from fp8compile.inductor.row_counts import lower_counts_of_rows
 from fp8compile.inductor.row_groups import lower_largest_of_sums
 from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph, once_with_more
 from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch, TileMatrix, with_counts
@@ -38,6 +39,7 @@ __all__ = [
     "leaves_of",
     "left_in_backward",
     "left_in_forward",
+    "lower_counts_of_rows",
     "lower_largest_of_sums",
     "make_in_backward",
     "never_recompute",

@@ -236,15 +236,15 @@ def codes_kernel(
             m = row + i
             at = x_ptr + m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
             x = tl.load(at, (m < end)[:, None] & (k < K)[None, :] & is_group, other=0.0).to(tl.float32)
-            blocks, packed, scale = _along_rows(
+            blocks, row_codes, row_scale = _along_rows(
                 x, rows_ptr, row_scales_ptr, row_outer, m, end, is_group, inside + i, scale_row + i, is_tile, k, K,
                 GROUPS, COLUMNS, IS_TE, R_ROUNDING, R_SEED,
             )  # fmt: skip
             if counts_ptr is not None:
                 outer_scale = _outer_scale(tl.load(row_amax_ptr + amax_at), IS_TE)
-                of_row, nonzero, too_large = _counted(blocks, scale[:, :, None], outer_scale)
+                of_row, nonzero, too_large = _counted(blocks, row_scale[:, :, None], outer_scale)
                 amax, beyond = tl.maximum(amax, of_row), beyond + too_large
-                underflow += nonzero - tl.sum(_nonzero_codes(packed))
+                underflow += nonzero - tl.sum(_nonzero_codes(row_codes))
         if counts_ptr is not None:
             add_counts(counts_ptr, 0, group, E, amax, underflow, beyond, is_group)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):

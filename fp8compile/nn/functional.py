@@ -18,15 +18,7 @@ from fp8compile.ops.layer.observe import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
 
-__all__ = [
-    "check_recipe",
-    "check_tensor",
-    "checked_operands",
-    "given_codes",
-    "given_observer",
-    "in_dtype_of_autocast",
-    "linear",
-]
+__all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear", "only_given"]
 
 TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
@@ -144,14 +136,9 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
         )
 
 
-def given_observer(observer: Observer | None) -> dict[str, Observer]:
-    """The observer as a keyword argument, or none: modes of other packages may not know this argument."""
-    return {} if observer is None else {"observer": observer}
-
-
-def given_codes(codes: Sets | None) -> dict[str, Sets]:
-    """Known codes as a keyword argument, or none: modes of other packages may not know this argument."""
-    return {} if codes is None else {"weight_codes": codes}
+def only_given(**options: Any) -> dict[str, Any]:
+    """Keyword arguments that are not None: modes of other packages may not know the others."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def linear(
@@ -197,9 +184,8 @@ def linear(
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
-        given: Any = {"recipe": recipe, "state": state, **given_observer(observer)}
-        given |= {} if outer_amax is None else {"outer_amax": outer_amax}
-        given |= given_codes(weight_codes)
+        given: Any = only_given(outer_amax=outer_amax, weight_codes=weight_codes, observer=observer)
+        given |= {"recipe": recipe, "state": state}
         return handle_torch_function(linear, (x, weight, bias), x, weight, bias, **given)
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)

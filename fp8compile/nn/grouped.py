@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import is_dtensor
-from fp8compile.nn.functional import check_recipe, check_tensor, given_codes, given_observer, in_dtype_of_autocast
+from fp8compile.nn.functional import check_recipe, check_tensor, in_dtype_of_autocast, only_given
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import fsdp_grouped_linear, known_codes_grouped_linear
 from fp8compile.ops import grouped_linear as grouped_linear_op
@@ -146,8 +146,8 @@ def grouped_linear(
     """
     given = x, weight, offsets, bias
     if has_torch_function(given):
-        how: Any = {"recipe": recipe, "check_in_graph": check_in_graph}
-        how |= given_codes(weight_codes) | given_observer(observer)
+        how: Any = only_given(weight_codes=weight_codes, observer=observer)
+        how |= {"recipe": recipe, "check_in_graph": check_in_graph}
         return handle_torch_function(grouped_linear, given, *given, **how)
     check_recipe("grouped_linear", recipe)
     x, weight, bias = checked_groups(x, weight, offsets, bias)

@@ -7,7 +7,7 @@ of several layers, so the op has a lowering: a reduction that computes all of it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,24 +61,9 @@ def _fake(magnitude: Tensor, codes: Tensor, limit: Tensor, mask: int) -> Tensor:
 
 
 def _lower(magnitude: Any, codes: Any, limit: Any, mask: int) -> Any:
-    from torch._inductor import ir, lowering
-    from torch._inductor.virtualized import ops
-
-    sizes = magnitude.get_size()
-    dtype = _dtype(int(sizes[-1]) if getattr(sizes[-1], "is_Integer", isinstance(sizes[-1], int)) else None)
-    loaders = [each.make_loader() for each in (magnitude, codes, lowering.expand(limit, sizes))]
-
-    def inner(index: Sequence[Any]) -> Any:
-        own_magnitude, code, most = (load(index) for load in loaders)
-        is_zero = ops.eq(ops.bitwise_and(code, ops.constant(mask, torch.uint8)), ops.constant(0, torch.uint8))
-        underflow = ops.logical_and(is_zero, ops.gt(own_magnitude, ops.constant(0.0, torch.float32)))
-        beyond = ops.gt(own_magnitude, most)
-        nothing = ops.constant(0, dtype)
-        of_underflow = ops.where(underflow, ops.constant(1, dtype), nothing)
-        return ops.add(of_underflow, ops.where(beyond, ops.constant(1 << _shift(dtype), dtype), nothing))
-
-    both = ir.Pointwise.create(device=magnitude.get_device(), dtype=dtype, inner_fn=inner, ranges=sizes)
-    return lowering.lowerings[torch.ops.aten.sum.dim_IntList](both, [-1], dtype=dtype)
+    size = magnitude.get_size()[-1]
+    dtype = _dtype(int(size) if getattr(size, "is_Integer", isinstance(size, int)) else None)
+    return inductor.lower_counts_of_rows(magnitude, codes, limit, mask, dtype, _shift(dtype))
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:

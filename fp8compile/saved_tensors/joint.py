@@ -34,10 +34,8 @@ def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward
     Returns:
         Names of the nodes that are saved as codes.
     """
-    from torch._functorch.partitioners import must_recompute
-
     graph = module.graph
-    again = _made_again(graph, is_backward, must_recompute)
+    again = _made_again(graph, is_backward)
     readers = {node for node in graph.nodes if node.op != "output" and is_backward(node)} | again
     kept = [
         node
@@ -51,14 +49,18 @@ def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward
     return [node.name for node in chosen]
 
 
-def _made_again(graph: fx.Graph, is_backward: IsBackward, is_tagged: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
     """The nodes of the forward that are made again because the backward needs them."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
     ends = [node for node in graph.nodes if node.op != "output" and is_backward(node)]
     pending = [each for node in ends for each in node.all_input_nodes]
     found: set[fx.Node] = set()
     while pending:
         node = pending.pop()
-        if node not in found and node.op == "call_function" and not is_backward(node) and is_tagged(node):
+        is_again = node.op == "call_function" and not is_backward(node) and node.meta.get("recompute") in again
+        if is_again and node not in found:
             found.add(node)
             pending += node.all_input_nodes
     return found

@@ -49,7 +49,7 @@ class WeightCodes(QuantizedTensor):
     @staticmethod
     def of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
         """Make the codes of a weight in the dtype that its layer computes in."""
-        sets = _sets(weight, recipe, dtype, is_turned)
+        sets = sets_of_weight(_values(weight, dtype, is_turned), recipe)
         own = sets[:1] if sets[0] is sets[1] else sets
         found = WeightCodes.of_sets(own, dtype, batch=weight.ndim - 2)
         found.recipe, found.is_turned = recipe, is_turned
@@ -105,15 +105,15 @@ def _version(weight: Tensor) -> tuple[Any, ...]:
     return weight.shape, weight._version, weight.data_ptr(), weight.dtype
 
 
-def _sets(weight: Tensor, recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Sets:
+def _values(weight: Tensor, dtype: torch.dtype, is_turned: bool) -> Tensor:
+    """What codes are made of: the matrices as products read them, in the dtype that the layer computes in."""
     values = weight.detach().to(dtype)
-    return sets_of_weight(values.transpose(-2, -1) if is_turned else values, recipe)
+    return values.transpose(-2, -1) if is_turned else values
 
 
 def _renew(how: tuple[Recipe, torch.dtype, bool], weight: Tensor, memories: list[tuple[Tensor, ...]]) -> None:
     recipe, dtype, is_turned = how
-    values = weight.detach().to(dtype)
-    values = values.transpose(-2, -1) if is_turned else values
+    values = _values(weight, dtype, is_turned)
     for slot, memory in zip(WEIGHT_SLOTS, memories, strict=False):
         for old, new in zip(memory, weight_codes(values, slot, recipe), strict=False):
             old.copy_(new)

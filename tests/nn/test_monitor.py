@@ -406,3 +406,15 @@ def test_weights_and_biases_gets_the_numbers_that_are_finite():
     run = SimpleNamespace(log=lambda numbers, step: logged.append((numbers, step)))
     loggers.to_wandb(run, {"a": {"input": {"amax": 1.0, "sqnr": math.inf, "exponents": [0] * 32}}}, 3)
     assert logged == [({"fp8/a/input/amax": 1.0}, 3)]
+
+
+def test_statistics_that_no_kernel_counts_of_experts_in_four_bits_are_refused():
+    pytest.importorskip("triton")  # Inductor prints a GPU's kernels with it
+    from benchmarks.experts import Experts, experts_arguments
+    from fp8compile.testing import gpu_kernels
+
+    x, gate_up, down, *others = experts_arguments(64, 64, 64, 2)
+    experts = Experts(gate_up, down, f8.recipes.nvfp4())
+    f8.Monitor(experts, ("sqnr",))
+    with pytest.raises(Exception, match=r"counts amax, underflow and saturation, .* Observe these"):
+        gpu_kernels(experts, x, *others, arch="b200")

@@ -104,20 +104,25 @@ def test_our_ops_keep_every_contract(name, backends, monkeypatch):
 
 # DTensor takes layers apart itself, or is given what one rank has
 LAYERS = {op.name() for op in (*OPS_OF_LAYERS, *OBSERVE_OPS)}
-OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce", "add_pieces", "count_cast")
+OTHERS = (
+    "scatter_sum",
+    "quantize_weight",
+    "fsdp_amax",
+    "fsdp_gather",
+    "fsdp_reduce",
+    "add_pieces",
+    "count_cast",
+    "weight_codes",
+)
 COUNTED = ("quantize_weight_counted", "quantize_both_counted", "quantize_two_levels_counted")  # of one rank
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data
 GROUPS = (
     *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows"),
-    *("group_quantize_both_counted", "group_quantize_rows_counted", "group_cast_counted"),
-    *(
-        "group_quantize_two_levels_counted",
-        "group_two_levels",
-        "group_outer_amaxes",
-        "group_quantize_two_levels",
-        "grouped_nvfp4_mm",
-    ),
+    *("group_two_levels", "group_outer_amaxes", "group_quantize_two_levels", "grouped_nvfp4_mm"),
+    *("grouped_blockwise_mm", "scaled_grouped_mm", "grouped_mm", "group_sum", "checked_offsets"),
+    *("group_cast_counted", "group_quantize_both_counted", "group_quantize_rows_counted"),
+    "group_quantize_two_levels_counted",
     *("dispatch", "combine", "exchange_rows"),  # of one rank, too
     # operands laid out for one GPU, and packed codes
     *("nvfp4_mm", "outer_amaxes", "quantize_two_levels"),

@@ -43,7 +43,7 @@ def _has_tiles(operand: Quantized) -> bool:
 def _block_scales(operand: Quantized, rows: int, sum_to: int) -> Tensor:
     """Scales of blocks along the summed dim, in the layout of Hopper's GEMM."""
     values = operand.scale_values()
-    further = -values.shape[1] % (sum_to // BLOCK) if sum_to > BLOCK else 0  # blocks of padding
+    further = -values.shape[1] % max(1, sum_to // BLOCK)  # blocks of padding
     if _has_tiles(operand):
         return padded(values, 0, further, value=1.0).contiguous()
     return down_the_rows(padded(values, rows - values.shape[0], further, value=1.0))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fp8compile import inductor
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.group_amax import group_amax
@@ -25,7 +26,7 @@ from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
-__all__ = ["group_quantize_rows", "group_quantize_rows_counted", "is_row_pair"]
+__all__ = ["ROWS_ONCE", "group_quantize_rows", "group_quantize_rows_counted", "is_row_pair"]
 
 
 def is_row_pair(rows: Quantizer | None, columns: Any, width: int) -> bool:
@@ -120,3 +121,5 @@ group_quantize_rows_counted: OpOverload = register_group_op(
     samples=_samples,
     launch=_counted_launch_in_graph,
 )
+ROWS_ONCE = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
+"""By whether counts are wanted: the op that all readers of equal arguments in a graph share."""

@@ -214,6 +214,12 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
         group, codes, quantizer = group_of_rows(ends, x.shape[0]), operand.codes, operand.quantizer
         values = torch.where((group < groups).unsqueeze(1), values, 0)  # rows behind the groups may hold anything
     else:
+        if packed_dim(found.quantizer) is not None:  # in tiles of 128 tokens
+            raise ValueError(
+                "Monitor: on a GPU the kernel that makes four-bit codes along tokens of experts counts amax, "
+                "underflow and saturation, and other statistics of them are not known. Observe these three, or "
+                "operands= without grad_output_for_grad_weight and input_for_grad_weight."
+            )
         codes, quantizer = one_a_byte(found.codes, found.quantizer)
         codes, rows = codes.t(), quantizer.block[0]
         row, group = row_of_columns(ends, alignment(quantizer), codes.shape[0])

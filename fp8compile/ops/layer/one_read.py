@@ -27,7 +27,7 @@ from torch import Tensor
 from fp8compile import _compat, inductor
 from fp8compile.kernels.programs import TILE
 from fp8compile.layout.quantized import Plain, Quantized
-from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, group_quantize_rows_counted, is_row_pair
+from fp8compile.ops.groups.group_quantize_rows import ROWS_ONCE, is_row_pair
 from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.quantize_both import is_pair, quantize_both, quantize_both_counted
@@ -92,9 +92,6 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
     return quantize_part(part, again, steps, local_amax=amax)
 
 
-_ROWS = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
-
-
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool, counts: bool
 ) -> Quantized:
@@ -109,7 +106,7 @@ def _matrices(
         return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout, counts=own)
     matrix = stack.flatten(0, 1)
     if is_row_pair(first, again, matrix.shape[1]):
-        codes, scale, amax, *counted = _ROWS[counts and is_first](matrix, _ends_of_matrices(stack), first, again)
+        codes, scale, amax, *counted = ROWS_ONCE[counts and is_first](matrix, _ends_of_matrices(stack), first, again)
     elif is_weight_pair(first, again, matrix.shape[1]):
         counts = counts and _compat.statically_true(stack.shape[1] % TILE == 0)  # no tile has rows of two matrices
         codes, scale, amax, *counted = _WEIGHT[counts and is_first](matrix, first, again)

@@ -23,7 +23,7 @@ from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
 from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both, group_quantize_both_counted, is_group_pair
-from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, group_quantize_rows_counted, is_row_pair
+from fp8compile.ops.groups.group_quantize_rows import ROWS_ONCE, is_row_pair
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.kernel_limits import has_group_kernel
@@ -37,7 +37,6 @@ from fp8compile.target import target_of
 __all__ = ["as_values_of_rows", "by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
 
 _BOTH = inductor.once_with_more(group_quantize_both, group_quantize_both_counted)
-_ROWS = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
 _CAST = inductor.once_with_more(group_cast, group_cast_counted)
 _made_of_kept = inductor.once_a_graph(made_of_kept)
 _group_amax = inductor.once_a_graph(group_amax)
@@ -89,7 +88,7 @@ def quantize_groups(
             part, rows, tokens, steps, reads_once=reads_once, is_input=is_input, counts=counts
         )
     elif reads_once and is_row_pair(rows, tokens, x.shape[1]):
-        codes, scale, _, *found = _ROWS[counts](x, ends, rows, tokens)
+        codes, scale, _, *found = ROWS_ONCE[counts](x, ends, rows, tokens)
         counted = [each[0] for each in found]
     elif rows.block[0] == 1:
         return quantize_part(part, rows, steps)
@@ -127,7 +126,7 @@ def _tokens(
     if tokens.block[0] != -1:
         return group_quantize(x, ends, tokens)
     if reads_once and is_row_pair(rows, tokens, x.shape[1]):
-        amaxes = _ROWS[False](x, ends, rows, tokens)[2]
+        amaxes = ROWS_ONCE[False](x, ends, rows, tokens)[2]
         x = _made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
     else:
         amaxes = _amaxes_along_tokens(x, ends, part.cuts, tokens)

@@ -39,8 +39,8 @@ class Arithmetic:
     Attributes:
         contract: Whether each float32 product that is added to something is one fused multiply-add.
         approximate: Whether float32 division is ``div.full``, and exponentials and roots are ``ex2.approx`` and
-            ``rsqrt.approx``. A GPU's results are not specified: those here
-            are off by up to 2 units in the last place, as a GPU's may be.
+            ``rsqrt.approx``. A GPU's results are not specified: those here are off by up to 2 units in the last
+            place, as a GPU's may be.
         float8_by_float16: Whether float32 is first truncated toward zero to float16 and then rounded to float8, as
             Triton casts for compute capability 8.9 (triton#11753). That changes 0.4 % of e4m3 codes.
         capability: The GPU's compute capability, which decides how ``tl.dot_scaled`` multiplies; None for none.

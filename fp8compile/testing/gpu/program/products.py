@@ -74,6 +74,11 @@ class Product:
 # ---------------------------------------------------------------------------------- scaled products
 
 
+def _is_laid(scale: Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides; that of a dim of one element may be any."""
+    return all(n == 1 or has == wants for n, has, wants in zip(scale.shape, scale.stride(), strides, strict=True))
+
+
 def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str, Tensor]:
     """Expand the scales of one operand of `_scaled_mm`, with their layout checked.
 
@@ -100,12 +105,12 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
         return "rowwise", values.expand(rows, k)
     if tuple(scale.shape) == (rows, blocks):
         strides = (1, rows)
-        laid = all(size == 1 or has == wants for size, has, wants in zip(scale.shape, scale.stride(), strides))  # noqa: B905
-        demand(laid, name, f"scales of 1 x {BLOCK} with strides {strides}.")
+        demand(_is_laid(scale, strides), name, f"scales of 1 x {BLOCK} with strides {strides}.")
         return "1x128" if blocks > 1 else "rowwise or 1x128", values.repeat_interleave(BLOCK, 1)[:, :k]
     demand(tuple(scale.shape) == (-(-rows // BLOCK), blocks), name, f"another shape for codes ({rows}, {k}).")
-    laid = all(size == 1 or has == wants for size, has, wants in zip(scale.shape, scale.stride(), (blocks, 1)))  # noqa: B905
-    demand(laid, name, f"scales of {BLOCK} x {BLOCK} with strides {(blocks, 1)}, which PyTorch asks for.")
+    strides = (blocks, 1)
+    laid = _is_laid(scale, strides)
+    demand(laid, name, f"scales of {BLOCK} x {BLOCK} with strides {strides}, which PyTorch asks for.")
     demand(blocks % 4 == 0 or scale.shape[0] == 1, name, "rows of a multiple of 16 bytes, which cuBLAS asks for.")
     return "128x128", values.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
 
@@ -245,10 +250,10 @@ class Products:
 
     Args:
         gpu: The GPU whose requirements are checked; None if there is none, for products that allow that.
-        nans: Is told what each product makes of its operands; None if nobody looks for NaN.
+        nans: The search that is told what each product makes of its operands; None if nobody looks for NaN.
 
     Attributes:
-        gpu: As it was given.
+        gpu: The GPU, or None.
         called: The records in the order of the calls.
     """
 
@@ -268,10 +273,10 @@ class Products:
         """Compute the product called ``name``, record the call, and write the result to ``out`` if that is given."""
         with _disable_current_modes():  # operators that compute the product are no part of the program
             result = PRODUCTS[name](self.gpu, *args, **kwargs)
-            operands = tuple(arg.detach().clone() for arg in args if isinstance(arg, Tensor))
+            given = [arg for arg in args if isinstance(arg, Tensor)]
+            operands = tuple(arg.detach().clone() for arg in given)
             self.called.append(product := Product(name, operands, result.clone()))
             if self._nans is not None:
-                given = [arg for arg in args if isinstance(arg, Tensor)]
                 named = dict(zip(product.operand_names, given, strict=True))
                 self._nans.computed(f"product {len(self.called) - 1}, {product},", named, (result,))
             return result if out is None else _written(name, result, out)
