@@ -1,6 +1,7 @@
 """Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
 
 from fp8compile.inductor.fusion import behind_views, is_fusible, is_made_by_rows, is_result_of, leaves_of
+from fp8compile.inductor.inlining import inlined, traced
 from fp8compile.inductor.noted_blocks import block_noted, noted_block
 from fp8compile.inductor.partitioner_marks import (
     is_left_in_backward,
@@ -22,15 +23,17 @@ from fp8compile.inductor.registration import (
 from fp8compile.inductor.row_counts import lower_counts_of_rows
 from fp8compile.inductor.row_groups import lower_largest_of_sums
 from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph, once_with_more
-from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch, TileMatrix, with_counts
+from fp8compile.inductor.tile_kernels import COUNTS, TileKernel, TileLaunch, TileMatrix, with_counts
 
 __all__ = [
+    "COUNTS",
     "TileKernel",
     "TileLaunch",
     "TileMatrix",
     "behind_views",
     "block_noted",
     "constant",
+    "inlined",
     "is_fusible",
     "is_left_in_backward",
     "is_made_by_rows",
@@ -53,5 +56,6 @@ __all__ = [
     "register_lowering",
     "register_tile_kernel",
     "repeat_in_backward",
+    "traced",
     "with_counts",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -73,10 +73,10 @@ def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) ->
     when_imported("torch._inductor.lowering", register)
 
 
-def register_joint_pass(op: torch._ops.OpOverload, run: Callable[[torch.fx.Graph], None]) -> None:
-    """Run a pass over each joint graph that calls ``op``, before it is cut into forward and backward.
+def register_joint_pass(ops: Sequence[torch._ops.OpOverload], run: Callable[[torch.fx.Graph], None]) -> None:
+    """Run a pass over each joint graph that calls one of ``ops``, before it is cut into forward and backward.
 
-    Graphs without a backward are passed too. ``run`` changes the graph and removes all calls of ``op``; it may insert
+    Graphs without a backward are passed too. ``run`` changes the graph and removes all calls of ``ops``; it may insert
     nodes before those that they depend on, since Inductor sorts the graph after it.
     """
 
@@ -87,7 +87,8 @@ def register_joint_pass(op: torch._ops.OpOverload, run: Callable[[torch.fx.Graph
         def handle(match: Any, *args: Any) -> None:
             run(match.graph)
 
-        pattern = pattern_matcher.CallFunctionVarArgs(op, users=pattern_matcher.MULTIPLE)
-        pattern_matcher.register_graph_pattern(pattern, pass_dict=joint_graph.pass_patterns[-1])(handle)
+        for op in ops:
+            pattern = pattern_matcher.CallFunctionVarArgs(op, users=pattern_matcher.MULTIPLE)
+            pattern_matcher.register_graph_pattern(pattern, pass_dict=joint_graph.pass_patterns[-1])(handle)
 
     when_imported("torch._inductor.fx_passes.joint_graph", register)

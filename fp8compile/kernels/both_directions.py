@@ -7,6 +7,7 @@ magnitudes: they have the same order as the magnitudes, and NaN is the largest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -15,15 +16,14 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from fp8compile.formats import E4M3, E5M2, FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX, limit_of
-from fp8compile.inductor import TileKernel, TileLaunch, TileMatrix
+from fp8compile.inductor import COUNTS, TileKernel, TileLaunch, TileMatrix
 from fp8compile.kernels.counts import is_beyond, is_underflow, store_counts
-from fp8compile.kernels.programs import TILE, tile_programs
+from fp8compile.kernels.programs import TILE, several_programs, several_tile, tile_programs
 from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["BOTH", "WARPS", "along_columns", "both_directions", "both_kernel", "constants", "tiles_of_several"]
 
-SMALL_TILE = 64  # of blocks that are not longer, where a program makes codes of several matrices
 WARPS = 16  # a thread then has 120 registers on sm_90; with 8 warps it has 209
 SEVERAL_WARPS = 8  # where addresses of several matrices are in registers too, 16 warps would spill some
 RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
@@ -177,7 +177,7 @@ def both_kernel(
     tl.store(at_column, tl.trans(codes), (k[:, None] < K) & (m[None, :] < M))
     if counts_ptr is not None:
         scales = tl.reshape(tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-        _store_counts(counts_ptr, 1, magnitude, codes, scales, C_E4M3, C_RULE)
+        _store_counts(counts_ptr, 0 if R_RULE is None else 1, magnitude, codes, scales, C_E4M3, C_RULE)
     block = first_m // BLOCK + tl.arange(0, BLOCKS)
     is_block = (block[:, None] * BLOCK < M) & (k[None, :] < K)
     block += tl.program_id(2).to(tl.int64) * tl.cdiv(M, BLOCK)
@@ -191,6 +191,7 @@ BOTH = TileKernel(
     sizes=("M", "K"),
     of_matrix=tuple(f"{side}_{name}" for side in "RC" for name in ("MAX", "EXPONENT", "E4M3", "RULE", "EPS")),
 )
+BOTH_COUNTED = replace(BOTH, outputs=(*BOTH.outputs, COUNTS))
 
 
 def constants(rows: CurrentScaling, columns: CurrentScaling) -> dict[str, object]:
@@ -232,20 +233,26 @@ def both_directions(
     both_kernel[tile_programs(x.shape)](x, *outputs, m, k, k, 1, **chosen, counts_ptr=counts, num_warps=WARPS)
 
 
-def along_columns(x: Tensor, quantizer: CurrentScaling, outputs: tuple[Tensor, Tensor]) -> None:
+def along_columns(
+    x: Tensor, quantizer: CurrentScaling, outputs: tuple[Tensor, Tensor], counts: Tensor | None = None
+) -> None:
     """Launch the kernel for codes along columns alone.
 
     Args:
         x: (M, K), or a stack of matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
         quantizer: Block (n, 1), n a divisor of 128.
         outputs: Codes (K, M) and scales (ceil(M / n), K), of each matrix.
+        counts: `fp8compile.ops.counts` of the one direction, to be written; None to count nothing.
     """
     *_, m, k = x.shape
     chosen = {"TILE": TILE, "BLOCK": quantizer.block[0], **_of_direction("R", None), **_of_direction("C", quantizer)}
-    both_kernel[tile_programs(x.shape)](x, None, None, *outputs, m, k, k, 1, **chosen, num_warps=WARPS)
+    grid = tile_programs(x.shape)
+    both_kernel[grid](x, None, None, *outputs, m, k, k, 1, **chosen, counts_ptr=counts, num_warps=WARPS)
 
 
-def tiles_of_several(m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]]) -> TileLaunch:
+def tiles_of_several(
+    m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]], *, counts: bool
+) -> TileLaunch:
     """The launch of `both_kernel` for several matrices (M, K), for a template that computes a tile of all of them.
 
     Args:
@@ -253,9 +260,9 @@ def tiles_of_several(m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None
         k: Number of columns.
         pairs: For each matrix the quantizers along rows and along columns, with blocks (1, n) and (n, 1), n a divisor
             of 128. None along rows makes codes along columns only; the first matrix has both.
+        counts: Whether the last result of each matrix is `fp8compile.ops.counts` of its directions.
     """
     block = pairs[0][1].block[0]
-    tile = max(SMALL_TILE, block)
     matrices = tuple(
         TileMatrix(
             {**_of_direction("R", rows), **_of_direction("C", columns)},
@@ -263,6 +270,7 @@ def tiles_of_several(m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None
         )
         for rows, columns in pairs
     )
-    grid = (triton.cdiv(m, tile), triton.cdiv(k, tile), 1)
-    shared = {"TILE": tile, "BLOCK": block}
-    return TileLaunch(BOTH, grid, {"M": m, "K": k}, shared, SEVERAL_WARPS, matrices)
+    shared = {"TILE": several_tile(block), "BLOCK": block}
+    kernel = BOTH_COUNTED if counts else BOTH
+    grid = several_programs((m, k), block)
+    return TileLaunch(kernel, grid, {"M": m, "K": k}, shared, SEVERAL_WARPS, matrices)

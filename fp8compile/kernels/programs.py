@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["PROGRAMS", "TILE", "packed_programs", "row_programs", "rows_of_program", "tile_programs"]
+__all__ = [
+    "PROGRAMS",
+    "TILE",
+    "packed_programs",
+    "row_programs",
+    "rows_of_program",
+    "several_programs",
+    "several_tile",
+    "tile_programs",
+]
 
 PROGRAMS = 528  # four for each multiprocessor of an H200
 TILE = 128  # rows and columns
+SMALL_TILE = 64  # of programs that quantize several matrices, if no block is longer
 PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.two_levels`
 
 
@@ -25,6 +35,18 @@ def tile_programs(shape: Sequence[int]) -> tuple[int, ...]:
     """The grid of a kernel whose programs each take one tile, of a matrix or of a stack of matrices."""
     *matrices, m, k = shape
     return (-(-m // TILE), -(-k // TILE), *matrices)
+
+
+def several_tile(block: int) -> int:
+    """Rows and columns of the tile of a program that quantizes several matrices in blocks of this length."""
+    return max(SMALL_TILE, block)
+
+
+def several_programs(shape: Sequence[int], block: int) -> tuple[int, int, int]:
+    """The grid of a kernel whose programs each take the same tile of several matrices of one shape."""
+    m, k = shape
+    tile = several_tile(block)
+    return (-(-m // tile), -(-k // tile), 1)
 
 
 def packed_programs(shape: Sequence[int]) -> tuple[int, ...]:

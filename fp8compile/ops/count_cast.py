@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from fp8compile import inductor
 from fp8compile.ops.registry import register_op
 
-__all__ = ["count_cast", "half_of"]
+__all__ = ["count_cast", "half_of", "in_halves"]
 
 
 def _dtype(size: Any) -> torch.dtype:
@@ -35,6 +35,11 @@ def half_of(counts: Tensor, half: int) -> Tensor:
     """One of the two counts of `count_cast`, int64: 0 the underflows, 1 the saturations."""
     shift = _shift(counts.dtype)
     return (counts.long() >> shift * half) & ((1 << shift) - 1)
+
+
+def in_halves(underflows: Tensor, saturations: Tensor) -> Tensor:
+    """Two counts as one number, int64, as `count_cast` returns them."""
+    return underflows.long() + (saturations.long() << _shift(torch.int64))
 
 
 def _impl(magnitude: Tensor, codes: Tensor, limit: Tensor, mask: int) -> Tensor:

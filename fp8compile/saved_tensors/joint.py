@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from fp8compile.inductor import inlined
 from fp8compile.saved_tensors.choice import SavedAsCodes
 from fp8compile.saved_tensors.packing import Packing
-from fp8compile.saved_tensors.partition import inlined, packing_graph, packing_of, unpacking_graph
+from fp8compile.saved_tensors.partition import packing_graph, packing_of, unpacking_graph
 from fp8compile.saved_tensors.walks import source_of
 
 __all__ = ["pack_in_joint_graph"]

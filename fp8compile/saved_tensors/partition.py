@@ -7,26 +7,19 @@ AOTAutograd calls the same partitioner for compiled regions, so tensors inside t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
+from fp8compile.inductor import inlined, traced
 from fp8compile.saved_tensors.choice import SavedAsCodes
 from fp8compile.saved_tensors.packing import Packing
 from fp8compile.saved_tensors.reading import block_beside, described
 from fp8compile.saved_tensors.walks import source_of
 
-__all__ = [
-    "inlined",
-    "pack_saved",
-    "packing_graph",
-    "packing_of",
-    "partitioner",
-    "unpacking_graph",
-]
+__all__ = ["pack_saved", "packing_graph", "packing_of", "partitioner", "unpacking_graph"]
 
 
 NAMED: dict[str, Any] = {}  # partitioners by the text of their value
@@ -127,37 +120,12 @@ def _unused_names(stem: str, count: int, graphs: Sequence[fx.Graph]) -> list[str
 
 def packing_graph(packing: Packing, node: fx.Node) -> fx.GraphModule:
     """The graph that packs the tensor of a node."""
-    return _traced(lambda x: packing.pack(x), node.meta["val"])
+    return traced(lambda x: packing.pack(x), node.meta["val"])
 
 
 def unpacking_graph(packing: Packing, parts: Sequence[fx.Node]) -> fx.GraphModule:
     """The graph that makes values of the codes and scales that `packing_graph` returns."""
-    return _traced(lambda *each: packing.unpack(each), *(each.meta["val"] for each in parts))
-
-
-def _traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
-    """The graph of a function, with Inductor's decompositions."""
-    from torch._inductor.compile_fx import select_decomp_table
-    from torch._subclasses import FakeTensor
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.traceback import preserve_node_meta
-
-    first = values[0]
-    assert isinstance(first, FakeTensor), "values of a traced graph are fake"
-    with first.fake_mode, preserve_node_meta(enable=False), torch.no_grad():
-        return make_fx(function, decomposition_table=select_decomp_table())(*values)
-
-
-def inlined(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy the body of a traced function into a graph, at its insertion point; returns the nodes of its results."""
-    env: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    for node in traced.graph.nodes:
-        if node.op == "output":
-            results: Any = fx.map_arg(node.args[0], env.__getitem__)
-            return list(results) if isinstance(results, (list, tuple)) else [results]
-        if node.op != "placeholder":
-            env[node] = graph.node_copy(node, env.__getitem__)
-    raise AssertionError("a graph has an output")
+    return traced(lambda *each: packing.unpack(each), *(each.meta["val"] for each in parts))
 
 
 @lru_cache

@@ -30,8 +30,10 @@ from fp8compile.ops.layer.one_read import ALONG_ROWS
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, Operands, Phase
 from fp8compile.ops.layer.second_stage import Piece, Pieces
 from fp8compile.ops.layer.statistics import Total, columns_of, counts_slot
+from fp8compile.ops.noted_codes import noted_counts
 from fp8compile.ops.rounding_barrier import rounded
-from fp8compile.quantizers import TENSORS, Recipe
+from fp8compile.quantizers import TENSORS, Quantizer, Recipe
+from fp8compile.quantizers.blocks import as_matrix
 
 __all__ = ["FOR_GRADIENTS", "Seen", "counted"]
 
@@ -144,6 +146,7 @@ def _of_slot(
         return None
     if found.counts is not None:
         return _of_counts(found, seen.part, own.layout, names, counts=seen.counts, first=first)
+    noted = own.local if is_counted and operands.notes(own, slot) else None
     dtype = torch.float32 if found.quantizer.transform() else own.local.dtype
     in_backward = operands.phase is Phase.BACKWARD
     by_rows = in_backward and slot == GRAD_WEIGHT.b and inductor.is_made_by_rows(own.local)  # with its norm's gradient
@@ -153,7 +156,8 @@ def _of_slot(
         shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
         elements = elements_of(own, found, shape, along_tokens=along_tokens, by_rows=by_rows)
         cast = _Cast(elements, own.layout, dtype, has_magnitudes)
-        return _of_elements(cast, names, counts=seen.counts, first=first)
+        pieces = _of_elements(cast, names, counts=seen.counts, first=first)
+        return pieces if noted is None else _noted(pieces, noted, found.quantizer)
 
 
 def _of_counts(found: Any, part: Plain, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
@@ -190,6 +194,20 @@ def _of_elements(cast: _Cast, names: str, *, counts: bool, first: int) -> Pieces
         layout=cast.layout,
         first=first,
     )
+
+
+def _noted(found: Pieces, x: Tensor, quantizer: Quantizer) -> Pieces:
+    """Note in the graph of which cast these pieces are, so that a kernel that makes the codes may count them."""
+    noted: dict[int, Tensor] = {}  # totals that share a number go on sharing it
+
+    def note(piece: Piece | None) -> Piece | None:
+        if piece is None:
+            return None
+        if id(piece.numbers) not in noted:
+            noted[id(piece.numbers)] = noted_counts(piece.numbers, as_matrix(x), quantizer, piece.half != -1)
+        return Piece(noted[id(piece.numbers)], piece.half)
+
+    return replace(found, sums=tuple(map(note, found.sums)), maxima=tuple(map(note, found.maxima)))
 
 
 def _sum(total: Total, elements: Elements) -> Piece:

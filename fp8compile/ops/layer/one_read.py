@@ -6,7 +6,7 @@
     stack of weights, rows then columns  the same                                             `group_quantize_rows`
     grad_output, FP8                     codes along rows and codes along tokens              `quantize_both`
     gradients that Inductor computes     the same, and codes along tokens of x                `quantize_several`
-    weight, blocks along columns         codes for grad_input, in the backward                `quantize_several`
+    weight, blocks along columns         codes for grad_input, in the backward                `quantize_columns`
     grad_output or x, four bits          the same, after an earlier read for outer amaxes     `quantize_two_levels`
 
 "Rows then columns" is one scale for each row in the output, and one for each column in grad_input. Gradients that
@@ -27,11 +27,13 @@ from torch import Tensor
 from fp8compile import _compat, inductor
 from fp8compile.kernels.programs import TILE
 from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.fuse_noted import fuse_noted
 from fp8compile.ops.groups.group_quantize_rows import ROWS_ONCE, is_row_pair
 from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
+from fp8compile.ops.noted_codes import noted_codes, noted_counts
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.quantize_both import is_pair, quantize_both, quantize_both_counted
-from fp8compile.ops.quantize_several import is_along_columns, noted_codes, quantize_several
+from fp8compile.ops.quantize_columns import is_along_columns, quantize_columns, quantize_columns_counted
 from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels, quantize_two_levels_counted
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight, quantize_weight_counted
 from fp8compile.ops.rounding_barrier import made_of_kept, rounded
@@ -39,7 +41,7 @@ from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import GROUP
 
-__all__ = ["ALONG_ROWS", "ALONG_TOKENS", "by_one_read"]
+__all__ = ["ALONG_ROWS", "ALONG_TOKENS", "by_one_read", "is_noted"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ALONG_TOKENS = {GRAD_INPUT.a: GRAD_WEIGHT.a, OUTPUT.a: GRAD_WEIGHT.b}  # slot along rows -> slot along tokens
@@ -60,9 +62,7 @@ def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts:
         return _both_directions(part, rows, columns, counts=counts)[slot != row_slot]
     if _has_packed_kernel(part, rows, columns):
         return _both_packed(part, rows, columns, counts=counts)[slot != row_slot]
-    if slot == OUTPUT.a or counts:  # what counts reads the codes step by step
-        return quantize_part(part, quantizer, steps)
-    if _may_be_one_of_several(part, rows if row_slot == GRAD_INPUT.a else None, columns):
+    if not counts and is_noted(part, slot, recipe):  # what counts reads codes that are not laid out
         return _noted(part, quantizer, steps, is_input=slot == GRAD_WEIGHT.b)
     return quantize_part(part, quantizer, steps)
 
@@ -82,7 +82,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
     if part.layout.batch:
         return _matrices(part, quantizer, first, again, steps, is_first=is_first, counts=counts)
     if not is_first and is_along_columns(again) and is_aligned(part, again):
-        return _along_columns(part, again)
+        return _along_columns(part, again, counts=counts)
     if not is_weight_pair(first, again, part.local.shape[1]):
         return quantize_part(part, quantizer, steps)
     codes, scale, amax, *counted = _WEIGHT[counts and is_first](part.local, first, again)
@@ -98,12 +98,7 @@ def _matrices(
     """Quantize each matrix of a stack by itself; the caller makes sure that no block spans ranks."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts) and not is_first:
-        if not counts:
-            return _along_columns(part, again)
-        with inductor.left_in_backward():  # in the forward it would be kept: a byte for each element of all experts
-            codes, scale, *counted = _BOTH[counts](stack, first, again)[2:]
-            own = counted[0][1] if counted else None
-        return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout, counts=own)
+        return _along_columns(part, again, counts=counts)
     matrix = stack.flatten(0, 1)
     if is_row_pair(first, again, matrix.shape[1]):
         codes, scale, amax, *counted = ROWS_ONCE[counts and is_first](matrix, _ends_of_matrices(stack), first, again)
@@ -120,11 +115,15 @@ def _matrices(
     return quantize_part(part, again, steps, local_amax=amax)
 
 
-def _along_columns(part: Plain, quantizer: Quantizer) -> Quantized:
+_COLUMNS = inductor.once_with_more(quantize_columns, quantize_columns_counted)
+
+
+def _along_columns(part: Plain, quantizer: Quantizer, *, counts: bool) -> Quantized:
     """Quantize a weight, or each matrix of a stack, for grad_input by one kernel, in the backward."""
     with inductor.left_in_backward():  # in the forward it would be kept: a byte for each element of all weights
-        codes, scale = quantize_several([part.local], 0, quantizer, quantizer, quantizer)
-    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
+        codes, scale, *counted = _COLUMNS[counts](part.local, quantizer)
+        own = counted[0][0] if counted else None
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout, counts=own)
 
 
 @inductor.once_a_graph
@@ -148,8 +147,13 @@ def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
     )
 
 
-def _may_be_one_of_several(part: Plain, rows: Any, columns: Any) -> bool:
+def is_noted(part: Plain, slot: str, recipe: Recipe) -> bool:
     """Whether one kernel may compute this tensor and others of the same read, so that its codes are noted."""
+    if slot not in (GRAD_INPUT.a, GRAD_WEIGHT.a, GRAD_WEIGHT.b):
+        return False
+    is_input = slot == GRAD_WEIGHT.b
+    rows: Any = None if is_input else recipe.grad_output
+    columns: Any = recipe.input_for_grad_weight if is_input else recipe.grad_output_for_grad_weight
     return (
         (is_along_columns(columns) if rows is None else is_pair(rows, columns))
         and not part.layout.batch
@@ -172,6 +176,7 @@ def _noted(part: Plain, quantizer: Quantizer, steps: Steps, *, is_input: bool) -
     return replace(found, codes=codes.view(part.local.shape), scale=scale)
 
 
+inductor.register_joint_pass((noted_codes, noted_counts), fuse_noted)
 _BOTH = inductor.once_with_more(quantize_both, quantize_both_counted)
 
 

@@ -29,7 +29,7 @@ from fp8compile.ops.gemm import PADDED_TO, multiply
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.inductor_hints import after, store
 from fp8compile.ops.layer.fsdp_gather import gathered
-from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, by_one_read
+from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, by_one_read, is_noted
 from fp8compile.ops.layer.over_ranks import gather
 from fp8compile.ops.layer.quantize import (
     OPS_OF_STEPS,
@@ -181,6 +181,10 @@ class Operands:
         """This rank's elements of an operand and their codes, before ranks gather them, for `statistics`."""
         part = self._weight_to_quantize(part) if slot in WEIGHT_SLOTS else part
         return part, self._quantized(part, getattr(self.recipe, slot), slot)
+
+    def notes(self, part: Plain, slot: str) -> bool:
+        """Whether a kernel may make the codes of this operand and those of other tensors of the same read."""
+        return self._reads_once(part) and self._shares_read(slot) and is_noted(part, slot, self.recipe)
 
     def _rows_of_blocks(self) -> int:
         """The smallest number of rows that is whole blocks for both products; blocks of whole columns don't count."""

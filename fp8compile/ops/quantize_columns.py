@@ -1,0 +1,133 @@
+"""fp8compile::quantize_columns: codes and scales of a matrix along columns, from one read of the matrix.
+
+grad_input multiplies a weight along columns. Inductor would read the weight for the amaxes of its blocks, and again
+for its codes. On a GPU this op is one Triton kernel, that of `fp8compile.ops.quantize_both` without codes along rows.
+On a CPU, and as the reference, it runs the steps. A stack (E, M, K) is quantized matrix by matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fp8compile import _compat, inductor
+from fp8compile.kernels.programs import TILE, tile_programs
+from fp8compile.ops import samples
+from fp8compile.ops.amax import amax
+from fp8compile.ops.cast import cast
+from fp8compile.ops.counts import counts_of_blocks, counts_of_steps, empty_counts
+from fp8compile.ops.registry import register_kernel_op
+from fp8compile.ops.scale import scale
+from fp8compile.ops.sharding import Cut, Split
+from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.target import target_of
+
+__all__ = [
+    "cast_along_columns",
+    "empty_columns",
+    "is_along_columns",
+    "quantize_columns",
+    "quantize_columns_counted",
+]
+
+
+def is_along_columns(quantizer: Quantizer | None) -> bool:
+    """Whether the GPU kernel takes the quantizer: `CurrentScaling` that rounds to nearest, with blocks (n, 1).
+
+    n divides 128 and is not 1.
+    """
+    if type(quantizer) is not CurrentScaling or quantizer.rounding != "nearest":
+        return False
+    n = quantizer.block[0]
+    return quantizer.block == (n, 1) and n > 1 and TILE % n == 0
+
+
+def empty_columns(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Empty codes, column-major as GEMMs read them, and empty scales."""
+    *stack, m, k = x.shape
+    codes = x.new_empty((*stack, k, m), dtype=torch.uint8).transpose(-2, -1)
+    return codes, x.new_empty((*stack, quantizer.scale_shape((m, k))[0], k), dtype=quantizer.scale_dtype())
+
+
+def cast_along_columns(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """The reference: run the steps; results are in the layouts of `empty_columns`."""
+    if x.ndim == 3:
+        codes, scales = zip(*(cast_along_columns(matrix, quantizer) for matrix in x), strict=True)
+        return torch.stack([each.t() for each in codes]).transpose(-2, -1), torch.stack(scales)
+    multiplier, found = scale(amax(x, quantizer), quantizer)
+    return cast(x, multiplier, quantizer).t().contiguous().t(), found
+
+
+def _launch(x: Tensor, quantizer: Any, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    codes, found = empty_columns(x, quantizer)
+    if not _compat.guard_or_false(x.numel() == 0):
+        from fp8compile.kernels.both_directions import along_columns
+
+        along_columns(x.contiguous(), quantizer, (codes.transpose(-2, -1), found), counts)
+    return codes, found
+
+
+def _kernel(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    return cast_along_columns(x, quantizer) if target_of(x.device).type == "cpu" else _launch(x, quantizer, None)
+
+
+# ---------------------------------------------------------------------------------- with counts
+
+
+def _programs(x: Tensor) -> int:
+    return math.prod(tile_programs(x.shape))
+
+
+def _counted_fake(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    return *empty_columns(x, quantizer), empty_counts(x, 1, _programs(x))
+
+
+def _counted_steps(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    codes, found = cast_along_columns(x, quantizer)
+    matrices = zip(x, codes, found, strict=True) if x.ndim == 3 else ((x, codes, found),)
+    counts = [counts_of_steps([counts_of_blocks(*each, quantizer)], _programs(each[0])) for each in matrices]
+    return codes, found, torch.cat(counts, -1)
+
+
+def _counted_kernel(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    if target_of(x.device).type == "cpu":
+        return _counted_steps(x, quantizer)
+    counts = empty_counts(x, 1, _programs(x))
+    return *_launch(x, quantizer, counts), counts
+
+
+def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:
+    units = (*[1] * (x.ndim - 2), quantizer.block[0], 1)
+    return [Split((Cut(dim, unit), None), (dim, dim)) for dim, unit in enumerate(units)]
+
+
+def _samples() -> Iterator[tuple[Any, ...]]:
+    quantizers = (
+        CurrentScaling(block=(16, 1), scale="pow2"),
+        CurrentScaling(block=(32, 1), scale="e8m0_floor", format="e5m2"),
+    )
+    for x in samples.matrices():
+        if x.ndim == 2:
+            for quantizer in quantizers:
+                yield x, quantizer
+    yield torch.randn(3, 20, 40, generator=torch.Generator().manual_seed(0)), quantizers[0]
+
+
+quantize_columns: OpOverload = register_kernel_op(
+    "fp8compile::quantize_columns",
+    _kernel,
+    cast_along_columns,
+    fake=empty_columns,
+    sharding=_sharding,
+    samples=_samples,
+)
+quantize_columns_counted: OpOverload = register_kernel_op(
+    "fp8compile::quantize_columns_counted", _counted_kernel, _counted_steps, fake=_counted_fake, samples=_samples
+)
+for op in (quantize_columns, quantize_columns_counted):
+    inductor.register_fallback(op)
