@@ -251,18 +251,17 @@ def along_columns(
 
 
 def tiles_of_several(
-    m: int, k: int, pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]], *, counts: bool
+    shape: Sequence[int], pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]], *, counts: bool
 ) -> TileLaunch:
     """The launch of `both_kernel` for several matrices (M, K), for a template that computes a tile of all of them.
 
     Args:
-        m: Number of rows.
-        k: Number of columns.
+        shape: Numbers of rows and columns.
         pairs: For each matrix the quantizers along rows and along columns, with blocks (1, n) and (n, 1), n a divisor
             of 128. None along rows makes codes along columns only; the first matrix has both.
         counts: Whether the last result of each matrix is `fp8compile.ops.counts` of its directions.
     """
-    block = pairs[0][1].block[0]
+    (m, k), block = shape, pairs[0][1].block[0]
     matrices = tuple(
         TileMatrix(
             {**_of_direction("R", rows), **_of_direction("C", columns)},
@@ -272,5 +271,5 @@ def tiles_of_several(
     )
     shared = {"TILE": several_tile(block), "BLOCK": block}
     kernel = BOTH_COUNTED if counts else BOTH
-    grid = several_programs((m, k), block)
+    grid = several_programs(shape, block)
     return TileLaunch(kernel, grid, {"M": m, "K": k}, shared, SEVERAL_WARPS, matrices)

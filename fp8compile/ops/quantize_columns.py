@@ -89,9 +89,9 @@ def _counted_fake(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tens
 
 def _counted_steps(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     codes, found = cast_along_columns(x, quantizer)
-    matrices = zip(x, codes, found, strict=True) if x.ndim == 3 else ((x, codes, found),)
-    counts = [counts_of_steps([counts_of_blocks(*each, quantizer)], _programs(each[0])) for each in matrices]
-    return codes, found, torch.cat(counts, -1)
+    stack = (x, codes, found) if x.ndim == 3 else (x[None], codes[None], found[None])
+    each = [counts_of_blocks(*own, quantizer) for own in zip(*stack, strict=True)]
+    return codes, found, torch.cat([counts_of_steps([one], _programs(stack[0][0])) for one in each], -1)
 
 
 def _counted_kernel(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:

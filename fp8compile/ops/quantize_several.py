@@ -143,7 +143,7 @@ def _launch(counts: bool) -> Callable[..., TileLaunch]:
         from fp8compile.kernels.both_directions import tiles_of_several
 
         pairs = [(rows, columns) if number < in_both else (None, others) for number in range(len(matrices))]
-        return tiles_of_several(*matrices[0].shape, pairs, counts=counts)
+        return tiles_of_several(matrices[0].shape, pairs, counts=counts)
 
     return launch
 
