@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8compile._compat import nodes_of, statically_true
+from fp8compile._compat import nodes_of, runs_in_backward, statically_true
 from fp8compile.inductor.fusion import VIEWS
 
 __all__ = [
@@ -139,4 +139,6 @@ def current_marks() -> tuple[Any, ...]:
 
     place = traceback.current_meta.get("partitioner_tag")  # other tags only say that a backward is being traced
     asked = place if place in (IN_FORWARD["partitioner_tag"], IN_BACKWARD["partitioner_tag"]) else None
-    return asked, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))
+    # PyTorch tags the forward's nodes anew before it traces the backward: what was left for the backward no longer is
+    is_void = asked == IN_BACKWARD["partitioner_tag"] and not runs_in_backward()
+    return asked, is_void, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))
