@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.functional import gelu, silu
 
 import fp8compile as f8
-from fp8compile.testing import gpu_kernels, run_gpu_program
+from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program
 
 pytestmark = [
     pytest.mark.skipif(
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 DIM, HIDDEN = 96, 160
+COUNTED = ("amax", "saturation", "underflow")
 
 
 class FeedForward(nn.Module):
@@ -42,8 +44,9 @@ def model_and_input(recipe, *, size=(48,), dtype=torch.bfloat16, **how):
     return model, torch.randn(*size, DIM, dtype=dtype).requires_grad_()
 
 
-def kernels_of_several(model, x, arch="h200"):
-    _, backward = gpu_kernels(model, x, arch=arch)
+def kernels_of_several(model, x, arch="h200", **how):
+    """Names of the kernels that make codes of several matrices, and the backward's code."""
+    *_, backward = gpu_kernels(model, x, arch=arch, **how)
     return [name for name in backward.kernels if "R_RULE_0" in backward.kernel(name)], backward
 
 
@@ -100,7 +103,66 @@ def test_the_inputs_of_the_kernel_are_read_once_and_nothing_else_is_stored():
 def test_a_weight_in_blocks_along_columns_is_read_once_in_the_backward():
     model, x = model_and_input("mxfp8", size=(128,))
     forward, backward = gpu_kernels(model, x, arch="b200")
-    of_weights = [each for each in backward.launches if each.name == "fp8compile.quantize_several.default"]
+    of_weights = [each for each in backward.launches if each.name == "fp8compile.quantize_columns.default"]
     assert [each.bytes_read for each in of_weights] == [2 * DIM * HIDDEN] * 3
     assert [each.bytes_written for each in of_weights] == [DIM * HIDDEN * 33 // 32] * 3
-    assert not any("quantize_several" in each.name for each in forward.launches)
+    assert not any("quantize_columns" in each.name for each in forward.launches)
+
+
+# ---------------------------------------------------------------------------------- counts of a monitor
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch", "how"),
+    [("blockwise", "h200", {}), ("mxfp8", "b200", {}), ("blockwise", "h200", {"bias": True})],
+    ids=["blockwise", "mxfp8", "blockwise with a bias: nothing is fused"],
+)
+def test_a_reading_is_that_of_eager_mode(recipe, arch, how):
+    (model, x), (eager, _) = (model_and_input(recipe, size=(130,), **how) for _ in range(2))
+    monitor, expected = (f8.Monitor(each, COUNTED) for each in (model, eager))
+    run = run_gpu_program(model, x, arch=arch, precision_casts=True)
+    assert not run.differences, str(run.differences)
+    eager_run(eager, x)
+    found = monitor.read()
+    assert found == expected.read()
+    assert "weight_for_grad_input" in found["up"]
+
+
+def test_a_reading_counts_where_the_codes_are_made():
+    model, x = model_and_input("mxfp8", size=(128,))
+    f8.Monitor(model, COUNTED)
+    (name,), backward = kernels_of_several(model, x, arch="b200")
+    assert "counts_ptr_2" in backward.kernel(name)
+    elements = 128 * HIDDEN
+    (launch,) = [each for each in backward.launches if each.name == name]
+    assert launch.bytes_read == 3 * 2 * elements
+
+
+# ---------------------------------------------------------------------------------- what may not be one kernel
+
+
+class TwoReaders(nn.Module):
+    """Two layers that read one product, so that both get the same gradient, through pointwise code."""
+
+    def __init__(self, recipes):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            f8.Linear(DIM, HIDDEN, bias=False, recipe=recipe, dtype=torch.bfloat16) for recipe in recipes
+        )
+
+    def forward(self, x):
+        first, second = (layer(x) for layer in self.layers)
+        return silu(first + second)
+
+
+def test_layers_that_cast_one_gradient_by_two_recipes_get_codes_of_their_own():
+    one = f8.recipes.blockwise()
+    e5m2 = f8.CurrentScaling(block=(1, 128), format="e5m2")
+    other = replace(one, grad_output=e5m2, grad_output_for_grad_weight=e5m2.transposed())
+    x = torch.randn(48, DIM, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    torch.manual_seed(0)
+    found, _ = kernels_of_several(TwoReaders((one, other)), x)
+    assert not found
+    torch.manual_seed(0)
+    run = run_gpu_program(TwoReaders((one, other)), x)
+    assert not run.differences, str(run.differences)

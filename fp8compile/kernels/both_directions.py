@@ -126,12 +126,15 @@ def _value_of_scale(scale, RULE: tl.constexpr):
 
 @triton.jit
 def _store_counts(
-    counts_ptr, direction: tl.constexpr, magnitude, codes, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr
+    counts_ptr, direction: tl.constexpr, amax, magnitude, codes, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr
 ):
-    """Count the codes of one tile; ``scale`` are the stored scales of its blocks, broadcast to the tile's shape."""
-    underflow = is_underflow(magnitude, codes, 0x7F)
-    beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
-    store_counts(counts_ptr, direction, tl.max(magnitude), tl.sum(underflow.to(tl.int32)), tl.sum(beyond.to(tl.int32)))
+    """Count the codes of one tile; amaxes and stored scales are those of its blocks, scales in the tile's shape."""
+    underflow = tl.sum(is_underflow(magnitude, codes, 0x7F).to(tl.int32))
+    saturation = 0
+    if RULE == FLOOR:  # by other rules no amax is beyond the largest code
+        beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
+        saturation = tl.sum(beyond.to(tl.int32))
+    store_counts(counts_ptr, direction, tl.max(amax), underflow, saturation)
 
 
 @triton.jit
@@ -164,7 +167,7 @@ def both_kernel(
         write(rows_ptr, row, column, codes, is_inside, K)
         if counts_ptr is not None:
             scales = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-            _store_counts(counts_ptr, 0, magnitude, codes, scales, R_E4M3, R_RULE)
+            _store_counts(counts_ptr, 0, row_amax, magnitude, codes, scales, R_E4M3, R_RULE)
         block = first_k // BLOCK + tl.arange(0, BLOCKS)
         is_block = (m[:, None] < M) & (block[None, :] * BLOCK < K)
         tl.store(row_scales_ptr + (before + m)[:, None] + block[None, :] * all_rows, scale, is_block)
@@ -177,7 +180,7 @@ def both_kernel(
     tl.store(at_column, tl.trans(codes), (k[:, None] < K) & (m[None, :] < M))
     if counts_ptr is not None:
         scales = tl.reshape(tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-        _store_counts(counts_ptr, 0 if R_RULE is None else 1, magnitude, codes, scales, C_E4M3, C_RULE)
+        _store_counts(counts_ptr, 0 if R_RULE is None else 1, column_amax, magnitude, codes, scales, C_E4M3, C_RULE)
     block = first_m // BLOCK + tl.arange(0, BLOCKS)
     is_block = (block[:, None] * BLOCK < M) & (k[None, :] < K)
     block += tl.program_id(2).to(tl.int64) * tl.cdiv(M, BLOCK)

@@ -60,6 +60,14 @@ def _counts(pieces: Tensor, x: Tensor, quantizer: Quantizer, halves: bool) -> Te
     return pieces.clone()
 
 
+def _samples_of_counts() -> Iterator[tuple[Any, ...]]:
+    quantizer = CurrentScaling(block=(1, 16))
+    for rows in (6, 0):
+        x = torch.randn(rows, 16)
+        yield torch.arange(rows).view(1, rows), x, quantizer, True
+        yield x.amax(-1).view(rows, 1).t(), x, quantizer, False
+
+
 noted_counts: OpOverload = register_op(
     "fp8compile::noted_counts",
     _counts,
@@ -68,7 +76,7 @@ noted_counts: OpOverload = register_op(
     decompose=None,
     portable=_counts,
     sharding=None,
-    samples=lambda: ((torch.arange(6).view(1, 6), torch.randn(6, 16), CurrentScaling(), halves) for halves in (0, 1)),
+    samples=_samples_of_counts,
 )
 """Returns pieces as they are, and notes in the graph that they are counted of the cast of ``x`` by ``quantizer``.
 

@@ -113,8 +113,14 @@ OTHERS = (
     "add_pieces",
     "count_cast",
     "weight_codes",
+    # in graphs of one rank, put there by Inductor's passes
+    *("noted_codes", "noted_counts", "quantize_several"),
 )
-COUNTED = ("quantize_weight_counted", "quantize_both_counted", "quantize_two_levels_counted")  # of one rank
+# of one rank
+COUNTED = (
+    *("quantize_weight_counted", "quantize_both_counted", "quantize_columns_counted", "quantize_several_counted"),
+    "quantize_two_levels_counted",
+)
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data
 GROUPS = (

@@ -53,7 +53,9 @@ KEEP_STRIDES = (
 LAID_OUT = (
     "fp8compile::quantize_both", "fp8compile::quantize_both_counted", "fp8compile::quantize_two_levels",
     "fp8compile::quantize_two_levels_counted", "fp8compile::group_quantize_both",
-    "fp8compile::group_quantize_both_counted",
+    "fp8compile::group_quantize_both_counted", "fp8compile::quantize_columns", "fp8compile::quantize_columns_counted",
+    "fp8compile::quantize_several", "fp8compile::quantize_several_counted", "fp8compile::noted_codes",
+    "fp8compile::noted_counts",
 )  # fmt: skip
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))
 every_op = pytest.mark.parametrize("name", OURS)
