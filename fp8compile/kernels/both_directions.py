@@ -25,7 +25,8 @@ from fp8compile.quantizers import CurrentScaling
 __all__ = ["BOTH", "WARPS", "along_columns", "both_directions", "both_kernel", "constants", "tiles_of_several"]
 
 WARPS = 16  # a thread then has 120 registers on sm_90; with 8 warps it has 209
-SEVERAL_WARPS = 8  # where addresses of several matrices are in registers too, 16 warps would spill some
+STRIP = 32  # columns that a program computes at once; in 64 or 128 the gradient of GELU spills registers
+SEVERAL_WARPS = 8  # a thread has 254 registers for SwiGLU's gradients; with 16 warps it would spill some of 128
 RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 
 MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
@@ -125,66 +126,93 @@ def _value_of_scale(scale, RULE: tl.constexpr):
 
 
 @triton.jit
-def _store_counts(
-    counts_ptr, direction: tl.constexpr, amax, magnitude, codes, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr
-):
-    """Count the codes of one tile; amaxes and stored scales are those of its blocks, scales in the tile's shape."""
-    underflow = tl.sum(is_underflow(magnitude, codes, 0x7F).to(tl.int32))
-    saturation = 0
-    if RULE == FLOOR:  # by other rules no amax is beyond the largest code
-        beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
-        saturation = tl.sum(beyond.to(tl.int32))
-    store_counts(counts_ptr, direction, tl.max(amax), underflow, saturation)
+def _bits(x):
+    """The bits of magnitudes."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _underflow(x, codes):
+    return tl.sum(is_underflow(_bits(x), codes, 0x7F).to(tl.int32))
+
+
+@triton.jit
+def _saturation(x, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr):
+    """How many values saturate; stored scales broadcast against the values."""
+    if RULE != FLOOR:  # by other rules no amax is beyond the largest code
+        return 0
+    beyond = is_beyond(_bits(x), _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
+    return tl.sum(beyond.to(tl.int32))
 
 
 @triton.jit
 def both_kernel(
     x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, M, K, stride_m, stride_k,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, STRIP: tl.constexpr, BLOCK: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
     """Quantize one tile of one matrix; rows beyond M and columns beyond K count as zeros, which change no amax.
 
-    If R_RULE is None, only codes along columns are made.
+    A tile is computed in strips of STRIP columns, because values that are computed take many registers until they are
+    there. Either TILE is STRIP, or TILE is BLOCK. If R_RULE is None, only codes along columns are made.
     """
     BLOCKS: tl.constexpr = TILE // BLOCK
     before = tl.program_id(2).to(tl.int64) * M  # number of rows in the matrices before this one
     all_rows = M * tl.num_programs(2)
     first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
-    m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
-    is_inside = (m[:, None] < M) & (k[None, :] < K)
-    row, column = (before + m)[:, None], k[None, :]
-    x = values(x_ptr, row, column, is_inside, stride_m, stride_k)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    m = first_m + tl.arange(0, TILE)
+
+    strips = ()
+    row_amax = tl.zeros((TILE, BLOCKS), tl.int32)
+    for strip in tl.static_range(TILE // STRIP):
+        k = first_k + strip * STRIP + tl.arange(0, STRIP)
+        is_inside = (m[:, None] < M) & (k[None, :] < K)
+        row, column = (before + m)[:, None], k[None, :]
+        x = values(x_ptr, row, column, is_inside, stride_m, stride_k)
+        strips += (x,)
+        row_amax = tl.maximum(row_amax, tl.max(tl.reshape(_bits(x), (TILE, BLOCKS, STRIP // BLOCKS)), 2))
 
     if R_RULE is not None:
-        row_amax = tl.max(tl.reshape(magnitude, (TILE, BLOCKS, BLOCK)), 2)
-        multiplier, scale = _scales(row_amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
-        spread = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-        codes = _encode(x * spread, R_MAX, R_E4M3)
-        write(rows_ptr, row, column, codes, is_inside, K)
-        if counts_ptr is not None:
-            scales = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-            _store_counts(counts_ptr, 0, row_amax, magnitude, codes, scales, R_E4M3, R_RULE)
+        row_multiplier, row_scale = _scales(row_amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
         block = first_k // BLOCK + tl.arange(0, BLOCKS)
         is_block = (m[:, None] < M) & (block[None, :] * BLOCK < K)
-        tl.store(row_scales_ptr + (before + m)[:, None] + block[None, :] * all_rows, scale, is_block)
-
-    column_amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
-    multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
-    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-    codes = _encode(x * spread, C_MAX, C_E4M3)
-    at_column = columns_ptr + before * K + k[:, None] * M + m[None, :]
-    tl.store(at_column, tl.trans(codes), (k[:, None] < K) & (m[None, :] < M))
+        tl.store(row_scales_ptr + (before + m)[:, None] + block[None, :] * all_rows, row_scale, is_block)
     if counts_ptr is not None:
-        scales = tl.reshape(tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-        _store_counts(counts_ptr, 0 if R_RULE is None else 1, column_amax, magnitude, codes, scales, C_E4M3, C_RULE)
+        row_underflow, row_saturation, column_underflow, column_saturation = 0, 0, 0, 0
     block = first_m // BLOCK + tl.arange(0, BLOCKS)
-    is_block = (block[:, None] * BLOCK < M) & (k[None, :] < K)
-    block += tl.program_id(2).to(tl.int64) * tl.cdiv(M, BLOCK)
-    tl.store(column_scales_ptr + block[:, None] * K + k[None, :], scale, is_block)
+    block_before = tl.program_id(2).to(tl.int64) * tl.cdiv(M, BLOCK)
+    for strip in tl.static_range(TILE // STRIP):
+        k = first_k + strip * STRIP + tl.arange(0, STRIP)
+        is_inside = (m[:, None] < M) & (k[None, :] < K)
+        row, column = (before + m)[:, None], k[None, :]
+        x = strips[strip]
+        if R_RULE is not None:
+            spread = tl.broadcast_to(row_multiplier[:, :, None], (TILE, BLOCKS, STRIP // BLOCKS))
+            codes = _encode(x * tl.reshape(spread, (TILE, STRIP)), R_MAX, R_E4M3)
+            write(rows_ptr, row, column, codes, is_inside, K)
+            if counts_ptr is not None:
+                scales = tl.broadcast_to(row_scale[:, :, None], (TILE, BLOCKS, STRIP // BLOCKS))
+                row_underflow += _underflow(x, codes)
+                row_saturation += _saturation(x, tl.reshape(scales, (TILE, STRIP)), R_E4M3, R_RULE)
+        column_amax = tl.max(tl.reshape(_bits(x), (BLOCKS, BLOCK, STRIP)), 1)
+        multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
+        spread = tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, STRIP))
+        codes = _encode(x * tl.reshape(spread, (TILE, STRIP)), C_MAX, C_E4M3)
+        at_column = columns_ptr + before * K + k[:, None] * M + m[None, :]
+        tl.store(at_column, tl.trans(codes), (k[:, None] < K) & (m[None, :] < M))
+        if counts_ptr is not None:
+            scales = tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK, STRIP))
+            column_underflow += _underflow(x, codes)
+            column_saturation += _saturation(x, tl.reshape(scales, (TILE, STRIP)), C_E4M3, C_RULE)
+        is_block = (block[:, None] * BLOCK < M) & (k[None, :] < K)
+        tl.store(column_scales_ptr + (block_before + block)[:, None] * K + k[None, :], scale, is_block)
+    if counts_ptr is not None:
+        amax = tl.max(row_amax)
+        if R_RULE is not None:
+            store_counts(counts_ptr, 0, amax, row_underflow, row_saturation)
+        store_counts(counts_ptr, 0 if R_RULE is None else 1, amax, column_underflow, column_saturation)
 
 
 BOTH = TileKernel(
@@ -192,6 +220,7 @@ BOTH = TileKernel(
     inputs=(),
     outputs=("row_scales_ptr", "columns_ptr", "column_scales_ptr"),
     sizes=("M", "K"),
+    tile=("TILE", "STRIP"),
     of_matrix=tuple(f"{side}_{name}" for side in "RC" for name in ("MAX", "EXPONENT", "E4M3", "RULE", "EPS")),
 )
 BOTH_COUNTED = replace(BOTH, outputs=(*BOTH.outputs, COUNTS))
@@ -232,7 +261,7 @@ def both_directions(
         counts: `fp8compile.ops.counts` of both directions, to be written; None to count nothing.
     """
     *_, m, k = x.shape
-    chosen = constants(rows, columns)
+    chosen = {"STRIP": TILE, **constants(rows, columns)}
     both_kernel[tile_programs(x.shape)](x, *outputs, m, k, k, 1, **chosen, counts_ptr=counts, num_warps=WARPS)
 
 
@@ -248,7 +277,8 @@ def along_columns(
         counts: `fp8compile.ops.counts` of the one direction, to be written; None to count nothing.
     """
     *_, m, k = x.shape
-    chosen = {"TILE": TILE, "BLOCK": quantizer.block[0], **_of_direction("R", None), **_of_direction("C", quantizer)}
+    shared = {"TILE": TILE, "STRIP": TILE, "BLOCK": quantizer.block[0]}
+    chosen = {**shared, **_of_direction("R", None), **_of_direction("C", quantizer)}
     grid = tile_programs(x.shape)
     both_kernel[grid](x, None, None, *outputs, m, k, k, 1, **chosen, counts_ptr=counts, num_warps=WARPS)
 
@@ -272,7 +302,8 @@ def tiles_of_several(
         )
         for rows, columns in pairs
     )
-    shared = {"TILE": several_tile(block), "BLOCK": block}
+    tile = several_tile(block)
+    shared = {"TILE": tile, "STRIP": STRIP if tile == block else tile, "BLOCK": block}
     kernel = BOTH_COUNTED if counts else BOTH
     grid = several_programs(shape, block)
     return TileLaunch(kernel, grid, {"M": m, "K": k}, shared, SEVERAL_WARPS, matrices)
