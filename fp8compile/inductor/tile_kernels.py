@@ -32,7 +32,7 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class TileMatrix:
-    """One of several matrices for which a template repeats a kernel's code, from the call of `values` on."""
+    """One of several matrices for which a template repeats a kernel's code, from its comment "each matrix" on."""
 
     constants: Mapping[str, Any]  # compile-time arguments that are this matrix's own
     left_out: tuple[str, ...] = ()  # names of the pointers among the outputs that this matrix does not have

@@ -28,6 +28,7 @@ from fp8compile.inductor.tile_kernels import COUNTS, TileKernel, TileLaunch
 __all__ = ["lower_computing"]
 
 VALUES = re.compile(r"( +)x = values\(x_ptr, (\w+), (\w+), (\w+), stride_m, stride_k\)\n")
+EACH = re.compile(r"^    # each matrix\n", re.MULTILINE)
 WRITE = re.compile(r"( +)write\((\w+), (\w+), (\w+), (\w+), (\w+), \w+\)\n")
 COUNTING = re.compile(rf"( +)if {COUNTS} is not None:\n(?:\1 +.*\n)+")
 ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor interprets the first letters of names; "tmp" is free to use
@@ -192,15 +193,15 @@ def _outputs(kernel: TileKernel, matrices: tuple[tuple[str, ...], ...]) -> tuple
 def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, ...], ...]) -> str:
     """The text of the template: the kernel's source with the lines of `values` and `write` replaced.
 
-    For several matrices the lines from `values` on are repeated. They load again what an earlier matrix loaded: a
-    tile of inputs stays in a multiprocessor's cache, but several do not fit its registers.
+    For several matrices the lines behind the comment "each matrix" are repeated. They load again what an earlier
+    matrix loaded: a tile of inputs stays in a multiprocessor's cache, but several do not fit its registers.
     """
     body = _body(kernel)
     pointers = (*kernel.inputs, *_outputs(kernel, matrices), *(["values_ptr"] if writes_values else []))
     named = ", ".join(f'"{name}"' for name in pointers)
     sizes = "".join(f'    {name} = {{{{size_called("{name}")}}}}\n' for name in kernel.sizes)
     if matrices:
-        at = VALUES.search(body).start()  # type: ignore[union-attr]
+        at = EACH.search(body).start()  # type: ignore[union-attr]
         own = (_first_output(kernel), *kernel.outputs, *kernel.of_matrix)
         parts = [
             re.sub(rf"\b({'|'.join(own)})\b", rf"\1_{number}", _filled(body[at:], kernel, number))

@@ -122,7 +122,8 @@ def _value_of_scale(scale, RULE: tl.constexpr):
     """The float32 that a stored scale stands for."""
     if RULE == RCEIL or RULE == FLOOR:
         return _power(scale.to(tl.int32))
-    return scale
+    else:  # noqa: RET505  # Triton compiles what is behind a return too, and asks for one type
+        return scale
 
 
 @triton.jit
@@ -132,17 +133,19 @@ def _bits(x):
 
 
 @triton.jit
-def _underflow(x, codes):
-    return tl.sum(is_underflow(_bits(x), codes, 0x7F).to(tl.int32))
+def _underflow(magnitude, codes):
+    """How many codes are 0 for values that are not."""
+    return tl.sum(is_underflow(magnitude, codes, 0x7F).to(tl.int32))
 
 
 @triton.jit
-def _saturation(x, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr):
+def _saturation(magnitude, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr):
     """How many values saturate; stored scales broadcast against the values."""
-    if RULE != FLOOR:  # by other rules no amax is beyond the largest code
+    if RULE == FLOOR:
+        beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
+        return tl.sum(beyond.to(tl.int32))
+    else:  # noqa: RET505  # as above; by other rules no amax is beyond the largest code
         return 0
-    beyond = is_beyond(_bits(x), _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
-    return tl.sum(beyond.to(tl.int32))
 
 
 @triton.jit
@@ -164,6 +167,7 @@ def both_kernel(
     first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
     m = first_m + tl.arange(0, TILE)
 
+    # each matrix
     strips = ()
     row_amax = tl.zeros((TILE, BLOCKS), tl.int32)
     for strip in tl.static_range(TILE // STRIP):
@@ -194,8 +198,8 @@ def both_kernel(
             write(rows_ptr, row, column, codes, is_inside, K)
             if counts_ptr is not None:
                 scales = tl.broadcast_to(row_scale[:, :, None], (TILE, BLOCKS, STRIP // BLOCKS))
-                row_underflow += _underflow(x, codes)
-                row_saturation += _saturation(x, tl.reshape(scales, (TILE, STRIP)), R_E4M3, R_RULE)
+                row_underflow += _underflow(_bits(x), codes)
+                row_saturation += _saturation(_bits(x), tl.reshape(scales, (TILE, STRIP)), R_E4M3, R_RULE)
         column_amax = tl.max(tl.reshape(_bits(x), (BLOCKS, BLOCK, STRIP)), 1)
         multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
         spread = tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, STRIP))
@@ -204,8 +208,8 @@ def both_kernel(
         tl.store(at_column, tl.trans(codes), (k[:, None] < K) & (m[None, :] < M))
         if counts_ptr is not None:
             scales = tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK, STRIP))
-            column_underflow += _underflow(x, codes)
-            column_saturation += _saturation(x, tl.reshape(scales, (TILE, STRIP)), C_E4M3, C_RULE)
+            column_underflow += _underflow(_bits(x), codes)
+            column_saturation += _saturation(_bits(x), tl.reshape(scales, (TILE, STRIP)), C_E4M3, C_RULE)
         is_block = (block[:, None] * BLOCK < M) & (k[None, :] < K)
         tl.store(column_scales_ptr + (block_before + block)[:, None] * K + k[None, :], scale, is_block)
     if counts_ptr is not None:

@@ -18,8 +18,9 @@ from fp8compile.kernels.both_directions import (
     LIMIT_E5M2,
     _encode,
     _of_direction,
+    _saturation,
     _scales,
-    _store_counts,
+    _underflow,
     _value_of_scale,
 )
 from fp8compile.kernels.counts import is_beyond, is_underflow, store_counts
@@ -98,7 +99,8 @@ def tiles_kernel(
     tl.store(codes_ptr + m[:, None] * K + k[None, :], codes, is_inside)
     if counts_ptr is not None:
         scales = tl.broadcast_to(scale[:, None, :, None], (BLOCKS, BLOCK, BLOCKS, BLOCK))
-        _store_counts(counts_ptr, 0, magnitude, codes, tl.reshape(scales, (TILE, TILE)), R_E4M3, R_RULE)
+        saturation = _saturation(magnitude, tl.reshape(scales, (TILE, TILE)), R_E4M3, R_RULE)
+        store_counts(counts_ptr, 0, tl.max(magnitude), _underflow(magnitude, codes), saturation)
     block_m, block_k = first_m // BLOCK + tl.arange(0, BLOCKS), first_k // BLOCK + tl.arange(0, BLOCKS)
     is_block = (block_m[:, None] * BLOCK < M) & (block_k[None, :] * BLOCK < K)
     at = block_m[:, None] * tl.cdiv(K, BLOCK) + block_k[None, :]
