@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,11 @@ from torch.nn.functional import gelu, silu
 
 import fp8compile as f8
 from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program
+from fp8compile.testing.explain.launched import launched_kernels
+from fp8compile.testing.gpu import graphs
+from fp8compile.testing.gpu.cubin import assembled, kernel_resources
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.schedule import schedule
 
 pytestmark = [
     pytest.mark.skipif(
@@ -166,3 +175,79 @@ def test_layers_that_cast_one_gradient_by_two_recipes_get_codes_of_their_own():
     torch.manual_seed(0)
     run = run_gpu_program(TwoReaders((one, other)), x)
     assert not run.differences, str(run.differences)
+
+
+# ---------------------------------------------------------------------------------- in other compiled code
+
+KEY = """
+import sys
+from torch._inductor.codecache import FxGraphCache, compiled_fx_graph_hash
+from fp8compile.testing.gpu.gpus import gpu_called, pretend_gpu
+from fp8compile.testing.gpu.graphs import gpu_graphs
+
+sys.path.insert(0, sys.argv[1])
+from test_quantize_several import model_and_input
+
+model, x = model_and_input("blockwise")
+gpu = gpu_called("h200")
+backward = gpu_graphs(model, (x,), gpu)[-1]
+assert "quantize_several" in backward.graph.code
+with pretend_gpu(gpu):
+    FxGraphCache._check_for_hop(backward.graph)  # raises if there is something that is not cached
+    print(compiled_fx_graph_hash(backward.graph, backward.inputs, {}, [])[0])
+"""
+
+
+def test_fresh_processes_have_one_key_for_the_cache_of_graphs():
+    def key():
+        call = [sys.executable, "-c", KEY, str(Path(__file__).parent)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(call, check=True, capture_output=True, text=True, env=environment).stdout.split()[-1]
+
+    assert key() == key()
+
+
+def test_regions_have_the_kernel(monkeypatch):
+    seen = []
+    monkeypatch.setattr(graphs, "check_has_no_region", lambda graph: seen.extend(map(str, targets(graph))))
+    monkeypatch.setattr(FeedForward, "forward", torch.compiler.nested_compile_region(FeedForward.forward))
+    model, x = model_and_input("blockwise")
+    graphs.gpu_graphs(nn.Sequential(model, model), (x,), GPUS["h200"])
+    assert "fp8compile.quantize_several.default" in seen
+    assert not any("noted" in each for each in seen)
+
+
+def targets(graph):
+    inside = (module for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
+    return [node.target for module in inside for node in module.graph.nodes if node.op == "call_function"]
+
+
+# ---------------------------------------------------------------------------------- resources
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch", "how", "most"),
+    [
+        ("blockwise", "h100", {}, 255),
+        ("blockwise", "h100", {"is_gated": False}, 255),
+        ("blockwise", "h100", {"dtype": torch.float32}, 255),
+        ("mxfp8", "b200", {}, 128),
+    ],
+    ids=str,
+)
+def test_no_register_is_spilled(recipe, arch, how, most):
+    names, backward = kernels_of_several(*model_and_input(recipe, size=(256,), **how), arch=arch)
+    (found,) = [each for each in kernel_resources(backward.source, GPUS[arch]) if each.name in names]
+    assert found.spilled_bytes == 0
+    assert found.registers <= most
+
+
+def test_kernels_of_one_matrix_that_count_compile():
+    """Triton refuses a function whose returns have two types, and its interpreter doesn't."""
+    model, x = model_and_input("mxfp8", size=(128,))
+    f8.Monitor(model, COUNTED)
+    backward, gpu = graphs.gpu_graphs(model, (x,), GPUS["b200"])[-1], GPUS["b200"]
+    found = [each for each in launched_kernels(schedule(backward, gpu), gpu) if each.name == "both_kernel"]
+    assert len(found) == 2  # the gradient of y in both directions, weights along columns
+    assert all("counts_ptr" in each.arguments for each in found)
+    assert all(assembled(each, gpu).registers <= 128 for each in found)  # what a thread of 16 warps may have
