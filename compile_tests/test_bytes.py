@@ -34,7 +34,7 @@ MOST = [
     ("tensorwise_keeping", "torchao tensorwise", 0.95),
     ("blockwise", "torchao tensorwise", 0.82),
     ("tensorwise_parameters", "torchao tensorwise", 0.87),
-    ("blockwise_parameters", "torchao tensorwise", 0.85),
+    ("blockwise_parameters", "torchao tensorwise", 0.73),
 ]
 # The backward repeats heads of k and v again, in GB: 101 MB less are kept (tests of `test_kept_mb.py`). torchao's keep
 # the repeated ones.
