@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8compile.export.kinds import KINDS
 from fp8compile.formats import pack
-from fp8compile.layout.packing import one_a_byte, packed_dim
+from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Quantized
 
 __all__ = [

@@ -8,7 +8,7 @@ __all__ = ["PROGRAMS", "TILE", "packed_programs", "row_programs", "rows_of_progr
 
 PROGRAMS = 528  # four for each multiprocessor of an H200
 TILE = 128  # rows and columns
-PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.two_levels`
+PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.quantize_two_levels`
 
 
 def row_programs(shape: Sequence[int]) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class Quantized:
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
-            with blocks along the tokens of groups are (features, C); `fp8compile.ops.groups.layout` defines the C
+            with blocks along the tokens of groups are (features, C); `fp8compile.ops.groups.padding` defines the C
             columns.
         scale: Grid of the quantizer's blocks, with one more dim for a stack. It is 1-D if it was written in tiles
             (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups it is (C /

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import Float4Format, Float8Format, limit_of, magnitude_of_code
-from fp8compile.ops.groups.layout import spans
+from fp8compile.ops.groups.padding import spans
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import expand_blocks
@@ -32,7 +32,7 @@ __all__ = [
     "pieces_of_counts",
 ]
 
-COUNTED = ("amax", "underflow", "saturation")  # totals of `fp8compile.ops.layer.statistics`
+COUNTED = ("amax", "underflow", "saturation")  # totals of `fp8compile.ops.layer.statistics.definitions`
 
 Format = Float8Format | Float4Format
 

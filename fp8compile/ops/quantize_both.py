@@ -24,7 +24,7 @@ from fp8compile.ops.counts import counts_of_blocks, counts_of_steps, empty_count
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
-from fp8compile.ops.sharding import Cut, Split
+from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

@@ -82,7 +82,7 @@ def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quanti
 def _launch(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Any, columns: Any, counts: Tensor | None
 ) -> Outputs:
-    from fp8compile.kernels.two_levels import both_packed
+    from fp8compile.kernels.quantize_two_levels import both_packed
 
     outputs = _empty_outputs(x, row_amax, column_amax, rows, columns)
     codes, scale, outer, column_codes, *others = outputs

@@ -63,7 +63,7 @@ def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Te
 
 
 def _launch(weight: Tensor, first: Any, again: Quantizer, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    from fp8compile.kernels.weights import rows_and_columns, square_blocks
+    from fp8compile.kernels.quantize_weight import rows_and_columns, square_blocks
 
     codes, own_scale, other_amax = _fake(weight, first, again)
     if first.block == ROWS:

@@ -28,8 +28,8 @@ from fp8compile.quantizers.blocks import (
     grid_shape,
     scaled,
 )
+from fp8compile.quantizers.check_declaration import check_steps
 from fp8compile.quantizers.constant import Constant
-from fp8compile.quantizers.declaration import check_steps
 from fp8compile.quantizers.scale_rules import exact_quotient
 
 __all__ = ["Quantizer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fp8compile as f8
-from fp8compile.nn.candidates import is_converted, layers, weight_names
+from fp8compile.nn.convertible_layers import is_converted, layers, weight_names
 from fp8compile.nn.experts.known_modules import as_it_lies
 
 __all__ = ["IDS", "MODELS", "RECIPES", "SMALL", "converted", "logits", "make", "wanted"]

@@ -12,7 +12,7 @@ from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.group_quantize_two_levels import _counts as counts_in_two_levels
 from fp8compile.ops.groups.group_quantize_two_levels import _empty_outputs as outputs_in_two_levels
-from fp8compile.ops.groups.layout import alignment, padded_length
+from fp8compile.ops.groups.padding import alignment, padded_length
 from fp8compile.ops.quantize_both import _counted_steps as both_steps
 from fp8compile.ops.quantize_both import empty_outputs
 from fp8compile.ops.quantize_two_levels import _counted_steps as packed_steps
@@ -52,7 +52,7 @@ def check(found, expected):
 @needs_triton
 @pytest.mark.parametrize("rule", RULES)
 def test_a_weight_is_counted_where_it_is_cast(rule):
-    from fp8compile.kernels.weights import rows_and_columns, square_blocks
+    from fp8compile.kernels.quantize_weight import rows_and_columns, square_blocks
 
     for block, again in (((1, -1), (-1, 1)), ((16, 16), (16, 16))):
         first, other = f8.CurrentScaling(block=block, scale=rule), f8.CurrentScaling(block=again, scale=rule)
@@ -81,7 +81,7 @@ def test_both_directions_are_counted_where_they_are_cast(rule):
 
 @needs_triton
 def test_codes_of_four_bits_are_counted_where_they_are_cast():
-    from fp8compile.kernels.two_levels import both_packed
+    from fp8compile.kernels.quantize_two_levels import both_packed
 
     recipe = f8.recipes.nvfp4()
     rows, columns = recipe.input, recipe.input_for_grad_weight  # the latter transforms tokens
@@ -119,7 +119,7 @@ def of_groups():
 @needs_triton
 @pytest.mark.parametrize("rule", RULES)
 def test_groups_are_counted_where_they_are_cast(rule):
-    from fp8compile.kernels.groups_both_directions import groups_both_directions
+    from fp8compile.kernels.group_quantize_both import groups_both_directions
 
     rows = f8.CurrentScaling(block=(1, 32), scale=rule)
     columns = f8.CurrentScaling(block=(32, 1), scale=rule, format="e5m2")
@@ -141,7 +141,7 @@ def test_groups_are_counted_where_they_are_cast(rule):
 
 @needs_triton
 def test_rows_of_groups_are_counted_where_they_are_cast():
-    from fp8compile.kernels.groups_rows import rows_of_groups
+    from fp8compile.kernels.group_quantize_rows import rows_of_groups
 
     rows, x = f8.CurrentScaling(block=(1, -1)), of_groups()
     launch = rows_of_groups(x, ENDS, rows, counts=True)
@@ -155,7 +155,7 @@ def test_rows_of_groups_are_counted_where_they_are_cast():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("block", [(-1, 1), (-1, -1)])
 def test_casts_by_multipliers_of_groups_are_counted(rule, block):
-    from fp8compile.kernels.groups import cast_groups
+    from fp8compile.kernels.group_amax_and_cast import cast_groups
 
     quantizer, x = f8.CurrentScaling(block=block, scale=rule, format="e5m2"), of_groups()
     x[0, 0] = x[-1, -1] = 0  # a scale that is no number leaves nothing to count
@@ -170,7 +170,7 @@ def test_casts_by_multipliers_of_groups_are_counted(rule, block):
 @needs_triton
 @pytest.mark.parametrize("directions", ["both", "rows", "tokens"])
 def test_groups_in_four_bits_are_counted_where_they_are_cast(directions):
-    from fp8compile.kernels.groups_two_levels import codes_of_groups
+    from fp8compile.kernels.group_quantize_two_levels import codes_of_groups
 
     recipe, x = f8.recipes.nvfp4(), of_groups()
     rows, columns = recipe.input, recipe.input_for_grad_weight

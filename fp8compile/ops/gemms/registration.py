@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, product_shape
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.grouped.interface import REGISTERED_GROUPED, GroupedGemm, product_shape
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.table import REGISTERED
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.quantizers.check_returned import could_be

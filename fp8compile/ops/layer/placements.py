@@ -19,11 +19,11 @@ from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized, TensorLayout
 from fp8compile.ops.collectives import all_reduce, reduce_scatter
 from fp8compile.ops.groups.grouped_mm import group_sum
-from fp8compile.ops.layer.check_groups import check_cut_of_groups
-from fp8compile.ops.layer.fsdp_gather import reduced
+from fp8compile.ops.layer.check_recipe_of_groups import check_cut_of_groups
+from fp8compile.ops.layer.fsdp_gather_high_precision import reduced
+from fp8compile.ops.layer.fsdp_rows import Rows
+from fp8compile.ops.layer.multiply_over_ranks import Product, as_read
 from fp8compile.ops.layer.operands import OUTPUT, Phase
-from fp8compile.ops.layer.products import Product, as_read
-from fp8compile.ops.layer.rows import Rows
 from fp8compile.quantizers import Quantizer, Recipe
 
 __all__ = [

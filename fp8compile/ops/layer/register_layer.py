@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.layer import layer
+from fp8compile.ops.layer import output_and_gradients
 from fp8compile.ops.layer.flat_arguments import flat
 from fp8compile.ops.layer.kept_input import features_of, fits, keeps_codes
-from fp8compile.ops.layer.observe import Observe, register_observe
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Phase
 from fp8compile.ops.layer.placements import Placement
+from fp8compile.ops.layer.statistics.observe import Observe, register_observe
 from fp8compile.ops.registry import Samples, register_op
 from fp8compile.quantizers import Gemm, Quantizer, Recipe, TwoLevelScaling
 
@@ -44,7 +44,7 @@ TENSORS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOp:
-    """One op of a layer: turns the op's flat arguments into a call of a function of `fp8compile.ops.layer.layer`.
+    """One op of a layer: turns its flat arguments into a call of a function of `output_and_gradients`.
 
     Attributes:
         kind: Which op it is, a key of ``TENSORS``.
@@ -95,25 +95,25 @@ class LayerOp:
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
             x, weight, bias = tensors
-            return layer.output(phase, x, weight, ends, bias, place, last, codes)
+            return output_and_gradients.output(phase, x, weight, ends, bias, place, last, codes)
         if self.kind == "grad_input":
             grad_output, weight = tensors
-            return layer.grad_input(phase, grad_output, weight, ends, place, last, codes)
+            return output_and_gradients.grad_input(phase, grad_output, weight, ends, place, last, codes)
         if self.kind == "grad_weight":
             grad_output, x = tensors
-            return layer.grad_weight(phase, grad_output, x, ends, place, last)
+            return output_and_gradients.grad_weight(phase, grad_output, x, ends, place, last)
         if self.kind == "kept_input":
             (x,) = tensors
-            return layer.keep(phase, x, ends, place, last)
+            return output_and_gradients.keep(phase, x, ends, place, last)
         grad_output, *kept = tensors
-        return layer.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
+        return output_and_gradients.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
 
     def empty(self, args: tuple[Any, ...]) -> Any:
         """Results without values, for tracing."""
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
             x, weight, _ = tensors
-            layer.check(x, ends, place, last)
+            output_and_gradients.check(x, ends, place, last)
             y = place.empty_output(x, weight, ends)
             stateful: Any = place
             return (y, *stateful.empty_beside()) if place.has_state else y
@@ -123,7 +123,7 @@ class LayerOp:
             return place.empty_grad_weight(tensors[0], tensors[1].shape[-1], ends)
         if self.kind == "kept_input":
             (x,) = tensors
-            return layer.keep(Phase.FORWARD, x, ends, place, last)
+            return output_and_gradients.keep(Phase.FORWARD, x, ends, place, last)
         layout = place.layouts(tensors[0].ndim, ends).input
         features = features_of(tensors[1].shape, last.quantizer_read(GRAD_WEIGHT.b), layout)
         return place.empty_grad_weight(tensors[0], features, ends)
@@ -190,7 +190,7 @@ class _Derivative:
         fields_of_place: tuple[Tensor | None, ...] = (None,) * len(place.__match_args__)
         if place.has_state:
             used, fields_of_place = place.end(ctx, grad_output, repeated)
-        recipe = layer.for_gradients_of(recipe, x=weight is not None, weight=bool(kept))
+        recipe = output_and_gradients.for_gradients_of(recipe, x=weight is not None, weight=bool(kept))
         grad_x = grad_weight = grad_bias = None
         if weight is not None:
             own = _fields_of(place.for_grad_input(used))
@@ -301,7 +301,9 @@ def register_layer(
         samples,
         setup_context=derivative.setup_context,
         backward=derivative.backward,
-        prepare=layer.for_trained_weight if ends else None,  # layers without groups make these codes in the backward
+        prepare=output_and_gradients.for_trained_weight
+        if ends
+        else None,  # layers without groups make these codes in the backward
         updates=placement.updates,
     )
     return Layer(placement=placement, observe=observe, output=output, keep=keep, **grads)
@@ -356,7 +358,7 @@ class _Samples:
         for grad, x, offsets, place, quantizer in self._kept():
             recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
             ends = offsets[0] if offsets else None
-            kept = layer.keep(Phase.EAGER, x, ends, place, quantizer)
+            kept = output_and_gradients.keep(Phase.EAGER, x, ends, place, quantizer)
             yield grad, *kept, *offsets, *_fields_of(place.for_grad_weight(x.dtype, None)), recipe
 
     def _kept(self) -> Iterator[tuple[Any, ...]]:

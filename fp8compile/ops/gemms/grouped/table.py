@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, Multiply
+from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
+from fp8compile.ops.gemms.grouped.interface import REGISTERED_GROUPED, GroupedGemm, Multiply
 from fp8compile.ops.gemms.grouped.mx import MX
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4
-from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
-from fp8compile.ops.gemms.grouped.ours import BLOCKWISE, ROWWISE_TRITON
 from fp8compile.ops.gemms.grouped.rowwise import ROWWISE
-from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.gemms.grouped.triton_gemms import BLOCKWISE, ROWWISE_TRITON
+from fp8compile.ops.gemms.interface import GemmProblem
 from fp8compile.ops.gemms.registration import new_grouped_gemm
 from fp8compile.ops.gemms.table import first_running
 from fp8compile.quantizers import GemmConfig, Quantizer
