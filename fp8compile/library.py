@@ -26,9 +26,8 @@ from fp8compile.nn.experts.host import Layout
 from fp8compile.nn.experts.registration import register_experts, register_linear_like
 from fp8compile.nn.observed_module import Observed
 from fp8compile.ops.gemms.grouped.interface import GroupedGemm
-from fp8compile.ops.gemms.grouped.table import register_grouped_gemm
 from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
-from fp8compile.ops.gemms.selection import register_gemm
+from fp8compile.ops.gemms.registration import register_gemm, register_grouped_gemm
 from fp8compile.ops.layer.statistics.definitions import register_statistic
 from fp8compile.ops.layer.statistics.elements import Elements
 from fp8compile.ops.registry import OPS, Op, register_op

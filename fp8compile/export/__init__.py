@@ -2,8 +2,7 @@
 
     model --plan.py: what is written, and how--> stream.py: tensors, layer by layer --> save.py: a folder --> check.py
 
-    kinds.py             the kinds of quantized weights that serving formats know
-    scheme.py            Format and Scheme: how a format stores a kind of weight
+    scheme.py            the kinds of quantized weights; Format and Scheme: how a format stores a kind
     fine_grained.py, compressed_tensors.py, modelopt.py, torchao.py    the formats
     format_table.py      the formats by name
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint

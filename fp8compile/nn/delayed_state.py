@@ -88,9 +88,7 @@ def group_name(function: str, group: object) -> str | None:
 
 
 def check_state(state: object) -> None:
-    """Raise unless `fp8compile.linear` was given a state or None. The op checks that the state fits the recipe."""
-    if state is None:
-        return
+    """Raise if `fp8compile.linear` was given something else than a state. The op checks that it fits the recipe."""
     if not isinstance(state, DelayedState):
         raise TypeError(f"linear: state is {shown(state)}; it is a fp8compile.DelayedState, or None.")
     if state.amax_history.requires_grad or state.multiplier.requires_grad:

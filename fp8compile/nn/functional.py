@@ -189,7 +189,8 @@ def linear(
         return handle_torch_function(linear, (x, weight, bias), x, weight, bias, **given)
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)
-    check_state(state)
+    if state is not None:
+        check_state(state)
     if has_codes(weight):
         check_serves("linear", weight, recipe)  # the op checks too, but torch.compile would wrap its error
     if outer_amax is not None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.convertible_layers import weight_names
 from fp8compile.nn.experts.known_modules import as_it_lies, holds_no_stacks
+from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.nn.tensor_parallel_weights import not_placed, quantized_part, unwritten
-from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedParameter, assign, in_place_of
 

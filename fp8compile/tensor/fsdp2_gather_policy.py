@@ -1,18 +1,17 @@
-"""What FSDP2 gathers for a weight with different codes for forward and backward, and the words for it in reports."""
+"""What FSDP2 gathers for a weight with different codes for forward and backward, and which codes memory then holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.quantizers import GEMMS, Gemm
-from fp8compile.tensor.pass_in_memory import PassInMemory
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "GatherPolicy"]
+__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "GatherPolicy", "PassInMemory"]
 
 GATHERED = "gathered"  # attribute of a layer: text that says what FSDP2 gathers for its weight
 PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
@@ -22,6 +21,40 @@ IN_WORDS = {
     BOTH: "codes of both passes at once",
     PLAIN: "param_dtype: one gather serves both passes, which multiply different codes",
 }
+
+
+REPEATED = (
+    "fp8compile.parallel.fsdp_float8_all_gather: {what}, and FSDP2 has gathered for that pass the codes that "
+    "grad_input multiplies, and no others. This is activation checkpointing, which repeats a forward in the backward: "
+    "pass checkpointed=True, so that gathers serve both."
+)
+TOO_EARLY = (
+    "fp8compile.parallel.fsdp_float8_all_gather: grad_input reads a weight of which FSDP2 has gathered the codes for "
+    "the output, and no others: something called unshard() between forward and backward, or kept the weight. Leave "
+    "that to FSDP2, or pass checkpointed=True, so that gathers serve both."
+)
+
+
+class PassInMemory:
+    """Records the name of the GEMM whose codes were gathered last; None before the first gather and while tracing."""
+
+    def __init__(self) -> None:
+        self.gemm: str | None = None
+
+    def check_forward(self) -> None:
+        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds the other set of codes."""
+        if self.gemm == GRAD_INPUT.name:
+            raise RuntimeError(REPEATED.format(what="a forward reads a weight in the backward"))
+
+    def check(self, gemm: Gemm) -> None:
+        """Raise a RuntimeError if the codes that ``gemm`` reads are not in memory."""
+        if gemm is not OUTPUT:
+            if self.gemm == OUTPUT.name:
+                raise RuntimeError(TOO_EARLY)
+            return
+        if inductor.is_repeated_in_backward():
+            raise RuntimeError(REPEATED.format(what="a checkpointed region of a compiled forward reads a weight"))
+        self.check_forward()
 
 
 @dataclass

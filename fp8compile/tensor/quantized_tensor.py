@@ -25,7 +25,7 @@ from fp8compile.ops.layer.quantize_over_ranks import dequantized
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.check_arguments import own_sizes, shown
 from fp8compile.tensor.check_sizes_over_ranks import check_agreement
-from fp8compile.tensor.pass_in_memory import PassInMemory
+from fp8compile.tensor.fsdp2_gather_policy import PassInMemory
 from fp8compile.tensor.refused_operators import refuse_operators
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks", "has_codes", "no_meaning"]

@@ -10,7 +10,7 @@ from fp8compile.nn.experts.known_modules import as_it_lies
 
 __all__ = ["IDS", "MODELS", "RECIPES", "SMALL", "converted", "logits", "make", "wanted"]
 
-RECIPES = {  # for each kind of codes of `fp8compile.export.kinds` with eight bits
+RECIPES = {  # for each kind of codes of `fp8compile.export.scheme` with eight bits
     "block": f8.recipes.blockwise(),
     "block_ue8m0": f8.recipes.blockwise(scale="pow2"),
     "tensor": f8.recipes.tensorwise(),

@@ -5,9 +5,7 @@ If a GPU has no GEMM for two operands, the product raises and says which GPU has
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +13,12 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
-from fp8compile.ops.gemms.registration import new_gemm
 from fp8compile.ops.gemms.table import gemm_for
 from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT
 from fp8compile.quantizers import GemmConfig, Quantizer, gemm_kind
 from fp8compile.target import Target, target_of
 
-__all__ = ["ALIGNMENT", "PADDED_TO", "Quantized", "multiply", "register_gemm", "select_gemm", "selected_gemm"]
+__all__ = ["ALIGNMENT", "PADDED_TO", "Quantized", "forget_selected", "multiply", "select_gemm", "selected_gemm"]
 
 PADDED_TO = 32  # no GEMM pads sides that are multiples of this
 NO_EMULATION = GemmConfig()
@@ -72,45 +69,6 @@ def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCon
     return gemm.multiply(a, b, out_dtype, config)
 
 
-def register_gemm(
-    name: str,
-    *,
-    takes: Callable[[Quantizer, Quantizer], bool] | None = None,
-    lacks: Callable[[GemmProblem], str | None] | None = None,
-    multiply: Callable[[Quantized, Quantized, torch.dtype, GemmConfig], Tensor] | None = None,
-    detail: str = "",
-    calls: tuple[str, ...] = (),
-) -> GemmKernel:
-    """Add a GEMM for operands that no other GEMM takes, such as operands of your own quantizer with its own codes.
-
-    The new GEMM is tried after the GEMMs of fp8compile and before emulation, so it changes no product that has a GEMM
-    already. Call this function in the module that defines the GEMM, when that module is imported. A graph that was
-    compiled before the call keeps the GEMM that it has.
-
-    Args:
-        name: ``package::name``; `select_gemm`, ``fp8compile doctor`` and ``fp8compile explain`` show this name.
-        takes: ``(a, b) -> bool``. Takes the two quantizers and returns whether the GEMM reads their codes and scales,
-            whatever the device. ``type(a) is type(b) is YourQuantizer`` tests that the codes are your own. Check the
-            quantizers' blocks here too. The answer is cached.
-        lacks: ``(problem) -> str | None``. Called only if the GEMM takes the operands. Returns None if the device can
-            run the GEMM; otherwise the reason and what to do, as the rest of a sentence about the operands. The
-            answer is cached.
-        multiply: ``(a, b, out_dtype, config) -> Tensor``. Returns the product of two operands (m, k) and (k, n), none
-            of them empty, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it. It
-            must agree with the product of the dequantized operands, up to float32 roundings.
-        detail: How the GEMM runs, in a few words.
-        calls: Names of the PyTorch operators that multiply, such as ``("_int_mm",)``; reports count them. Name only
-            operators that multiply nothing but codes.
-
-    Returns:
-        The registered GEMM.
-
-    Raises:
-        ValueError: The name has no package or is taken.
-        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is
-            not text.
-    """
-    given: dict[str, Any] = {"takes": takes, "lacks": lacks, "multiply": multiply}
-    gemm = new_gemm(name, **given, detail=detail, calls=calls)
+def forget_selected() -> None:
+    """Select anew: the table of GEMMs has changed."""
     _selected.cache_clear()
-    return gemm

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from fp8compile import _compat, inductor
 from fp8compile.formats import pack, unpack
-from fp8compile.layout.cuts import SIDES, AxisBlocks, DimSharding, Sharding, axis_blocks
+from fp8compile.layout.cuts import SIDES, DimSharding, Sharding, axis_blocks
 from fp8compile.layout.four_bit_packing import packed_dim
-from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
+from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.collectives import all_gather
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["Part", "as_operand", "check_not_packed", "gather", "narrow"]
+__all__ = ["Part", "check_not_packed", "gather", "narrow"]
 
 Part = TypeVar("Part", Plain, Quantized)
 
@@ -136,35 +136,3 @@ def narrow(part: Part, index: int, cut: DimSharding) -> Part:
         scale, of_whole[is_column] = side.widen(scale, SIDES[is_column]), True
     codes = part.codes.narrow(cut.dim, cut.start, cut.length)
     return replace(found, codes=codes, scale=scale, has_scales_of_whole=(of_whole[0], of_whole[1]))
-
-
-# ---------------------------------------------------------------------------------- operands
-
-
-def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
-    """Turn a part into an operand that a GEMM takes: a matrix or a stack without cuts.
-
-    If ranks cut blocks, the part's codes are padded with zeros in front, to begin with a block.
-
-    Returns:
-        The operand. Then, for its rows and for its columns, the `AxisBlocks` whose ``extract`` cuts this rank's
-        elements out of a result, or None for a side that was not padded.
-    """
-    is_whole = part.layout.ends is not None and not any(part.has_scales_of_whole)
-    if not part.cuts or is_whole:
-        return part, None, None
-    codes, grid, batch = part.codes, part.scale, part.layout.batch
-    if not batch:
-        # a matrix is reshaped too: if scales of blocks came right after a gather, PyTorch's async tensor parallelism
-        # would take them for scales of rows
-        codes = codes.reshape(codes.shape[:-1].numel(), codes.shape[-1])
-        grid = grid.reshape(grid.shape[:-1].numel(), grid.shape[-1])
-    windows: list[AxisBlocks | None] = [None, None]
-    sides = axis_blocks(part.codes.shape, part.cuts, part.quantizer.block, batch)
-    for index, (dim, side) in enumerate(zip(SIDES, sides, strict=True)):
-        if part.has_scales_of_whole[index] and side.groups:
-            codes, grid = side.embed(codes, dim), side.window(grid, dim)
-            windows[index] = side
-    layout = TensorLayout((), batch, part.layout.ends)
-    found = Quantized(codes=codes, scale=grid, quantizer=part.quantizer, outer_scale=part.outer_scale, layout=layout)
-    return found, windows[0], windows[1]

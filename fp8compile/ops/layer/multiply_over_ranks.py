@@ -26,10 +26,10 @@ from torch import Tensor
 
 from fp8compile import inductor
 from fp8compile.layout.cuts import SIDES, DimSharding, Sharding
-from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.layout.quantized import Plain, Quantized, as_operand
 from fp8compile.ops.collectives import sent_in_backward
 from fp8compile.ops.groups.grouped_mm import grouped_mm
-from fp8compile.ops.layer.gather_operands import Part, as_operand, gather, narrow
+from fp8compile.ops.layer.gather_operands import Part, gather, narrow
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import GEMMS, Gemm

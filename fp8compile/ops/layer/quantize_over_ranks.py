@@ -16,13 +16,13 @@ from torch.nn.functional import pad
 from fp8compile import _compat, inductor
 from fp8compile.layout.cuts import SIDES, AxisBlocks, DimSharding, Sharding, axis_blocks, split_axes
 from fp8compile.layout.four_bit_packing import one_a_byte
-from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout, as_operand
 from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.groups.padding import group_to_read
 from fp8compile.ops.inductor_hints import realize
-from fp8compile.ops.layer.gather_operands import as_operand, check_not_packed
+from fp8compile.ops.layer.gather_operands import check_not_packed
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks

@@ -24,8 +24,8 @@ from fp8compile.nn import Linear
 from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.convertible_layers import is_converted, weight_names
 from fp8compile.nn.experts.known_modules import holds_no_stacks
+from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.nn.placed_like import wrapped_like
-from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.nn.warn_if_not_sharded import MARK
 from fp8compile.parallel.dtensor_parts import part_of
 from fp8compile.parallel.expert_gradients import check_meshes

@@ -15,7 +15,7 @@ from fp8compile.nn.check_model import Model
 from fp8compile.nn.convertible_layers import is_converted, weight_names
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.host import stacks
-from fp8compile.nn.users_of_parameters import users_of_parameters
+from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.graph_fsdp.delayed_scaling import amax_reduction
 from fp8compile.parallel.graph_fsdp.modules import ForwardScope, ModuleState, become_sharded, is_sharded

@@ -28,7 +28,7 @@ from fp8compile._compat import guard_or_false
 from fp8compile.formats import Float4Format, Float8Format, lanes_of, limit_of, magnitude_of_code
 from fp8compile.layout.cuts import SIDES
 from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim
-from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.layout.quantized import Plain, Quantized, as_operand
 from fp8compile.ops.count_cast import count_cast
 from fp8compile.ops.groups.padding import (
     alignment,
@@ -38,7 +38,6 @@ from fp8compile.ops.groups.padding import (
     row_of_columns,
     sizes_of_groups,
 )
-from fp8compile.ops.layer.gather_operands import as_operand
 from fp8compile.ops.layer.quantize_groups import as_values_of_rows
 from fp8compile.ops.layer.quantize_over_ranks import expanded_scales
 from fp8compile.quantizers import Quantizer
