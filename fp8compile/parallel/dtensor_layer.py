@@ -204,19 +204,17 @@ def _weight_seen(part: Plain, recipe: Recipe, *, counts: bool) -> Seen:
     return Seen(None, counts, {gemm.b: _codes_of(gemm, part, recipe) for gemm in read})
 
 
-TOKENS = {"grad_output": "grad_output", "x": "input"}  # argument of an op that observes -> tensor of the layer
-
-
 def _observed(op: ObserveOp, *args: Any) -> Any:
     """Run an op that observes a layer on DTensors; totals cover this rank's elements, so they are plain tensors."""
-    given, place, _, later, names, recipe = op.split(args)
-    tokens, mesh = given["grad_output" if op.gradient else "x"], args[0].device_mesh
+    (first, x, weight, *_), _, place, _, later, names, recipe = op.split(args)
+    tokens, mesh = first if op.gradient else x, args[0].device_mesh
     gemm, multiplier = GRAD_INPUT if op.gradient else OUTPUT, _whole_state(place.given().get("multiplier"))
-    parts = {name: part_of("linear", given[key]) for key, name in TOKENS.items() if given.get(key) is not None}
+    observed = {"grad_output": first if op.gradient else None, "input": x}
+    parts = {name: part_of("linear", tensor) for name, tensor in observed.items() if tensor is not None}
     seen = {name: Seen(part, _counts(part.cuts, mesh)) for name, part in parts.items()}
     phase = Phase.of(gemm, next(iter(parts.values())).local)
     more: dict[str, Any] = {}
-    if (weight := given["weight"]) is not None and isinstance(place, OVER_FSDP):
+    if weight is not None and isinstance(place, OVER_FSDP):
         right = _rows(gemm, tokens, weight, place)
         more = right.given
         seen["weight"] = Seen(right.part, _counts(right.part.cuts, mesh))

@@ -1,7 +1,8 @@
 """The linear layer: its ops in graphs for every placement of its tensors, and the steps that the ops consist of.
 
 layer_ops.py               registers the ops, one line for each placement
-register_layer.py          turns a placement into ops: kernel, decomposition, fake, derivative
+placed_op.py               registers one op for one placement: its schema, and what it saves for the backward
+register_layer.py          turns a placement into the ops of a layer
 output_and_gradients.py    the three products, for every placement
 placements.py              where tensors lie and what follows: over a group of ranks, over FSDP
 delayed_scaling_placements.py, delayed_scaling_state.py   placements with the state of delayed scaling

@@ -93,6 +93,10 @@ class Delayed(_WithMultiplier, Placement):
             return amax_of(weight, quantizer)
         return amax_of(x, None) if quantizer is None else kept_amax(self.amax_history)
 
+    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
+        """Return this placement with its state, which is not saved, because the backward updates it in place."""
+        return self, ()
+
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Update the state; returns the multipliers that the output used, and the gradients of this class's fields."""
         check_repeated_forward(ctx, repeated)

@@ -18,12 +18,11 @@ Without a backward nothing is written.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +33,13 @@ from fp8compile._compat import is_traced
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
 from fp8compile.ops.inductor_hints import after
-from fp8compile.ops.layer.flat_arguments import flat
 from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Phase
 from fp8compile.ops.layer.output_and_gradients import operands_of, part_of_tokens
+from fp8compile.ops.layer.placed_op import PlacedDerivative, PlacedOp, fields_of, given, register_placed
 from fp8compile.ops.layer.placements import Placement
 from fp8compile.ops.layer.statistics.add_pieces import FIRST_SUMS, Pieces, rows_of
 from fp8compile.ops.layer.statistics.definitions import columns_of
 from fp8compile.ops.layer.statistics.pieces import FOR_GRADIENTS, Seen, counted
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 
@@ -94,42 +92,27 @@ class Observer(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObserveOp:
+class ObserveOp(PlacedOp):
     """An op that observes a layer's tensors.
 
+    Its constants are the index of the first matrix, whether the backward counts the codes that it makes of input and
+    weight, names of the totals, and the recipe.
+
     Attributes:
-        names: Names of the tensor arguments before the placement.
-        placement: Class of the placement, whose fields follow.
-        ends: Whether rows are in groups.
         gradient: Whether it is the backward's: it observes grad_output, and input and weight if it is given them.
     """
 
-    names: tuple[str, ...]
-    placement: type[Placement]
-    ends: bool
+    num_constants: ClassVar[int] = 4
+
     gradient: bool
 
-    def parameters(self) -> list[inspect.Parameter]:
-        """The op's parameters, from which its schema is inferred."""
-        hints = get_type_hints(self.placement)
-        fields: tuple[str, ...] = self.placement.__match_args__
-        found: dict[str, Any] = dict.fromkeys(self.names, Tensor)
-        if self.gradient:
-            found |= dict.fromkeys(("x", "weight"), Tensor | None)
-        found |= {name: hints[name] for name in fields}
-        found |= {"first": int, "later": bool, "totals": str, "recipe": Recipe}
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
+    def tensors(self) -> dict[str, Any]:
+        """Names and annotations of the tensor arguments in the schema."""
+        return super().tensors() | (dict.fromkeys(("x", "weight"), Tensor | None) if self.gradient else {})
 
-    def split(self, args: tuple[Any, ...]) -> tuple[dict[str, Any], Placement, int, bool, str, Recipe]:
-        """Split flat arguments.
-
-        Returns:
-            Tensors by name, the placement, the first matrix, whether the backward counts the codes that it makes of
-            input and weight, names of totals, the recipe.
-        """
-        count = len(self.names)
-        return dict(zip(self.names, args[:count], strict=True)), self.placement(*args[count:-4]), *args[-4:]
+    def constants(self) -> dict[str, Any]:
+        """Names and annotations of the constants."""
+        return {"first": int, "later": bool, "totals": str, "recipe": Recipe}
 
     def is_here(self, slot: str, found: Quantized | None, *, later: bool) -> bool:
         """Whether this op counts the codes of a field, and not the other op of the same layer.
@@ -155,18 +138,17 @@ class ObserveOp:
             args: The op's arguments.
             weight: The weight, if it is kept as codes.
         """
-        given, place, _, later, names, recipe = self.split(args)
-        ends = given.get("offsets")
+        (tokens, x, values, *_), ends, place, _, later, names, recipe = self.split(args)
         operands = operands_of(recipe, phase, ends, place.given())
         is_here = partial(self.is_here, later=later)
-        tokens: Tensor = given["grad_output" if self.gradient else "x"]
+        tokens = tokens if self.gradient else x
         layouts = place.layouts(tokens.ndim, ends)
         seen: dict[str, Seen] = {}
         if self.gradient:
             seen["grad_output"] = Seen(part_of_tokens(tokens, layouts.output), place.counts(layouts.output))
-        if (x := given["x"]) is not None:
+        if x is not None:
             seen["input"] = Seen(part_of_tokens(x, layouts.input), place.counts(layouts.input))
-        if weight is None and (values := given["weight"]) is not None:
+        if weight is None and values is not None:
             weight = Seen(Plain(place.cast(values, tokens.dtype), layouts.weight), place.counts(layouts.weight))
         found = counted(seen, operands, names, is_here)
         if weight is not None:
@@ -175,8 +157,7 @@ class ObserveOp:
 
     def results(self, args: tuple[Any, ...], y: Tensor, found: Mapping[str, Pieces | None], phase: Phase) -> Any:
         """The op's results, made of what is counted; ``y`` is what this rank has of the first argument."""
-        given, *_, names, _ = self.split(args)
-        ends = given.get("offsets")
+        _, ends, *_, names, _ = self.split(args)
         sums, maxima = columns_of(names)
         slots, matrices = SLOTS if self.gradient else FORWARD_SLOTS, 1 if ends is None else ends.shape[0]
         rows = rows_of(found, slots, (len(sums), len(maxima)), matrices, y)
@@ -248,40 +229,35 @@ def _largest(of_forward: Tensor, of_backward: Tensor, place: Sequence[int]) -> T
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Derivative:
-    op: ObserveOp
+class _Derivative(PlacedDerivative):
     gradient: torch._ops.OpOverload
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        given, place, ctx.first, ctx.later, ctx.totals, ctx.recipe = self.op.split(inputs)
-        ctx.buffers = given["sums"], given["maxima"]
+    def kept(
+        self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
+    ) -> tuple[Tensor | None, ...]:
+        """The forward's totals, and input and weight if the backward counts codes of them."""
+        _, x, weight, *ctx.buffers = tensors
+        _, later, *_ = ctx.constants
         _, rows = output
         ctx.mark_non_differentiable(rows)
         ctx.set_materialize_grads(False)
         inductor.never_recompute(rows)
-        fields: tuple[str, ...] = place.__match_args__
-        values = [getattr(place, name) for name in fields]
-        ctx.fields = [None if isinstance(each, Tensor) else each for each in values]
-        tensors = [each if isinstance(each, Tensor) else None for each in values]
-        later = (given["x"], given["weight"]) if ctx.later else (None, None)
-        ctx.save_for_backward(rows, given.get("offsets"), *later, *tensors)
+        return rows, *((x, weight) if later else (None, None))
 
     @torch.no_grad()
     def backward(self, ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        rows, ends, x, weight, *tensors = ctx.saved_tensors
         others = (None,) * (len(self.op.parameters()) - 1)
-        if grad_output is None:
+        (rows, x, weight), ends, place = self.restored(ctx)
+        if grad_output is None or rows is None:
             return None, *others
-        fields = [one if two is None else two for one, two in zip(ctx.fields, tensors, strict=True)]
-        offsets = () if ends is None else (ends,)
-        every = ctx.first, ctx.later, ctx.totals, ctx.recipe
-        found = self.gradient(grad_output, x, weight, *offsets, *fields, *every)
+        found = self.gradient(grad_output, x, weight, *given(ends), *fields_of(place), *ctx.constants)
+        first, *_ = ctx.constants
         own_sums, own_maxima = ctx.buffers
-        behind, columns = own_sums.shape[-1] - ctx.first - rows.shape[-1], own_sums.shape[1]
-        place = ctx.first, behind, 0, 0, 0, len(SLOTS) - len(FORWARD_SLOTS)  # of the forward's rows in the buffer
-        sums = pad(rows[:, :columns], place) + pad(found[:, :columns], place[:2])
+        behind, columns = own_sums.shape[-1] - first - rows.shape[-1], own_sums.shape[1]
+        within = first, behind, 0, 0, 0, len(SLOTS) - len(FORWARD_SLOTS)  # of the forward's rows in the buffer
+        sums = pad(rows[:, :columns], within) + pad(found[:, :columns], within[:2])
         own_sums.copy_(own_sums + sums)
-        own_maxima.copy_(torch.maximum(own_maxima, _largest(rows[:, columns:], found[:, columns:], place).float()))
+        own_maxima.copy_(torch.maximum(own_maxima, _largest(rows[:, columns:], found[:, columns:], within).float()))
         return grad_output, *others
 
 
@@ -306,7 +282,7 @@ def register_observe(
 
     def examples(op: ObserveOp) -> Iterator[tuple[Any, ...]]:
         for grad, x, weight, offsets, place, recipe in samples():
-            given, fields = () if offsets is None else (offsets,), [getattr(place, n) for n in place.__match_args__]
+            ends_given, fields = given(offsets), fields_of(place)
             # Compilers, and other strides, add in another order. Sums of counts, and of scales in float64, have the
             # same bits in each; sums of float32 values, as those of "square", have not.
             names = "amax,underflow,scale"
@@ -316,21 +292,13 @@ def register_observe(
                 for later in (False, True) if offsets is None else (False,):
                     if op.gradient:
                         own = (x, weight) if later else (None, None)
-                        yield values, *own, *given, *fields, 0, later, names, recipe
+                        yield values, *own, *ends_given, *fields, 0, later, names, recipe
                     else:
                         buffers = buffer.sums, buffer.maxima
-                        yield values, x, weight, *given, *buffers, *fields, 0, later, names, recipe
+                        yield values, x, weight, *ends_given, *buffers, *fields, 0, later, names, recipe
 
     def register(name: str, op: ObserveOp, gemm: Any, returns: Any, **derivative: Any) -> torch._ops.OpOverload:
-        found = register_op(
-            f"fp8compile::{name}",
-            flat(op.parameters(), partial(op.run, Phase.EAGER), returns),
-            fake=flat(op.parameters(), op.empty, returns),
-            decompose=flat(op.parameters(), lambda args: op.run(Phase.compiled(gemm), args), returns),
-            sharding=None,  # `fp8compile.parallel.dtensor_layer` handles DTensors
-            samples=partial(examples, op),
-            **{"backward": None, **derivative},
-        )
+        found = register_placed(name, op, gemm, returns, partial(examples, op), **derivative)
         OBSERVE_OPS[found] = op
         return found
 
