@@ -30,7 +30,7 @@ from fp8compile.export.whole_matrix import empty_matrix
 from fp8compile.layout.four_bit_packing import one_a_byte, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
-from fp8compile.nn.quantized_weights import put_codes, quantizers_of_sets
+from fp8compile.nn.quantize_weights import put_codes, quantizers_of_sets
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
 

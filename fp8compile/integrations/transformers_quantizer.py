@@ -21,7 +21,7 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.nn import convert
 from fp8compile.nn.codes_in_state import ENDS, PARTS
 from fp8compile.nn.convertible_layers import is_converted, layers, weight_names
-from fp8compile.nn.quantized_weights import check_weights, quantizers_of_sets
+from fp8compile.nn.quantize_weights import check_weights, quantizers_of_sets
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import QuantizedParameter
 

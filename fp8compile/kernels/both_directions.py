@@ -205,7 +205,7 @@ def both_directions(
         rows: Quantizer along rows, block (1, n), n a divisor of 128.
         columns: Quantizer along columns, block (n, 1).
         outputs: Codes and scales along rows, then along columns.
-        counts: `fp8compile.ops.counts` of both directions, to be written; None to count nothing.
+        counts: `fp8compile.ops.counting_kernels` of both directions, to be written; None to count nothing.
     """
     *_, m, k = x.shape
     chosen = constants(rows, columns)

@@ -247,7 +247,7 @@ def cast_groups(
 
     Groups begin at multiples of ``align`` columns, a divisor of 128. ``x`` and ``multiplier``, (E, K) or (E, 1), have
     any strides. ``codes`` is the result, (K, C), contiguous; no size is 0. ``counts`` are those of
-    `fp8compile.ops.counts` for groups, to be added to; None to count nothing.
+    `fp8compile.ops.counting_kernels` for groups, to be added to; None to count nothing.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))

@@ -97,8 +97,8 @@ def groups_both_directions(
 
     Outputs are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K, C) and scales (C / n, K) along
     tokens. Blocks are (1, n) and (n, 1), with n a divisor of 128. Groups begin at multiples of ``align`` columns, a
-    divisor of 128 and a multiple of n. ``length`` is C. With ``counts``, a fifth output is `fp8compile.ops.counts` of
-    groups, zeros before the launch.
+    divisor of 128 and a multiple of n. ``length`` is C. With ``counts``, a fifth output has the numbers of
+    `fp8compile.ops.counting_kernels` for groups, zeros before the launch.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     # padded groups and the rows after them need at most this many columns, possibly more than the codes have

@@ -97,7 +97,7 @@ def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, *, cou
 
     Outputs are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
     which must be zeros before the launch. ``x`` has any strides; no size is 0. With ``counts``, a fourth output is
-    `fp8compile.ops.counts` of groups, zeros before the launch.
+    `fp8compile.ops.counting_kernels` of groups, zeros before the launch.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     rows = triton.cdiv(size, PROGRAMS)

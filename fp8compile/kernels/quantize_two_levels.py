@@ -410,7 +410,7 @@ def both_packed(
 
     ``outer_amaxes`` are for codes along rows and for codes along columns; they differ if columns are transformed.
     ``outputs`` are codes, scales in tiles and outer scale along rows, then along columns; contiguous, codes as int64.
-    ``counts`` are those of `fp8compile.ops.counts` of both directions, to be written; None to count nothing.
+    ``counts`` are those of `fp8compile.ops.counting_kernels` of both directions, to be written; None to count nothing.
     """
     m, k = x.shape
     chosen = constants(rows, columns, target_of(x.device))

@@ -122,7 +122,7 @@ def rows_and_columns(
     """Launch the kernel for block (1, -1) that writes codes and scales of rows, and the amax of each column.
 
     ``x`` is contiguous, with no size 0. ``amax``, (1, K) float32, must be zeros before the launch. ``counts`` are
-    those of `fp8compile.ops.counts`, to be written; None to count nothing.
+    those of `fp8compile.ops.counting_kernels`, to be written; None to count nothing.
     """
     m, k = x.shape
     rows, bits, chosen = rows_of_program(x.shape), amax.view(torch.int32), row_constants(quantizer, k)

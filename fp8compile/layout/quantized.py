@@ -85,7 +85,7 @@ class Quantized:
         has_scales_of_whole: Whether ``scale`` has the rows, and the columns, of the whole tensor's grid, because ranks
             cut blocks along that side.
         counts: What the kernel that made the codes counted, if it was asked to: (3, programs) int32, or (3, E) int64
-            for groups; see `fp8compile.ops.counts`.
+            for groups; see `fp8compile.ops.counting_kernels`.
     """
 
     codes: Tensor

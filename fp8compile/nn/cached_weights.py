@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.check_model import Model, check_model
-from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.experts.known_modules import holds_no_stacks
+from fp8compile.nn.layer_registry import CONVERTED
 from fp8compile.ops.layer.make_weight_codes import Sets
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import has_codes

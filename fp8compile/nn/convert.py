@@ -24,7 +24,7 @@ from fp8compile.nn.delayed_state import check_amax_group
 from fp8compile.nn.filters import Filter
 from fp8compile.nn.parameter_uses.first_forward import stop_watching, watch_first_forward
 from fp8compile.nn.parameter_uses.uses import forget_uses
-from fp8compile.nn.quantized_weights import check_weights, quantize_weights
+from fp8compile.nn.quantize_weights import check_weights, quantize_weights
 from fp8compile.nn.share_outer_scale import Groups, scale_groups, share_scales
 from fp8compile.nn.why_not_converted import LEFT_OUT, recipes_and_reasons
 from fp8compile.quantizers import Recipe

@@ -48,6 +48,7 @@ TASKS = {
     "write an operator's sharding rule": "ops/sharding_rules.py",
     "speed up the kernel that quantizes a weight": "kernels/quantize_weight.py",
     "count saturated elements in a kernel": "kernels/counts.py",
+    "see which kernels count what a cast loses": "ops/counting_kernels.py",
     "decide whether Inductor fuses a cast with what is before it": "inductor/is_fusible.py",
     "make a call once in a graph": "inductor/once_a_graph.py",
     "change an error's text for an unsupported dtype of a weight": "nn/functional.py",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
-from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.export_masks import OF_BACKWARD
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_support import check_has_kernel
@@ -64,7 +64,7 @@ def _counted_fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Qua
 
 
 def _counted_kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
     how = x, offsets, multiplier, quantizer
     if target_of(x.device).type == "cpu":
         return _group_by_group(*how), counts_of_groups(x, offsets, (quantizer,), multiplier)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
-from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
 from fp8compile.ops.groups.kernel_support import has_block_kernel
@@ -91,7 +91,7 @@ def _counted_fake(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
     if target_of(x.device).type == "cpu":
         return *_two_casts(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows, columns))
     counts = no_counts_of_groups(offsets, 2)

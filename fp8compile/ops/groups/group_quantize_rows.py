@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.inductor import TileLaunch
-from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_support import has_group_kernel
@@ -86,7 +86,7 @@ def _counted_fake(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group's rows; see `fp8compile.ops.counts`."""
+    """Also returns what is counted of each group's rows; see `fp8compile.ops.counting_kernels`."""
     if target_of(x.device).type == "cpu":
         return *_step_by_step(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows,))
     counts = no_counts_of_groups(offsets, 1)

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fp8compile import inductor
 from fp8compile.formats import pack
-from fp8compile.ops.counts import no_counts_of_groups
+from fp8compile.ops.counting_kernels import no_counts_of_groups
 from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.four_bit_tiles import tile_columns, tile_spans
 from fp8compile.ops.groups.group_outer_amaxes import (
@@ -178,7 +178,7 @@ def _counts(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
     how = x, offsets, amaxes, rows, columns, directions
     if target_of(x.device).type == "cpu":
         return *_group_by_group(*how), _counts(*how)

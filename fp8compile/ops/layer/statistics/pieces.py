@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8compile import inductor
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.ops.counts import COUNTED, pieces_of_counts
+from fp8compile.ops.counting_kernels import COUNTED, pieces_of_counts
 from fp8compile.ops.layer.one_read import ALONG_ROWS
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, Operands, Phase
 from fp8compile.ops.layer.statistics.add_pieces import Piece, Pieces

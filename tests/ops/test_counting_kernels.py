@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8compile as f8
-from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.group_quantize_two_levels import _counts as counts_in_two_levels
 from fp8compile.ops.groups.group_quantize_two_levels import _empty_outputs as outputs_in_two_levels

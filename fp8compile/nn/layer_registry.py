@@ -1,4 +1,4 @@
-"""Facts about modules, kept in tables instead of in attributes, because Dynamo may guard on attributes."""
+"""All layers in FP8, and facts about modules: in tables instead of attributes, because Dynamo may guard on those."""
 
 from __future__ import annotations
 
