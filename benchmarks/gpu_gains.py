@@ -24,7 +24,7 @@ import fp8compile as f8
 from benchmarks.blocks import SHAPES
 from benchmarks.mlp import Mlp
 from fp8compile.testing.explain.capture import reported
-from fp8compile.testing.explain.gpu import missing_gemm
+from fp8compile.testing.explain.gpu_code import missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms
 from fp8compile.testing.explain.layers import layer_weights
 from fp8compile.testing.explain.mesh import explain_mesh

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile as f8
 from benchmarks.experts import experts_arguments, feed_forward
 from benchmarks.mlp import Mlp
-from fp8compile.testing.explain.launched import launched_kernels
+from fp8compile.testing.explain.launched_kernels import launched_kernels
 from fp8compile.testing.gpu.compiled import compiled_kernels, halved, unpipelined
 from fp8compile.testing.gpu.cubin import KernelResources, assembled
 from fp8compile.testing.gpu.gpus import GPUS, Gpu

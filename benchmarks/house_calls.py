@@ -38,7 +38,9 @@ WARM = 4
 LAYERS = ".ops.layer."  # modules of layer ops, which are counted as families
 PARTS = ("impl", "fake", "decompose", "portable", "sharding", "samples")
 # modules that every op passes, which are about no op
-INFRASTRUCTURE = ("registry", "register_product", "register_layer", "quantization_steps", "samples", "portable")
+INFRASTRUCTURE = (
+    "registry", "register_product", "register_layer", "quantization_steps", "samples", "portable", "export_masks",
+)  # fmt: skip
 
 
 def passes(call: Callable[[], object]) -> dict[str, int]:

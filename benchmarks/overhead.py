@@ -22,7 +22,7 @@ import fp8compile as f8
 from benchmarks.table import Row, emit
 from benchmarks.timing import fastest
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemm import multiply
+from fp8compile.ops.gemms.selection import multiply
 from fp8compile.quantizers import GEMMS, GemmConfig
 
 __all__ = ["by_hand"]

@@ -27,8 +27,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8compile as f8
-from fp8compile.ops.gemms.gates import AMD_NAMES, GPU_NAMES, PRODUCTS, Gate, gates_of
-from fp8compile.ops.support import recipe_support
+from fp8compile.ops.gemms.gpu_support import AMD_NAMES, GPU_NAMES, PRODUCTS, Gate, gates_of
+from fp8compile.ops.recipe_support import recipe_support
 from fp8compile.target import Build, Target, pretend_target
 from fp8compile.testing.gpu.gpus import GPUS as GPUS_KNOWN
 
@@ -139,7 +139,7 @@ def gpu_section(title: str, *, grouped: bool) -> str:
 BUILT = """## Products, by the build of PyTorch
 
 For each product the compute capabilities that run it; the result may be bf16, fp16 or fp32 unless a
-cell says so. From the one table of gates (`fp8compile/ops/gemms/gates.py`, which names its
+cell says so. From the one table of gates (`fp8compile/ops/gemms/gpu_support.py`, which names its
 sources). Where a GPU lacks `rowwise`, rowwise recipes take the tensorwise product and apply the
 scales after it."""
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -10,8 +10,8 @@ import torch
 import fp8compile as f8
 from fp8compile import ops
 from fp8compile.ops import delayed_linear, fsdp_delayed_linear
-from fp8compile.ops.layer.known_codes import flat_sets, sets_of_weight
-from fp8compile.ops.layer.rows import Rows
+from fp8compile.ops.layer.fsdp_rows import Rows
+from fp8compile.ops.layer.make_weight_codes import flat_sets, sets_of_weight
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
 from fp8compile.testing.graphs.recording import op_name

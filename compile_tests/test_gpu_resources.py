@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs Triton: it compiles to PTX, and brin
 
 from benchmarks.gpu_resources import RECIPES, resources_of
 from fp8compile.testing import gpu_kernels
-from fp8compile.testing.explain.launched import launched_kernels
+from fp8compile.testing.explain.launched_kernels import launched_kernels
 from fp8compile.testing.gpu.cubin import assembled, kernel_resources
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs

@@ -12,7 +12,13 @@ from fp8compile.testing.gpu.ptx_report import kernel_ptx
 
 pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 
-from fp8compile.kernels import grouped_blockwise, groups, groups_both_directions, groups_rows, groups_two_levels
+from fp8compile.kernels import (
+    group_amax_and_cast,
+    group_quantize_both,
+    group_quantize_rows,
+    group_quantize_two_levels,
+    grouped_blockwise_mm,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
@@ -38,12 +44,14 @@ def assert_good(fn, kinds, constants, warps, gpu, codes=()):
 def test_amax_and_cast(arch, block):
     quantizer, gpu, x = f8.CurrentScaling(block=block), GPUS[arch], {"x_ptr": "*bf16"}
     kinds = TOKENS | x | {"amax_ptr": "*i32"}
-    constants = groups.amax_constants(quantizer) | CONTIGUOUS
-    assert_good(groups.amax_kernel, kinds, constants, groups.AMAX_WARPS, gpu)
+    constants = group_amax_and_cast.amax_constants(quantizer) | CONTIGUOUS
+    assert_good(group_amax_and_cast.amax_kernel, kinds, constants, group_amax_and_cast.AMAX_WARPS, gpu)
     fixed, other = ("multiplier_stride_k", "multiplier_stride_m")[:: 1 if block == (-1, 1) else -1]
     kinds = TOKENS | x | {"multiplier_ptr": "*fp32", "codes_ptr": "*u8", "C": "i32", other: "i32"}
-    constants = groups.cast_constants(quantizer, 16) | CONTIGUOUS | {fixed: 1}
-    assert_good(groups.cast_kernel, kinds, constants, groups.CAST_WARPS, gpu, codes=["codes_ptr"])
+    constants = group_amax_and_cast.cast_constants(quantizer, 16) | CONTIGUOUS | {fixed: 1}
+    assert_good(
+        group_amax_and_cast.cast_kernel, kinds, constants, group_amax_and_cast.CAST_WARPS, gpu, codes=["codes_ptr"]
+    )
 
 
 @pytest.mark.parametrize("arch", ["h200", "b200"])
@@ -52,12 +60,14 @@ def test_quantize(arch, x_type, rule, n):
     quantizer, gpu = f8.CurrentScaling(block=(n, 1), scale=rule), GPUS[arch]
     scales = "*u8" if quantizer.stores_e8m0() else "*fp32"
     kinds = TOKENS | {"x_ptr": x_type, "codes_ptr": "*u8", "scales_ptr": scales, "C": "i32"}
-    constants = groups.quantize_constants(quantizer, n) | CONTIGUOUS
-    assert_good(groups.quantize_kernel, kinds, constants, groups.CAST_WARPS, gpu, codes=["codes_ptr"])
+    constants = group_amax_and_cast.quantize_constants(quantizer, n) | CONTIGUOUS
+    assert_good(
+        group_amax_and_cast.quantize_kernel, kinds, constants, group_amax_and_cast.CAST_WARPS, gpu, codes=["codes_ptr"]
+    )
     both = {"rows_ptr": "*u8", "row_scales_ptr": scales, "columns_ptr": "*u8", "column_scales_ptr": scales}
     kinds = TOKENS | {"x_ptr": x_type, "C": "i32"} | both
-    constants = groups_both_directions.group_constants(quantizer.transposed(), quantizer, n) | CONTIGUOUS
-    fn, warps = groups_both_directions.groups_both_kernel, groups_both_directions.WARPS
+    constants = group_quantize_both.group_constants(quantizer.transposed(), quantizer, n) | CONTIGUOUS
+    fn, warps = group_quantize_both.groups_both_kernel, group_quantize_both.WARPS
     assert_good(fn, kinds, constants, warps, gpu, codes=["rows_ptr", "columns_ptr"])
 
 
@@ -65,9 +75,14 @@ def test_quantize(arch, x_type, rule, n):
 @pytest.mark.parametrize(("x_type", "k"), [("*bf16", 2048), ("*bf16", 7168), ("*fp32", 4096)], ids=str)
 def test_rows(arch, x_type, k):
     kinds = TOKENS | {"x_ptr": x_type, "codes_ptr": "*u8", "scales_ptr": "*fp32", "amax_ptr": "*i32", "ROWS": "i32"}
-    constants = groups_rows.group_row_constants(f8.CurrentScaling(block=(1, -1)), k) | CONTIGUOUS
+    constants = group_quantize_rows.group_row_constants(f8.CurrentScaling(block=(1, -1)), k) | CONTIGUOUS
     assert_good(
-        groups_rows.group_rows_kernel, kinds, constants, groups_rows.ROW_WARPS, GPUS[arch], codes=["codes_ptr"]
+        group_quantize_rows.group_rows_kernel,
+        kinds,
+        constants,
+        group_quantize_rows.ROW_WARPS,
+        GPUS[arch],
+        codes=["codes_ptr"],
     )
 
 
@@ -80,16 +95,18 @@ def test_two_levels(directions, rounding):
     recipe, gpu = f8.recipes.nvfp4(grad_rounding=rounding), GPUS["b200"]
     rows = None if directions == "tokens" else recipe.grad_output
     columns = None if directions == "rows" else recipe.grad_output_for_grad_weight
-    constants = groups_two_levels.amax_constants(rows, columns, gpu.target) | CONTIGUOUS
+    constants = group_quantize_two_levels.amax_constants(rows, columns, gpu.target) | CONTIGUOUS
     kinds = TOKENS | {"x_ptr": "*bf16", "amaxes_ptr": "*fp32"}
-    assert_good(groups_two_levels.amaxes_kernel, kinds, constants, groups_two_levels.AMAX_WARPS, gpu)
+    assert_good(group_quantize_two_levels.amaxes_kernel, kinds, constants, group_quantize_two_levels.AMAX_WARPS, gpu)
     kinds = TOKENS | {"x_ptr": "*bf16", "C": "i32"}
     for side in ("row", "column"):
         kinds |= {f"{side}_amax_ptr": "*fp32", f"{side}s_ptr": "*i64"}
         kinds |= {f"{side}_scales_ptr": "*u8", f"{side}_outer_ptr": "*fp32"}
     codes = [f"{side}s_ptr" for side, way in (("row", rows), ("column", columns)) if way is not None]
-    constants = groups_two_levels.code_constants(rows, columns, gpu.target) | CONTIGUOUS
-    assert_good(groups_two_levels.codes_kernel, kinds, constants, groups_two_levels.WARPS, gpu, codes=codes)
+    constants = group_quantize_two_levels.code_constants(rows, columns, gpu.target) | CONTIGUOUS
+    assert_good(
+        group_quantize_two_levels.codes_kernel, kinds, constants, group_quantize_two_levels.WARPS, gpu, codes=codes
+    )
 
 
 # ---------------------------------------------------------------------------------- products
@@ -99,7 +116,7 @@ ROWS = {
     "y_ptr": "*bf16", "R": "i32", "N": "i32", "K": "i32", "E": "i32", "a_scale_stride_m": "i32",
     "a_scale_stride_k": "i32", "b_scale_stride_e": "i32", "b_scale_stride_n": "i32", "b_scale_stride_k": "i32",
 }  # fmt: skip
-OUTER = {name: kind for name, kind in ROWS.items() if name in grouped_blockwise.tokens_kernel.arg_names}
+OUTER = {name: kind for name, kind in ROWS.items() if name in grouped_blockwise_mm.tokens_kernel.arg_names}
 OUTER |= {f"{side}_scale_stride_{dim}": "i32" for side, dim in (("a", "c"), ("a", "n"), ("b", "c"), ("b", "k"))}
 TENSOR_CORES = {  # instructions of each GPU
     "rtx4090": "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
@@ -112,9 +129,9 @@ TENSOR_CORES = {  # instructions of each GPU
 def assert_multiplies_float8(fn, kinds, constants, arch):
     """On the tensor cores, without spills, with the next blocks on their way."""
     gpu = GPUS[arch]
-    constants = {"TILE": grouped_blockwise.TILE, **constants}
+    constants = {"TILE": grouped_blockwise_mm.TILE, **constants}
     kinds = {name: kind for name, kind in kinds.items() if name not in constants}
-    warps, stages = grouped_blockwise.WARPS, grouped_blockwise.stages(gpu.target)
+    warps, stages = grouped_blockwise_mm.WARPS, grouped_blockwise_mm.stages(gpu.target)
     compiled = compiled_jit(fn, kinds, constants, num_warps=warps, gpu=gpu, num_stages=stages)
     resources = assembled(compiled, gpu)
     assert resources.spilled_bytes == 0, resources
@@ -129,11 +146,11 @@ def assert_multiplies_float8(fn, kinds, constants, arch):
 @pytest.mark.parametrize(("has_tiles", "is_whole"), [(True, False), (False, False), (False, True)], ids=str)
 def test_products_of_rows(has_tiles, is_whole, is_even, arch):
     constants = {"a_scale_stride_m": 1, "IS_EVEN": is_even, "HAS_TILES": has_tiles, "IS_WHOLE": is_whole}
-    assert_multiplies_float8(grouped_blockwise.rows_kernel, ROWS, constants, arch)
+    assert_multiplies_float8(grouped_blockwise_mm.rows_kernel, ROWS, constants, arch)
 
 
 @pytest.mark.parametrize("arch", TENSOR_CORES)
 @pytest.mark.parametrize(("align", "is_whole"), [(128, False), (16, True)], ids=str)
 def test_products_over_tokens(align, is_whole, arch):
     kinds, constants = OUTER | {"d_ptr": "*bf16", "C": "i32"}, {"ALIGN": align, "IS_WHOLE": is_whole}
-    assert_multiplies_float8(grouped_blockwise.tokens_kernel, kinds, constants | {"a_scale_stride_n": 1}, arch)
+    assert_multiplies_float8(grouped_blockwise_mm.tokens_kernel, kinds, constants | {"a_scale_stride_n": 1}, arch)

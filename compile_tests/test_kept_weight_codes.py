@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8compile as f8
-from fp8compile.cli.explain.ranks import pretended_ranks
+from fp8compile.cli.explain.fake_ranks import pretended_ranks
 from fp8compile.ops.layer import operands
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu.gpus import gpu_called

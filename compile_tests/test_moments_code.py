@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.optim import AdamW
-from fp8compile.optim.advance import advance
+from fp8compile.optim.compiled_step import advance
 from fp8compile.testing import gpu_kernels
 
 ROWS, COLUMNS = 4096, 1024

@@ -123,7 +123,7 @@ SIZES = {"M": "i32", "K": "i32"}
 def own_kernels(x_type, rule, n, eps):
     """(function, types, constants, warps) of each of our kernels."""
     from fp8compile.kernels import both_directions as both
-    from fp8compile.kernels import weights
+    from fp8compile.kernels import quantize_weight
 
     stored = "*u8" if rule.startswith("e8m0") else "*fp32"
     row, column, square, whole = (
@@ -134,13 +134,13 @@ def own_kernels(x_type, rule, n, eps):
     yield both.both_kernel, x | codes | SIZES, both.constants(row, column), both.WARPS
     one_way = x | {"codes_ptr": "*u8", "scales_ptr": stored}
     yield (
-        weights.tiles_kernel,
+        quantize_weight.tiles_kernel,
         one_way | {"amax_ptr": "*i32"} | SIZES,
-        weights.tile_constants(square),
-        weights.TILE_WARPS,
+        quantize_weight.tile_constants(square),
+        quantize_weight.TILE_WARPS,
     )
     of_rows = one_way | {"column_amax_ptr": "*i32"} | SIZES | {"ROWS": "i32"}
-    yield weights.rows_kernel, of_rows, weights.row_constants(whole, 4096), weights.ROW_WARPS
+    yield quantize_weight.rows_kernel, of_rows, quantize_weight.row_constants(whole, 4096), quantize_weight.ROW_WARPS
 
 
 @pytest.mark.parametrize(("x_type", "rule", "n", "eps"), OWN, ids=str)
@@ -159,16 +159,16 @@ def test_our_kernels_compute_exactly_and_store_words_of_codes(x_type, rule, n, e
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "stochastic_hardware"])
 @pytest.mark.parametrize("scale", ["transformer_engine", pytest.param("torchao", marks=pytest.mark.slow)])
 def test_four_bit_codes_of_both_directions_are_computed_exactly_and_without_spills(x_type, rounding, scale):
-    from fp8compile.kernels import two_levels
+    from fp8compile.kernels import quantize_two_levels
 
     recipe = f8.recipes.nvfp4(scale=scale, grad_rounding=rounding)
     pair = recipe.grad_output, recipe.grad_output_for_grad_weight
     kinds = {"x_ptr": x_type, "row_amax_ptr": "*fp32", "column_amax_ptr": "*fp32"}
     for side in ("row", "column"):
         kinds |= {f"{side}s_ptr": "*i64", f"{side}_scales_ptr": "*u8", f"{side}_outer_ptr": "*fp32"}
-    constants = two_levels.constants(*pair, GPUS["b200"].target)
-    fn, gpu = two_levels.both_packed_kernel, GPUS["b200"]
-    compiled = compiled_jit(fn, kinds | SIZES, constants, num_warps=two_levels.WARPS, gpu=gpu)
+    constants = quantize_two_levels.constants(*pair, GPUS["b200"].target)
+    fn, gpu = quantize_two_levels.both_packed_kernel, GPUS["b200"]
+    compiled = compiled_jit(fn, kinds | SIZES, constants, num_warps=quantize_two_levels.WARPS, gpu=gpu)
     found = kernel_ptx(compiled, range(3, len(kinds)))
     assert not found.findings, "\n".join(map(str, found.findings))
     resources = assembled(compiled, gpu)

@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, silu
 
 import fp8compile as f8
 from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program
-from fp8compile.testing.explain.launched import launched_kernels
+from fp8compile.testing.explain.launched_kernels import launched_kernels
 from fp8compile.testing.gpu import graphs
 from fp8compile.testing.gpu.cubin import assembled, kernel_resources
 from fp8compile.testing.gpu.gpus import GPUS

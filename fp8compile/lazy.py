@@ -35,9 +35,9 @@ def __dir__() -> list[str]:
 
 
 def _register_on_dtensors() -> None:
-    from fp8compile.parallel import dtensor
+    from fp8compile.parallel import register_dtensor_handlers
 
-    dtensor.register()
+    register_dtensor_handlers.register()
 
 
 # our operators are registered with DTensor once it is imported

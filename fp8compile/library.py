@@ -24,16 +24,15 @@ from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.experts.host import Layout
 from fp8compile.nn.experts.registration import register_experts, register_linear_like
-from fp8compile.nn.observed import Observed
-from fp8compile.ops.gemm import register_gemm
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
-from fp8compile.ops.gemms.grouped.table import register_grouped_gemm
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
-from fp8compile.ops.layer.elements import Elements
-from fp8compile.ops.layer.statistics import register_statistic
+from fp8compile.nn.observed_module import Observed
+from fp8compile.ops.gemms.grouped.interface import GroupedGemm
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.registration import register_gemm, register_grouped_gemm
+from fp8compile.ops.layer.statistics.definitions import register_statistic
+from fp8compile.ops.layer.statistics.elements import Elements
 from fp8compile.ops.registry import OPS, Op, register_op
 from fp8compile.ops.rounding_barrier import rounded
-from fp8compile.ops.sharding import Cut, Sharding, Split, along_every_dim, grid_cuts
+from fp8compile.ops.sharding_rules import Cut, Sharding, Split, along_every_dim, grid_cuts
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, Recipe, entry_points
 from fp8compile.quantizers.blocks import as_matrix, block_amax, expand_blocks, grid_shape
 from fp8compile.quantizers.constant import Constant

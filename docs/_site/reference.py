@@ -50,10 +50,10 @@ def _first_sentence(doc: str | None) -> str:
 def _operator_words(op: Any) -> str:
     """What an operator is: its kernel's docstring, else what the head of its file says of it."""
     from fp8compile.ops import OPS
-    from fp8compile.ops.layer import layers
+    from fp8compile.ops.layer import layer_ops
 
-    if op in layers.OPS_OF_LAYERS.values() or LAYER.fullmatch(op._opname):
-        return _layer_words(op._opname, layers.__doc__)
+    if op in layer_ops.OPS_OF_LAYERS.values() or LAYER.fullmatch(op._opname):
+        return _layer_words(op._opname, layer_ops.__doc__)
     kernel = OPS[op._schema.name].impl
     head = importlib.import_module(kernel.__module__).__doc__ or ""
     own = re.search(rf"^ *{op._opname}  +(.+?)(?=\n\n|\n *\w+  |\Z)", head, re.MULTILINE | re.DOTALL)

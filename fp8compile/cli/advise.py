@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8compile import recipes
 from fp8compile.cli.errors import UserError
-from fp8compile.cli.known_gpus import GPUS
+from fp8compile.cli.gpu_flag_choices import GPUS
 from fp8compile.cli.user_code import running
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
 def _advice(parsed: argparse.Namespace) -> tuple[Advice, list[str]]:
     from fp8compile import revert
     from fp8compile.cli.explain.target import load_target
-    from fp8compile.nn.candidates import is_converted
+    from fp8compile.nn.convertible_layers import is_converted
     from fp8compile.testing.numerics.advise import advise_call
     from fp8compile.testing.numerics.model_calls import loss_of, mean_square
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from fp8compile.cli.errors import UserError
-from fp8compile.cli.known_gpus import GPUS
+from fp8compile.cli.gpu_flag_choices import GPUS
 from fp8compile.cli.section import Section
 from fp8compile.tables import Cell, Note
 
@@ -66,7 +66,7 @@ def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, s
     import torch
 
     from fp8compile import recipes
-    from fp8compile.ops.support import recipe_support
+    from fp8compile.ops.recipe_support import recipe_support
 
     try:
         recipe = recipes.by_name(name)
@@ -112,19 +112,19 @@ def _warnings() -> list[str]:
 
 
 def _checks() -> Iterator[dict[str, Any]]:
-    from fp8compile.cli.checks import run_checks
+    from fp8compile.cli.doctor_checks import run_checks
 
     return run_checks()
 
 
 def _products(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from fp8compile.cli.products import found_products
+    from fp8compile.cli.doctor_products import found_products
 
     return found_products(devices)
 
 
 def _are_in_order(products: list[dict[str, Any]]) -> bool:
-    from fp8compile.cli.products import are_in_order
+    from fp8compile.cli.doctor_products import are_in_order
 
     return are_in_order(products)
 
@@ -179,7 +179,7 @@ def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
 
 def _print_products(found: list[dict[str, Any]]) -> bool:
     """Print the results of the products that were run on GPUs; returns whether all are right."""
-    from fp8compile.cli.products import are_in_order, product_sections
+    from fp8compile.cli.doctor_products import are_in_order, product_sections
     from fp8compile.cli.terminal import print_sections
 
     print_sections(product_sections(found))
@@ -220,7 +220,7 @@ def _on_gpu(gpu: str) -> dict[str, Any]:
 
 
 def _played_on(gpu: str) -> dict[str, Any]:
-    from fp8compile.cli.products import played_on
+    from fp8compile.cli.doctor_products import played_on
 
     return played_on(gpu)
 

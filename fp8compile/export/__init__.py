@@ -2,16 +2,15 @@
 
     model --plan.py: what is written, and how--> stream.py: tensors, layer by layer --> save.py: a folder --> check.py
 
-    kinds.py             the kinds of quantized weights that serving formats know
-    scheme.py            Format and Scheme: how a format stores a kind of weight
+    scheme.py            the kinds of quantized weights; Format and Scheme: how a format stores a kind
     fine_grained.py, compressed_tensors.py, modelopt.py, torchao.py    the formats
-    table.py             the formats by name
+    format_table.py      the formats by name
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
     whole_weights.py     a parameter over ranks as whole tensors
     whole_matrix.py      a matrix that ranks quantize into, a tile at a time
-    places.py            where a rank's part lies in a whole, and how the parts are sent
-    folder.py            files that are written beside their place and renamed
-    stored_files.py      tensors of a folder's files
+    fill_whole_tensor.py where a rank's part lies in a whole, and how the parts are sent
+    write_folder.py      files that are written beside their place and renamed
+    read_folder.py       tensors of a folder's files
     load.py              a folder that becomes the parameters of a model
     program.py           the forward as a graph of PyTorch's operators
 

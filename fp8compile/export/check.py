@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8compile.export.format_table import FORMATS
+from fp8compile.export.read_folder import StoredFiles, listed, read_json
 from fp8compile.export.save import RECORD
 from fp8compile.export.scheme import Scheme
-from fp8compile.export.stored_files import StoredFiles, listed, read_json
 from fp8compile.export.stream import positions
-from fp8compile.export.table import FORMATS
-from fp8compile.nn.shared_scales import FUSED
+from fp8compile.nn.share_outer_scale import FUSED
 
 __all__ = ["CheckReport", "check"]
 

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from fp8compile import ops
 from fp8compile._compat import is_dtensor
 from fp8compile.export.checkpoint_names import Place, in_checkpoint, is_of_transformers, tied_names
+from fp8compile.export.format_table import FORMATS
 from fp8compile.export.plan import Plan, Weight, plan_of
+from fp8compile.export.read_folder import StoredFiles, listed, read_json
 from fp8compile.export.scheme import Format, Scheme, numbers_of
-from fp8compile.export.stored_files import StoredFiles, listed, read_json
-from fp8compile.export.table import FORMATS
 from fp8compile.export.whole_matrix import empty_matrix
-from fp8compile.layout.packing import one_a_byte, packed_in_rows, two_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
-from fp8compile.nn.quantized_weights import put_codes, quantizers_of_sets
+from fp8compile.nn.quantize_weights import put_codes, quantizers_of_sets
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
 

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from fp8compile._compat import fsdp_parameters, is_fsdp_managed
 from fp8compile.export.checkpoint_names import Place, places, places_of_transposed, tied_names
-from fp8compile.export.kinds import kind_of
-from fp8compile.export.scheme import Format, Scheme
-from fp8compile.nn.candidates import is_converted, is_layer, layers, weight_names, weight_slots
+from fp8compile.export.scheme import Format, Scheme, kind_of
+from fp8compile.nn.check_model import check_model
+from fp8compile.nn.convertible_layers import is_converted, is_layer, layers, weight_names, weight_slots
 from fp8compile.nn.experts.known_modules import is_transposed
 from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.linear import STATE, Linear
-from fp8compile.nn.model_type import check_model
 from fp8compile.quantizers import DelayedScaling
 
 __all__ = ["Plan", "Weight", "plan_of"]

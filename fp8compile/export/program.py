@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fp8compile import ops
-from fp8compile.nn.candidates import is_converted
-from fp8compile.nn.model_type import check_model
+from fp8compile.nn.check_model import check_model
+from fp8compile.nn.convertible_layers import is_converted
 from fp8compile.target import pretend_target, target_called
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from torch import nn
 
 from fp8compile._compat import is_dtensor
 from fp8compile.export.checkpoint_names import is_of_transformers
-from fp8compile.export.folder import Shards, bytes_of, check_target, new_folder, write_json
+from fp8compile.export.format_table import format_named
 from fp8compile.export.plan import Plan, plan_of
 from fp8compile.export.stream import Piece, pieces
-from fp8compile.export.table import format_named
+from fp8compile.export.write_folder import Shards, bytes_of, check_target, new_folder, write_json
 
 __all__ = ["RECORD", "ExportReport", "save_pretrained"]
 

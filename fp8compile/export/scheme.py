@@ -1,4 +1,4 @@
-"""Format and Scheme: how a serving format stores one kind of quantized weight, as a pair of functions.
+"""The kinds of quantized weights, and how a serving format stores one kind: Format and Scheme, a pair of functions.
 
     matrix --Scheme.write--> tensors of the file by suffix --Scheme.read--> the values that a server computes with
 
@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.export.kinds import KINDS
 from fp8compile.formats import pack
-from fp8compile.layout.packing import one_a_byte, packed_dim
+from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Quantized
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, TwoLevelScaling
 
 __all__ = [
     "CODES",
+    "KINDS",
     "Format",
     "Scheme",
     "eight_bits",
     "four_bit_values",
+    "kind_of",
     "numbers_of",
     "packed_codes",
     "scales_of_rows",
@@ -35,6 +37,38 @@ __all__ = [
 CODES = torch.float8_e4m3fn  # the dtype of e4m3 codes in a file
 # the values of the sixteen e2m1 codes, by OCP Microscaling Formats 1.0, section 5.3.3
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+KINDS = {
+    "tensor": "e4m3, one float32 scale for each matrix",
+    "static_tensor": "e4m3, one float32 scale for each matrix and one for its input, both from delayed scaling",
+    "channel": "e4m3, a float32 scale for each row of w_NK",
+    "block": "e4m3, a float32 scale for 128 x 128 values",
+    "block_ue8m0": "e4m3, a scale for 128 x 128 values that is a power of two",
+    "mx": "e4m3, an E8M0 scale for 32 values of a row",
+    "nvfp4": "e2m1, an e4m3 scale for 16 values of a row and a float32 scale for each matrix",
+}
+
+
+def _kind_of_current(quantizer: CurrentScaling) -> str | None:
+    if quantizer.format != "e4m3":
+        return None
+    block, scale = quantizer.block, quantizer.scale
+    if quantizer.stores_e8m0():
+        return "mx" if block in ((1, 32), (32, 32)) else None
+    if block == (128, 128):
+        return "block_ue8m0" if scale == "pow2" else "block"
+    return {(-1, -1): "tensor", (1, -1): "channel"}.get(block)
+
+
+def kind_of(quantizer: Quantizer) -> str | None:
+    """The kind of a weight whose codes this quantizer makes, a key of `KINDS`; None if no serving format has it."""
+    if type(quantizer) is CurrentScaling:
+        return _kind_of_current(quantizer)
+    if type(quantizer) is DelayedScaling:
+        return "static_tensor" if quantizer.format == "e4m3" else None
+    if type(quantizer) is TwoLevelScaling and not quantizer.hadamard:
+        return "nvfp4" if quantizer.block in ((1, 16), (16, 16)) else None
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile.export.checkpoint_names import Place, in_checkpoint
+from fp8compile.export.format_table import format_named
 from fp8compile.export.plan import Plan, Weight, plan_of
-from fp8compile.export.table import format_named
 from fp8compile.export.whole_weights import scale_of_input, whole_codes, whole_values
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.linear import Linear
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.export.places import fill, place_of
+from fp8compile.export.fill_whole_tensor import fill, place_of
 from fp8compile.formats import pack
 from fp8compile.layout.cuts import DimSharding, Sharding
-from fp8compile.layout.packing import one_a_byte, packed_dim, packed_in_rows
+from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim, packed_in_rows
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.nn.outer_amax import WHOLE_TENSOR
+from fp8compile.nn.shared_outer_amax import WHOLE_TENSOR
 from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.ops.layer.quantize import (
+from fp8compile.ops.layer.quantize_over_ranks import (
     PYTHON_OF_STEPS,
     cast_part,
     has_one_scale,

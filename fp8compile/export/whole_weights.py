@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile._compat import local_itself, replicated
-from fp8compile.export.places import fill, place_of, send
+from fp8compile.export.fill_whole_tensor import fill, place_of, send
 from fp8compile.export.whole_matrix import WholeMatrix, amax_of_all
 from fp8compile.layout.cuts import DimSharding, Sharding
-from fp8compile.layout.packing import one_a_byte, packed_dim
+from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
 from fp8compile.nn.linear import Linear
-from fp8compile.ops.layer.quantize import PYTHON_OF_STEPS, dequantized, quantize_part
-from fp8compile.ops.layer.write_state import ROW_OF_INPUT, ROW_OF_WEIGHT
+from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_INPUT, ROW_OF_WEIGHT
+from fp8compile.ops.layer.quantize_over_ranks import PYTHON_OF_STEPS, dequantized, quantize_part
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import has_codes, is_quantized_parameter, sharding_of
 

@@ -1,8 +1,11 @@
 """Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
 
-from fp8compile.inductor.fusion import behind_views, is_fusible, is_made_by_rows, is_result_of, leaves_of
 from fp8compile.inductor.inlining import inlined, traced
+from fp8compile.inductor.is_fusible import behind_views, is_fusible, is_made_by_rows, is_result_of, leaves_of
+from fp8compile.inductor.lower_row_counts import lower_counts_of_rows
+from fp8compile.inductor.lower_row_groups import lower_largest_of_sums
 from fp8compile.inductor.noted_blocks import block_noted, noted_block
+from fp8compile.inductor.once_a_graph import constant, once_a_graph, once_with_more
 from fp8compile.inductor.partitioner_marks import (
     is_left_in_backward,
     is_repeated_in_backward,
@@ -13,16 +16,13 @@ from fp8compile.inductor.partitioner_marks import (
     recomputed,
     repeat_in_backward,
 )
-from fp8compile.inductor.prologues import register_tile_kernel
+from fp8compile.inductor.prologue_fusion import register_tile_kernel
 from fp8compile.inductor.registration import (
     register_decomposition,
     register_fallback,
     register_joint_pass,
     register_lowering,
 )
-from fp8compile.inductor.row_counts import lower_counts_of_rows
-from fp8compile.inductor.row_groups import lower_largest_of_sums
-from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph, once_with_more
 from fp8compile.inductor.tile_kernels import COUNTS, TileKernel, TileLaunch, TileMatrix, with_counts
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8compile._compat import nodes_of, runs_in_backward, statically_true
-from fp8compile.inductor.fusion import VIEWS
+from fp8compile.inductor.is_fusible import VIEWS
 
 __all__ = [
     "is_left_in_backward",

@@ -1,7 +1,7 @@
 """Inductor templates that are made from a kernel's source, so that the kernel computes its input itself.
 
 Inductor's templates are not a public API; this module uses parts that are the same from 2.11 to 2.15. It imports
-Inductor, so `fp8compile.inductor.prologues` imports it only when Inductor lowers an op.
+Inductor, so `fp8compile.inductor.prologue_fusion` imports it only when Inductor lowers an op.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from fp8compile import MasterWeights as EagerMasterWeights
 from fp8compile.integrations.conversion import Conversion
-from fp8compile.nn.assignment import Recipes
+from fp8compile.nn.assign_recipes import Recipes
 from fp8compile.tensor import is_quantized_parameter
 
 __all__ = ["MasterWeights", "convert", "converted", "fsdp2_plugin"]

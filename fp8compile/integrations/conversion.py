@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fp8compile.nn import convert
-from fp8compile.nn.assignment import Recipes
+from fp8compile.nn.assign_recipes import Recipes
 from fp8compile.parallel import fsdp_float8_all_gather
 
 __all__ = ["Conversion"]

@@ -27,7 +27,7 @@ from fp8compile._compat import is_fsdp
 from fp8compile.integrations.conversion import Conversion
 from fp8compile.integrations.loggers import finite
 from fp8compile.nn import Monitor
-from fp8compile.nn.assignment import Recipes
+from fp8compile.nn.assign_recipes import Recipes
 
 __all__ = ["F8FSDPPrecision", "F8HalfPrecision", "F8MixedPrecision", "F8Monitor", "F8Precision"]
 

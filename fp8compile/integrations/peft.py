@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 from fp8compile._compat import is_dtensor
 from fp8compile.nn.calibrate import set_row
-from fp8compile.nn.experts.added import add_to_product, no_longer_add, takes_additions
+from fp8compile.nn.experts.adapters import add_to_product, no_longer_add, takes_additions
 from fp8compile.nn.experts.converted_class import ConvertedExperts
-from fp8compile.nn.grouped import grouped_linear
+from fp8compile.nn.grouped_linear import grouped_linear
 from fp8compile.nn.linear import STATE, Linear
-from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
+from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_WEIGHT
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.tensor import has_codes, is_quantized_parameter
 

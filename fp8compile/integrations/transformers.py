@@ -32,8 +32,8 @@ from fp8compile.integrations.conversion import Conversion
 from fp8compile.integrations.loggers import finite
 from fp8compile.integrations.transformers_quantizer import F8Config
 from fp8compile.nn import Monitor, conversion_report
-from fp8compile.nn.assignment import Recipes
-from fp8compile.nn.report import ConversionReport
+from fp8compile.nn.assign_recipes import Recipes
+from fp8compile.nn.conversion_report import ConversionReport
 
 __all__ = ["F8Callback", "F8Config", "MonitorCallback", "master_weights"]
 

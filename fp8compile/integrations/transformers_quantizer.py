@@ -16,12 +16,12 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8compile.integrations.recipe_json import recipe_from_json, recipe_to_json
-from fp8compile.layout.packing import packed_in_rows
+from fp8compile.layout.four_bit_packing import packed_in_rows
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn import convert
-from fp8compile.nn.candidates import is_converted, layers, weight_names
 from fp8compile.nn.codes_in_state import ENDS, PARTS
-from fp8compile.nn.quantized_weights import check_weights, quantizers_of_sets
+from fp8compile.nn.convertible_layers import is_converted, layers, weight_names
+from fp8compile.nn.quantize_weights import check_weights, quantizers_of_sets
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import QuantizedParameter
 

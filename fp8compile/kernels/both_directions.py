@@ -262,7 +262,7 @@ def both_directions(
         rows: Quantizer along rows, block (1, n), n a divisor of 128.
         columns: Quantizer along columns, block (n, 1).
         outputs: Codes and scales along rows, then along columns.
-        counts: `fp8compile.ops.counts` of both directions, to be written; None to count nothing.
+        counts: `fp8compile.ops.counting_kernels` of both directions, to be written; None to count nothing.
     """
     *_, m, k = x.shape
     chosen = {"STRIP": TILE, **constants(rows, columns)}
@@ -278,7 +278,7 @@ def along_columns(
         x: (M, K), or a stack of matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
         quantizer: Block (n, 1), n a divisor of 128.
         outputs: Codes (K, M) and scales (ceil(M / n), K), of each matrix.
-        counts: `fp8compile.ops.counts` of the one direction, to be written; None to count nothing.
+        counts: `fp8compile.ops.counting_kernels` of the one direction, to be written; None to count nothing.
     """
     *_, m, k = x.shape
     shared = {"TILE": TILE, "STRIP": TILE, "BLOCK": quantizer.block[0]}
@@ -296,7 +296,7 @@ def tiles_of_several(
         shape: Numbers of rows and columns.
         pairs: For each matrix the quantizers along rows and along columns, with blocks (1, n) and (n, 1), n a divisor
             of 128. None along rows makes codes along columns only; the first matrix has both.
-        counts: Whether the last result of each matrix is `fp8compile.ops.counts` of its directions.
+        counts: Whether the last result of each matrix is `fp8compile.ops.counting_kernels` of its directions.
     """
     (m, k), block = shape, pairs[0][1].block[0]
     matrices = tuple(

@@ -4,8 +4,8 @@
     underflow     elements with code 0 that are not 0
     saturation    elements beyond the largest code by more than half a step
 
-They are what `fp8compile.ops.counts` counts in PyTorch. A kernel without counts has none of this code. Kernels of
-groups add to the numbers of each group instead.
+They are what `fp8compile.ops.counting_kernels` counts in PyTorch. A kernel without counts has none of this code.
+Kernels of groups add to the numbers of each group instead.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ __all__ = [
 PROGRAMS = 528  # four for each multiprocessor of an H200
 TILE = 128  # rows and columns
 SMALL_TILE = 64  # of programs that quantize several matrices, if no block is longer
-PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.two_levels`
+PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.quantize_two_levels`
 
 
 def row_programs(shape: Sequence[int]) -> tuple[int, ...]:

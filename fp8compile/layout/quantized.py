@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.layout.cuts import Sharding
+from fp8compile.layout.cuts import SIDES, AxisBlocks, Sharding, axis_blocks
 from fp8compile.quantizers import Quantizer, transposed
 from fp8compile.quantizers.check_returned import is_own, shape_said
 from fp8compile.scale_layouts import untiled
 
-__all__ = ["STACK", "WHOLE", "Plain", "Quantized", "TensorLayout"]
+__all__ = ["STACK", "WHOLE", "Plain", "Quantized", "TensorLayout", "as_operand"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Quantized:
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
-            with blocks along the tokens of groups are (features, C); `fp8compile.ops.groups.layout` defines the C
+            with blocks along the tokens of groups are (features, C); `fp8compile.ops.groups.padding` defines the C
             columns.
         scale: Grid of the quantizer's blocks, with one more dim for a stack. It is 1-D if it was written in tiles
             (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups it is (C /
@@ -85,7 +85,7 @@ class Quantized:
         has_scales_of_whole: Whether ``scale`` has the rows, and the columns, of the whole tensor's grid, because ranks
             cut blocks along that side.
         counts: What the kernel that made the codes counted, if it was asked to: (3, programs) int32, or (3, E) int64
-            for groups; see `fp8compile.ops.counts`.
+            for groups; see `fp8compile.ops.counting_kernels`.
     """
 
     codes: Tensor
@@ -169,3 +169,32 @@ class Quantized:
     def with_cuts(self, cuts: Sharding) -> Quantized:
         """The same codes and scales with another layout, in which ranks have made these cuts."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
+
+
+def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
+    """Turn a part into an operand that a GEMM takes: a matrix or a stack without cuts.
+
+    If ranks cut blocks, the part's codes are padded with zeros in front, to begin with a block.
+
+    Returns:
+        The operand. Then, for its rows and for its columns, the `AxisBlocks` whose ``extract`` cuts this rank's
+        elements out of a result, or None for a side that was not padded.
+    """
+    is_whole = part.layout.ends is not None and not any(part.has_scales_of_whole)
+    if not part.cuts or is_whole:
+        return part, None, None
+    codes, grid, batch = part.codes, part.scale, part.layout.batch
+    if not batch:
+        # a matrix is reshaped too: if scales of blocks came right after a gather, PyTorch's async tensor parallelism
+        # would take them for scales of rows
+        codes = codes.reshape(codes.shape[:-1].numel(), codes.shape[-1])
+        grid = grid.reshape(grid.shape[:-1].numel(), grid.shape[-1])
+    windows: list[AxisBlocks | None] = [None, None]
+    sides = axis_blocks(part.codes.shape, part.cuts, part.quantizer.block, batch)
+    for index, (dim, side) in enumerate(zip(SIDES, sides, strict=True)):
+        if part.has_scales_of_whole[index] and side.groups:
+            codes, grid = side.embed(codes, dim), side.window(grid, dim)
+            windows[index] = side
+    layout = TensorLayout((), batch, part.layout.ends)
+    found = Quantized(codes=codes, scale=grid, quantizer=part.quantizer, outer_scale=part.outer_scale, layout=layout)
+    return found, windows[0], windows[1]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fp8compile import ops
 from fp8compile._compat import is_dtensor
+from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.linear import Linear, become_float8
-from fp8compile.nn.model_type import Model, check_model
-from fp8compile.ops.layer.write_state import ROW_OF_INPUT, ROW_OF_WEIGHT
+from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_INPUT, ROW_OF_WEIGHT
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
 
 __all__ = ["calibrate", "set_row"]

@@ -15,11 +15,11 @@ from torch import Size, Tensor
 from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.layout.quantized import Quantized
 from fp8compile.layout.shapes import codes_shape, scale_shape
-from fp8compile.nn.converted_layers import CONVERTED, USES
-from fp8compile.nn.kept_codes import KeepsCodes
-from fp8compile.nn.local import placed_like
-from fp8compile.nn.observed import Observed
-from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
+from fp8compile.nn.cached_weights import KeepsCodes
+from fp8compile.nn.layer_registry import CONVERTED, USES
+from fp8compile.nn.observed_module import Observed
+from fp8compile.nn.placed_like import placed_like
+from fp8compile.nn.tensor_parallel_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.recipes import describe
 from fp8compile.tensor import count_write, is_quantized_parameter, shown
 

@@ -9,17 +9,24 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fp8compile.nn.assignment import Recipes, with_tail
-from fp8compile.nn.candidates import cannot_go_back, converted_class, go_back, is_converted, layers, put_in_float8
+from fp8compile.nn.assign_recipes import Recipes, with_tail
+from fp8compile.nn.cached_weights import check_caches
+from fp8compile.nn.check_model import Model, check_model
+from fp8compile.nn.convertible_layers import (
+    cannot_go_back,
+    converted_class,
+    go_back,
+    is_converted,
+    layers,
+    put_in_float8,
+)
+from fp8compile.nn.delayed_state import check_amax_group
 from fp8compile.nn.filters import Filter
-from fp8compile.nn.kept_codes import check_caches
-from fp8compile.nn.model_type import Model, check_model
 from fp8compile.nn.parameter_uses.first_forward import stop_watching, watch_first_forward
 from fp8compile.nn.parameter_uses.uses import forget_uses
-from fp8compile.nn.quantized_weights import check_weights, quantize_weights
-from fp8compile.nn.shared_scales import Groups, scale_groups, share_scales
-from fp8compile.nn.state import check_amax_group
-from fp8compile.nn.why_left_out import LEFT_OUT, recipes_and_reasons
+from fp8compile.nn.quantize_weights import check_weights, quantize_weights
+from fp8compile.nn.share_outer_scale import Groups, scale_groups, share_scales
+from fp8compile.nn.why_not_converted import LEFT_OUT, recipes_and_reasons
 from fp8compile.quantizers import Recipe
 
 __all__ = ["convert", "revert"]

@@ -13,7 +13,7 @@ from weakref import WeakSet
 from torch import Tensor, fx
 
 from fp8compile import _compat
-from fp8compile.ops.layer.observe import OBSERVE_OPS
+from fp8compile.ops.layer.statistics.observe import OBSERVE_OPS
 
 __all__ = ["ExecutionOrder", "note_call"]
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fp8compile.nn.candidates import device_of, matrices
+from fp8compile.nn.convertible_layers import device_of, matrices
 from fp8compile.target import target_of
 
 __all__ = [

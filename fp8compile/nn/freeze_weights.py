@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from fp8compile._compat import local_itself
-from fp8compile.nn.candidates import is_converted, weight_names
-from fp8compile.nn.model_type import Model, check_model
-from fp8compile.nn.quantized_weights import check_weights, quantize_weights
+from fp8compile.nn.check_model import Model, check_model
+from fp8compile.nn.convertible_layers import is_converted, weight_names
+from fp8compile.nn.quantize_weights import check_weights, quantize_weights
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import QuantizedParameter, in_place_of, is_quantized_parameter
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import is_dtensor, local_itself
-from fp8compile.nn.state import DelayedState, check_state
+from fp8compile.nn.delayed_state import DelayedState, check_state
 from fp8compile.ops import delayed_linear, known_codes_linear, shared_scale_linear
 from fp8compile.ops import linear as linear_op
-from fp8compile.ops.layer.known_codes import Sets, flat_sets
-from fp8compile.ops.layer.layers import DELAYED, LINEAR, SHARED_SCALE
-from fp8compile.ops.layer.observe import Observer
+from fp8compile.ops.layer.layer_ops import DELAYED, LINEAR, SHARED_SCALE
+from fp8compile.ops.layer.make_weight_codes import Sets, flat_sets
+from fp8compile.ops.layer.statistics.observe import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
 
@@ -189,7 +189,8 @@ def linear(
         return handle_torch_function(linear, (x, weight, bias), x, weight, bias, **given)
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)
-    check_state(state)
+    if state is not None:
+        check_state(state)
     if has_codes(weight):
         check_serves("linear", weight, recipe)  # the op checks too, but torch.compile would wrap its error
     if outer_amax is not None:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
+from fp8compile.nn.cached_weights import check_caches
 from fp8compile.nn.codes_in_state import CodesInState, reach_codes
-from fp8compile.nn.converted_layers import CONVERTED
+from fp8compile.nn.delayed_state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.nn.functional import check_recipe, linear
-from fp8compile.nn.kept_codes import check_caches
-from fp8compile.nn.local import on_all_ranks_of
-from fp8compile.nn.not_sharded import warn_if_not_sharded
-from fp8compile.nn.outer_amax import shared_outer_amax
-from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
+from fp8compile.nn.layer_registry import CONVERTED
+from fp8compile.nn.placed_like import on_all_ranks_of
+from fp8compile.nn.shared_outer_amax import shared_outer_amax
+from fp8compile.nn.warn_if_not_sharded import warn_if_not_sharded
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from fp8compile.nn.execution_order import ExecutionOrder
 from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.nonfinite import NonFinite, NonFiniteError, is_finite_on_all_ranks
-from fp8compile.nn.observed import Observed
-from fp8compile.nn.totals_of_ranks import agreed, over_ranks, rank
-from fp8compile.ops.layer.check_groups import check_recipe_of_groups
-from fp8compile.ops.layer.observe import Observer
-from fp8compile.ops.layer.statistics import (
+from fp8compile.nn.observed_module import Observed
+from fp8compile.nn.statistics_over_ranks import agreed, over_ranks, rank
+from fp8compile.ops.layer.check_recipe_of_groups import check_recipe_of_groups
+from fp8compile.ops.layer.statistics.definitions import (
     NUMEL,
     PASSES,
     STATISTICS,
@@ -28,6 +27,7 @@ from fp8compile.ops.layer.statistics import (
     names_of_columns,
     totals_of,
 )
+from fp8compile.ops.layer.statistics.observe import Observer
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8compile.nn.totals_of_ranks import num_ranks
-from fp8compile.ops.layer.observe import Observer
-from fp8compile.ops.layer.statistics import NUMEL, names_of_columns
+from fp8compile.nn.statistics_over_ranks import num_ranks
+from fp8compile.ops.layer.statistics.definitions import NUMEL, names_of_columns
+from fp8compile.ops.layer.statistics.observe import Observer
 from fp8compile.quantizers import TENSORS
 from fp8compile.quantizers.recipe import SLOTS
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8compile.nn.candidates import is_converted
+from fp8compile.nn.cached_weights import why_not_cached
+from fp8compile.nn.check_model import Model, check_model
+from fp8compile.nn.convertible_layers import is_converted
 from fp8compile.nn.experts.converted_class import ConvertedModule
-from fp8compile.nn.kept_codes import why_not_cached
 from fp8compile.nn.linear import Linear
-from fp8compile.nn.model_type import Model, check_model
-from fp8compile.nn.why_left_out import cannot_take
+from fp8compile.nn.why_not_converted import cannot_take
 from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["set_recipe"]

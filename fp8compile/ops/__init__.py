@@ -19,12 +19,11 @@ from fp8compile.ops.groups.grouped_mm import group_sum, grouped_mm
 from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.inductor_hints import after, realize, snapshot, store
-from fp8compile.ops.layer.amax_tokens import fsdp_amaxes_together, fsdp_tokens
-from fp8compile.ops.layer.flops import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
+from fp8compile.ops.layer.flop_formulas import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
-from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
-from fp8compile.ops.layer.known_codes import weight_codes
-from fp8compile.ops.layer.layers import (
+from fp8compile.ops.layer.fsdp_delayed_amaxes import fsdp_amaxes_together, fsdp_tokens
+from fp8compile.ops.layer.fsdp_gather_high_precision import fsdp_gather, fsdp_reduce
+from fp8compile.ops.layer.layer_ops import (
     GEMM_OPS,
     LAYER_OPS,
     delayed_grad_input,
@@ -57,6 +56,7 @@ from fp8compile.ops.layer.layers import (
     sharded_linear,
     shared_scale_linear,
 )
+from fp8compile.ops.layer.make_weight_codes import weight_codes
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.outer_scale import outer_amax, two_scales

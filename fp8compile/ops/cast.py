@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
-from fp8compile.ops.sharding import Split, grid_cuts
+from fp8compile.ops.sharding_rules import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import is_own, returned, shape_said
 

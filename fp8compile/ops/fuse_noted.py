@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fp8compile import inductor
 from fp8compile._compat import statically_true
 from fp8compile.ops.count_cast import in_halves
-from fp8compile.ops.counts import COUNTED, pieces_of_counts
+from fp8compile.ops.counting_kernels import COUNTED, pieces_of_counts
 from fp8compile.ops.noted_codes import noted_codes, noted_counts
 from fp8compile.ops.quantize_both import is_pair
 from fp8compile.ops.quantize_columns import is_along_columns

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.sharding import along_every_dim
+from fp8compile.ops.sharding_rules import along_every_dim
 
 __all__ = ["after", "realize", "snapshot", "store"]
 

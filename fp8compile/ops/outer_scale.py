@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from fp8compile.ops import samples
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.sharding import Cut, Split
+from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import dtype_said, returned
 

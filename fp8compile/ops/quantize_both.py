@@ -20,11 +20,11 @@ from fp8compile.kernels.programs import tile_programs
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
-from fp8compile.ops.counts import counts_of_blocks, counts_of_steps, empty_counts
+from fp8compile.ops.counting_kernels import counts_of_blocks, counts_of_steps, empty_counts
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
-from fp8compile.ops.sharding import Cut, Split
+from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from fp8compile import inductor
 from fp8compile.inductor import TileLaunch
 from fp8compile.kernels.programs import several_programs
-from fp8compile.ops.counts import counts_of_blocks, counts_of_steps, empty_counts
+from fp8compile.ops.counting_kernels import counts_of_blocks, counts_of_steps, empty_counts
 from fp8compile.ops.quantize_both import empty_outputs, quantize_both, quantize_both_counted, two_casts
 from fp8compile.ops.quantize_columns import (
     cast_along_columns,
@@ -171,4 +171,4 @@ quantize_several: OpOverload = _register("fp8compile::quantize_several", _kernel
 quantize_several_counted: OpOverload = _register(
     "fp8compile::quantize_several_counted", _counted_kernel, _counted_fake, _counted_steps, counts=True
 )
-"""For each matrix what `quantize_several` returns, and behind that its counts, as `fp8compile.ops.counts` says."""
+"""Returns what `quantize_several` returns, and behind each matrix's results `fp8compile.ops.counting_kernels` of it."""

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
 from fp8compile.kernels.programs import packed_programs
-from fp8compile.ops.counts import counts_of, counts_of_steps, empty_counts
+from fp8compile.ops.counting_kernels import counts_of, counts_of_steps, empty_counts
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.blocks import expand_blocks
@@ -82,7 +82,7 @@ def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quanti
 def _launch(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Any, columns: Any, counts: Tensor | None
 ) -> Outputs:
-    from fp8compile.kernels.two_levels import both_packed
+    from fp8compile.kernels.quantize_two_levels import both_packed
 
     outputs = _empty_outputs(x, row_amax, column_amax, rows, columns)
     codes, scale, outer, column_codes, *others = outputs
@@ -120,7 +120,7 @@ def _counted_fake(
 
 
 def counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
-    """`fp8compile.ops.counts.counts_of` a matrix whose outer amax is known."""
+    """`fp8compile.ops.counting_kernels.counts_of` a matrix whose outer amax is known."""
     own = quantizer.unpacked()
     codes, scale, outer = by_outer_amax(x, outer_amax, own)
     values = random_hadamard(x.float(), 0, own.transform()) if own.transform() else x

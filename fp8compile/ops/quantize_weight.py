@@ -20,7 +20,7 @@ from fp8compile.kernels.programs import row_programs, tile_programs
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
-from fp8compile.ops.counts import counts_of_blocks, counts_of_steps, empty_counts
+from fp8compile.ops.counting_kernels import counts_of_blocks, counts_of_steps, empty_counts
 from fp8compile.ops.quantize_both import LARGEST_BLOCK
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
@@ -63,7 +63,7 @@ def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Te
 
 
 def _launch(weight: Tensor, first: Any, again: Quantizer, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    from fp8compile.kernels.weights import rows_and_columns, square_blocks
+    from fp8compile.kernels.quantize_weight import rows_and_columns, square_blocks
 
     codes, own_scale, other_amax = _fake(weight, first, again)
     if first.block == ROWS:

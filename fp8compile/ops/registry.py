@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 
 from fp8compile import _compat, inductor
-from fp8compile.ops.sharding import Sharding
+from fp8compile.ops.sharding_rules import Sharding
 from fp8compile.quantizers.constant import Constant, salt_with
 from fp8compile.target import target_of
 

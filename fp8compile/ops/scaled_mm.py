@@ -11,10 +11,10 @@ from torch._ops import OpOverload
 
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops import samples
-from fp8compile.ops.gemm import multiply, selected_gemm
+from fp8compile.ops.gemms.selection import multiply, selected_gemm
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
-from fp8compile.ops.sharding import Cut, Split
+from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.quantizers import GEMMS, GemmConfig, Quantizer
 from fp8compile.quantizers.check_returned import shape_said
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.sharding import along_every_dim
+from fp8compile.ops.sharding_rules import along_every_dim
 from fp8compile.quantizers import CurrentScaling, Quantizer
 
 __all__ = ["straight_through"]

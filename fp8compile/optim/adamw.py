@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fp8compile.optim.advance import Rule
+from fp8compile.optim.compiled_step import Rule
 from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
 from fp8compile.optim.moments import CODES
 from fp8compile.quantizers.scale_rules import exact_root

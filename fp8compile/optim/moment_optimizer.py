@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8compile._compat import compiled_alone, is_dtensor, local_itself, untraced
-from fp8compile.optim.advance import Job, Rule, advance
+from fp8compile.optim.compiled_step import Job, Rule, advance
 from fp8compile.optim.moments import CODES, STORED, MomentRows, StoredMoment
 from fp8compile.quantizers.stochastic_rounding import check_rounding
 from fp8compile.tensor import SOURCE_DTYPES, has_codes, shown

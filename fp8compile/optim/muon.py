@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import is_dtensor, local_itself, muon_lr, orthogonalized, untraced
-from fp8compile.nn.local import placed_like, wrapped_like
-from fp8compile.optim.advance import Job, Rule
+from fp8compile.nn.placed_like import placed_like, wrapped_like
+from fp8compile.optim.compiled_step import Job, Rule
 from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
 from fp8compile.optim.moments import CODES
 

@@ -4,18 +4,18 @@ A converted model runs under PyTorch's own DTensor plans without this package. T
 that keeps each rank's part in plain tensors can use the functions that take a process group.
 """
 
-from fp8compile.nn.experts.placed import spread_experts
-from fp8compile.nn.routes import Routes, expert_routes
-from fp8compile.parallel.broadcast import broadcast_parameters
+from fp8compile.nn.expert_routes import Routes, expert_routes
+from fp8compile.nn.experts.spread_over_ranks import spread_experts
+from fp8compile.parallel.broadcast_parameters import broadcast_parameters
+from fp8compile.parallel.clip_grad_norm import clip_grad_norm_
 from fp8compile.parallel.expert_gradients import average_expert_gradients, expert_parameters
 from fp8compile.parallel.expert_parallel import ExpertParallel, overflowed_rows
-from fp8compile.parallel.fsdp2.choose_weights import fsdp_float8_all_gather
-from fp8compile.parallel.gradient_norm import clip_grad_norm_
+from fp8compile.parallel.fsdp2.fsdp_float8_all_gather import fsdp_float8_all_gather
+from fp8compile.parallel.fsdp2.share_scales import share_scales
 from fp8compile.parallel.graph_fsdp.graph_fsdp import graph_fsdp
-from fp8compile.parallel.grouped_functions import column_parallel_grouped_linear, row_parallel_grouped_linear
-from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
-from fp8compile.parallel.quantized_parameters import share_scales
-from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel
+from fp8compile.parallel.tensor_parallel_grouped import column_parallel_grouped_linear, row_parallel_grouped_linear
+from fp8compile.parallel.tensor_parallel_linear import column_parallel_linear, row_parallel_linear
+from fp8compile.parallel.tensor_parallel_styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",

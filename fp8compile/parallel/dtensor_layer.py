@@ -21,15 +21,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8compile import _compat
 from fp8compile.layout.cuts import Sharding, axis_blocks, split_axes
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import snapshot
-from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, write_state
-from fp8compile.ops.layer.amax_tokens import fsdp_tokens
-from fp8compile.ops.layer.counting import Seen, counted
-from fp8compile.ops.layer.fsdp_gather import reduced
+from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, delayed_scaling_state
+from fp8compile.ops.layer.delayed_scaling_placements import Delayed, DelayedForGradient
+from fp8compile.ops.layer.fsdp_delayed_amaxes import fsdp_tokens
+from fp8compile.ops.layer.fsdp_gather_high_precision import reduced
+from fp8compile.ops.layer.fsdp_rows import Rows, placed_cuts
 from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
-from fp8compile.ops.layer.observe import OBSERVE_OPS, ObserveOp
+from fp8compile.ops.layer.multiply_over_ranks import multiply_parts
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
 from fp8compile.ops.layer.placements import (
     RowsOverFsdpBase,
@@ -38,12 +39,11 @@ from fp8compile.ops.layer.placements import (
     SharedScale,
     Whole,
 )
-from fp8compile.ops.layer.products import multiply_parts
-from fp8compile.ops.layer.quantize import part_amax
+from fp8compile.ops.layer.quantize_over_ranks import part_amax
 from fp8compile.ops.layer.register_layer import LayerOp
-from fp8compile.ops.layer.rows import Rows, placed_cuts
-from fp8compile.ops.layer.stateful_placements import Delayed, DelayedForGradient
-from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
+from fp8compile.ops.layer.statistics.observe import OBSERVE_OPS, ObserveOp
+from fp8compile.ops.layer.statistics.pieces import Seen, counted
+from fp8compile.parallel.dtensor_parts import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.tensor import check_serves, codes_seen, has_codes
 
@@ -204,19 +204,17 @@ def _weight_seen(part: Plain, recipe: Recipe, *, counts: bool) -> Seen:
     return Seen(None, counts, {gemm.b: _codes_of(gemm, part, recipe) for gemm in read})
 
 
-TOKENS = {"grad_output": "grad_output", "x": "input"}  # argument of an op that observes -> tensor of the layer
-
-
 def _observed(op: ObserveOp, *args: Any) -> Any:
     """Run an op that observes a layer on DTensors; totals cover this rank's elements, so they are plain tensors."""
-    given, place, _, later, names, recipe = op.split(args)
-    tokens, mesh = given["grad_output" if op.gradient else "x"], args[0].device_mesh
+    (first, x, weight, *_), _, place, _, later, names, recipe = op.split(args)
+    tokens, mesh = first if op.gradient else x, args[0].device_mesh
     gemm, multiplier = GRAD_INPUT if op.gradient else OUTPUT, _whole_state(place.given().get("multiplier"))
-    parts = {name: part_of("linear", given[key]) for key, name in TOKENS.items() if given.get(key) is not None}
+    observed = {"grad_output": first if op.gradient else None, "input": x}
+    parts = {name: part_of("linear", tensor) for name, tensor in observed.items() if tensor is not None}
     seen = {name: Seen(part, _counts(part.cuts, mesh)) for name, part in parts.items()}
     phase = Phase.of(gemm, next(iter(parts.values())).local)
     more: dict[str, Any] = {}
-    if (weight := given["weight"]) is not None and isinstance(place, OVER_FSDP):
+    if weight is not None and isinstance(place, OVER_FSDP):
         right = _rows(gemm, tokens, weight, place)
         more = right.given
         seen["weight"] = Seen(right.part, _counts(right.part.cuts, mesh))
@@ -249,10 +247,10 @@ def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -
     """
     (for_x, for_weight, _), mesh = recipe.delayed(), x.device_mesh
     if isinstance(place, OVER_FSDP):
-        return used, _amax_over_ranks(x, for_x, used), write_state.amax_of(weight.to(x.dtype), for_weight)
+        return used, _amax_over_ranks(x, for_x, used), delayed_scaling_state.amax_of(weight.to(x.dtype), for_weight)
     if for_weight is not None and has_codes(_compat.local_itself(weight)):
         history: Any = _whole_state(place.amax_history)
-        of_weight = write_state.kept_amax(history)
+        of_weight = delayed_scaling_state.kept_amax(history)
     else:
         of_weight = _amax_over_ranks(weight, for_weight, used)
     found = used, _amax_over_ranks(x, for_x, used), of_weight

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp8compile.layout.cuts import DimSharding, chunk_sizes
 from fp8compile.layout.quantized import Plain
 from fp8compile.ops.collectives import all_reduce_extreme
-from fp8compile.ops.layer.over_ranks import gather, narrow
+from fp8compile.ops.layer.gather_operands import gather, narrow
 from fp8compile.ops.registry import Op
-from fp8compile.ops.sharding import Cut, Split
-from fp8compile.parallel.placed import check_one_mesh, part_of, whole_of
+from fp8compile.ops.sharding_rules import Cut, Split
+from fp8compile.parallel.dtensor_parts import check_one_mesh, part_of, whole_of
 
 __all__ = ["dispatch_by_rule"]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8compile._compat import root_mesh
-from fp8compile.nn.experts.placed import is_spread
+from fp8compile.nn.experts.spread_over_ranks import is_spread
 from fp8compile.tensor import shown
 
 __all__ = ["average_expert_gradients", "check_meshes", "expert_parameters", "has_no_other_ranks"]

@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fp8compile.nn.expert_routes import check_capacity
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.known_modules import holds_no_stacks, host_of, layout_of
 from fp8compile.nn.experts.overflow import counter_of, start_counting
-from fp8compile.nn.experts.placed import DispatchOptions, check_mesh, spread_experts
-from fp8compile.nn.experts.routed import ROUTED
-from fp8compile.nn.routes import check_capacity
+from fp8compile.nn.experts.spread_over_ranks import DispatchOptions, check_mesh, spread_experts
+from fp8compile.nn.experts.transformers_experts import ROUTED
 
 __all__ = ["ExpertParallel", "overflowed_rows"]
 

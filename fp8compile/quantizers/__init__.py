@@ -3,9 +3,8 @@
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.current_scaling import CurrentScaling
 from fp8compile.quantizers.delayed_scaling import DelayedScaling
-from fp8compile.quantizers.derived import transposed, with_block
 from fp8compile.quantizers.gemm_config import GemmConfig
-from fp8compile.quantizers.quantizer import Quantizer
+from fp8compile.quantizers.quantizer import Quantizer, transposed, with_block
 from fp8compile.quantizers.recipe import GEMMS, TENSORS, Gemm, Recipe, gemm_kind
 from fp8compile.quantizers.root_scaling import RootScaling
 from fp8compile.quantizers.two_level_scaling import TwoLevelScaling

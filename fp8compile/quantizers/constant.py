@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from fp8compile import _compat
-from fp8compile.quantizers.declaration import check_class, check_decorated, field_types, fits
+from fp8compile.quantizers.check_declaration import check_class, check_decorated, field_types, fits
 
 __all__ = ["Constant", "module_source", "salt_with", "source_salt"]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from fp8compile._compat import guard_or_false
 from fp8compile.formats import E4M3, E5M2, ELEMENT_FORMATS, Float4Format, Float8Format, element_format
 from fp8compile.quantizers.blocks import (
+    Block,
     as_matrix,
     block_amax,
     check_block,
@@ -28,11 +30,11 @@ from fp8compile.quantizers.blocks import (
     grid_shape,
     scaled,
 )
+from fp8compile.quantizers.check_declaration import check_steps
 from fp8compile.quantizers.constant import Constant
-from fp8compile.quantizers.declaration import check_steps
 from fp8compile.quantizers.scale_rules import exact_quotient
 
-__all__ = ["Quantizer"]
+__all__ = ["Quantizer", "transposed", "with_block"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,3 +261,26 @@ class Quantizer(Constant):
         # The product promotes the codes. Converted before it, PyTorch 2.11 would make one conversion of the two from
         # float8, and for float8 to float64 Triton 3.6 aborts the process.
         return from_matrix(self.element_format().decode(as_matrix(codes)) * scale_values, codes.shape)
+
+
+# ---------------------------------------------------------------------------------- derived from another one
+# cached because the constructor's checks would slow down each eager call
+
+
+@lru_cache(maxsize=256)
+def transposed(quantizer: Quantizer) -> Quantizer:
+    """The result of ``quantizer.transposed()``, cached."""
+    return quantizer.transposed()
+
+
+def with_block(quantizer: Quantizer, block: Block) -> Quantizer:
+    """The same quantizer with another block."""
+    try:
+        return _with_block(quantizer, block)
+    except TypeError:  # symbols for sizes have no hash
+        return replace(quantizer, block=block)
+
+
+@lru_cache(maxsize=256)
+def _with_block(quantizer: Quantizer, block: Block) -> Quantizer:
+    return replace(quantizer, block=block)

@@ -2,7 +2,7 @@
 
 from fp8compile.saved_tensors.choice import SavedAsCodes
 from fp8compile.saved_tensors.hooks import saved_as_codes
-from fp8compile.saved_tensors.partition import partitioner
+from fp8compile.saved_tensors.partitioner import partitioner
 from fp8compile.saved_tensors.saved_tensor import SavedTensor
 
 __all__ = ["SavedAsCodes", "SavedTensor", "partitioner", "saved_as_codes"]

@@ -156,7 +156,7 @@ class SavedAsCodes:
         return SavedAsCodes(filter=tuple(chosen))
 
     def quantizer_for(self, block: tuple[int, int] | None) -> Quantizer:
-        """The quantizer of a tensor, given what `fp8compile.saved_tensors.reading.block_beside` returned for it."""
+        """The quantizer of a tensor, given what `kind_from_graphs.block_beside` returned for it."""
         if self.quantizer is not None:
             return self.quantizer
         return _powers_of_two(ALONE if block is None else ROW if block == WHOLE else block)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8compile import _compat
 from fp8compile.saved_tensors.choice import SavedAsCodes
-from fp8compile.saved_tensors.operators import COPIES, NONLINEAR, NORMS, SUMS, VIEWS, kind_of_call, operator_name
+from fp8compile.saved_tensors.operator_tables import COPIES, NONLINEAR, NORMS, SUMS, VIEWS, kind_of_call, operator_name
 from fp8compile.saved_tensors.packing import PYTHON_OF_STEPS, Packing
 from fp8compile.saved_tensors.saved_tensor import SavedTensor
 

@@ -19,7 +19,7 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.saved_tensors.choice import Filter, SavedAsCodes
 from fp8compile.saved_tensors.eager import Watch, packed_in_eager
 from fp8compile.saved_tensors.packing import Packing
-from fp8compile.saved_tensors.partition import packing_of
+from fp8compile.saved_tensors.partitioner import packing_of
 
 __all__ = ["saved_as_codes"]
 

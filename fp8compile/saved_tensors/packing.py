@@ -15,7 +15,7 @@ from fp8compile._compat import any_is_zero, statically_true
 from fp8compile.formats import Float8Format
 from fp8compile.layout.quantized import Plain
 from fp8compile.ops.dequantize import dequantize
-from fp8compile.ops.layer.quantize import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_part
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks, from_matrix
 from fp8compile.target import target_of

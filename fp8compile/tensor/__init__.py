@@ -3,22 +3,22 @@
 The files of ops fill the tables of the classes; an op that no file implements raises a TypeError.
 """
 
-from fp8compile.tensor import parameter_makers as parameter_makers  # these fill tables of the classes
+from fp8compile.tensor import factory_ops as factory_ops  # these fill tables of the classes
 from fp8compile.tensor import saved as saved
-from fp8compile.tensor import views as views
-from fp8compile.tensor.agreement import check_agreement
-from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
-from fp8compile.tensor.attributes import attributes_of_others, in_place_of
+from fp8compile.tensor import view_ops as view_ops
+from fp8compile.tensor.as_layer_weight import check_serves, codes_seen
+from fp8compile.tensor.check_arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
+from fp8compile.tensor.check_sizes_over_ranks import check_agreement
+from fp8compile.tensor.fsdp2_gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.fsdp2_messages import SetToGather
-from fp8compile.tensor.gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
-from fp8compile.tensor.layer import check_serves, codes_seen
-from fp8compile.tensor.product import scaled_mm
+from fp8compile.tensor.parameter_attributes import attributes_of_others, in_place_of
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized_parameter import QuantizedParameter, is_quantized_parameter
 from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
+from fp8compile.tensor.requantize import assign, count_write, stand_for
+from fp8compile.tensor.scaled_mm import scaled_mm
 from fp8compile.tensor.shards import cut_dim, sharded_dims, sharding_of, share_scale_of_part
-from fp8compile.tensor.update import assign, count_write, stand_for
 from fp8compile.tensor.write_ops import written_arguments
 
 __all__ = [

@@ -18,8 +18,8 @@ from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import Quantized
 from fp8compile.layout.shapes import codes_shape
 from fp8compile.quantizers import GEMMS
+from fp8compile.tensor.fsdp2_gather_policy import BOTH, PLAIN, GatherPolicy
 from fp8compile.tensor.fsdp2_messages import GatherLayout, SetToGather, as_sent, codes_to_send
-from fp8compile.tensor.gather_policy import BOTH, PLAIN, GatherPolicy
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
 from fp8compile.tensor.scale_without_values import scale_without_values
 

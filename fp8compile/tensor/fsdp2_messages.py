@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile.layout.cuts import DimSharding
-from fp8compile.layout.packing import packed_dim, packed_in_rows
+from fp8compile.layout.four_bit_packing import packed_dim, packed_in_rows
 from fp8compile.layout.shapes import scale_shapes
 from fp8compile.ops.collectives import all_gather
 from fp8compile.quantizers import Gemm, Quantizer

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8compile._compat import local_itself, untraced
-from fp8compile.tensor.update import assign
+from fp8compile.tensor.requantize import assign
 
 if TYPE_CHECKING:
     from fp8compile.tensor.quantized_parameter import QuantizedParameter

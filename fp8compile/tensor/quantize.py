@@ -19,10 +19,10 @@ from fp8compile import _compat, ops
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.ops.layer.quantize import quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import quantize_part
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import shape_said
-from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
+from fp8compile.tensor.check_arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["quantize"]

@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import _compat, ops
 from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
-from fp8compile.layout.packing import one_a_byte, packed_dim, packed_in_rows, two_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, Plain, Quantized, TensorLayout
 from fp8compile.layout.shapes import scale_shapes
-from fp8compile.ops.layer.quantize import cast_part, positions, scales_of, whole_amax
+from fp8compile.ops.layer.quantize_over_ranks import cast_part, positions, scales_of, whole_amax
 from fp8compile.quantizers import GEMMS, Quantizer
-from fp8compile.tensor.attributes import moved
+from fp8compile.tensor.fsdp2_gather_policy import BOTH, GatherPolicy
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.fsdp2_messages import SetToGather
-from fp8compile.tensor.gather_policy import BOTH, GatherPolicy
 from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
+from fp8compile.tensor.parameter_attributes import moved
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized_tensor import INNER, LAYERS, QuantizedTensor
 from fp8compile.tensor.shards import cut_dim, share_scales_of_shard

@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import ops
 from fp8compile.layout.cuts import DimSharding, Sharding, split_axes
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.layout.quantized import Quantized, TensorLayout
-from fp8compile.ops.layer.over_ranks import gather
-from fp8compile.ops.layer.quantize import dequantized
+from fp8compile.ops.layer.gather_operands import gather
+from fp8compile.ops.layer.quantize_over_ranks import dequantized
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
-from fp8compile.tensor.agreement import check_agreement
-from fp8compile.tensor.arguments import own_sizes, shown
-from fp8compile.tensor.pass_in_memory import PassInMemory
-from fp8compile.tensor.refusals import refuse_operators
+from fp8compile.tensor.check_arguments import own_sizes, shown
+from fp8compile.tensor.check_sizes_over_ranks import check_agreement
+from fp8compile.tensor.fsdp2_gather_policy import PassInMemory
+from fp8compile.tensor.refused_operators import refuse_operators
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks", "has_codes", "no_meaning"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8compile.layout.shapes import scale_shape, values_shape
 from fp8compile.quantizers import Quantizer
-from fp8compile.tensor.arguments import SOURCE_DTYPES
+from fp8compile.tensor.check_arguments import SOURCE_DTYPES
 from fp8compile.tensor.quantized_parameter import EXTENTS, SLICE, QuantizedParameter, as_leaf
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
 

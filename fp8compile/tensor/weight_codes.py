@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8compile import _compat
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
-from fp8compile.ops.layer.known_codes import Sets, sets_of_weight, weight_codes
+from fp8compile.ops.layer.make_weight_codes import Sets, sets_of_weight, weight_codes
 from fp8compile.ops.layer.operands import WEIGHT_SLOTS
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor.quantized_tensor import QuantizedTensor

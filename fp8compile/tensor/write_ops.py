@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.tensor.arguments import SOURCE_DTYPES
+from fp8compile.tensor.check_arguments import SOURCE_DTYPES
 from fp8compile.tensor.optimizer_steps import computed_values, values_of, write
 from fp8compile.tensor.quantized_parameter import SLICE, WRITES, QuantizedParameter
 from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
-from fp8compile.tensor.update import count_write
+from fp8compile.tensor.requantize import count_write
 
 __all__ = ["READS", "UPDATES", "written_arguments"]
 

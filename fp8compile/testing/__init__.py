@@ -10,9 +10,9 @@ numerics/     advice on recipes; where FP8, or ranks, change the values of a mod
 
 import fp8compile.testing.own_library  # noqa: F401  # it makes our operators known to the programs of gpu/
 from fp8compile.testing.contracts import check_op, check_quantizer, check_statistic
+from fp8compile.testing.explain.bytes_sent_by_layer import Send, Sends, sends
 from fp8compile.testing.explain.emulation import emulation_note
 from fp8compile.testing.explain.gemm_share import GemmShare, gemm_share
-from fp8compile.testing.explain.sends import Send, Sends, sends
 from fp8compile.testing.gpu import EagerRun, GpuCode, Launch, eager_run, gpu_kernels, run_gpu_program
 from fp8compile.testing.graphs import (
     CacheBypass,

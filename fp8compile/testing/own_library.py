@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fp8compile.ops.gemms.gates import gates_of
+from fp8compile.ops.gemms.gpu_support import gates_of
 from fp8compile.ops.registry import OPS
 from fp8compile.testing.gpu.program.libraries import Library, make_known
 

@@ -11,7 +11,7 @@ import torch
 import fp8compile as f8
 from fp8compile import _compat
 from fp8compile._compat import cpu_has_rowwise_gemm
-from fp8compile.cli import checks, doctor, main
+from fp8compile.cli import doctor, doctor_checks, main
 from fp8compile.ops import OPS
 
 ALL = "all three"
@@ -47,9 +47,11 @@ def pretended(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")  # a note is one line
 
     def pretend(capability):
-        monkeypatch.setattr(checks, "run_checks", lambda: iter([{"name": "left out", "ok": True, "detail": "slow"}]))
+        monkeypatch.setattr(
+            doctor_checks, "run_checks", lambda: iter([{"name": "left out", "ok": True, "detail": "slow"}])
+        )
         monkeypatch.setattr(doctor, "_devices", lambda: [{"device": "cpu" if capability is None else "cuda:0"}])
-        monkeypatch.setattr(doctor, "_products", lambda devices: [])  # test_cli_products.py
+        monkeypatch.setattr(doctor, "_products", lambda devices: [])  # test_cli_doctor_products.py
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
     return pretend
@@ -117,7 +119,7 @@ def test_the_machine_of_the_tests_is_in_order(capsys):
     out, err = capsys.readouterr()
     found = json.loads(out)
     printed = [line for line in err.splitlines() if "CUDA_HOME" not in line]  # PyTorch's, of a build with CUDA
-    assert printed == ["looking for devices ...", *(f"checking {name} ..." for name in checks.CHECKS)]
+    assert printed == ["looking for devices ...", *(f"checking {name} ..." for name in doctor_checks.CHECKS)]
     assert found["ok"]
     assert {check["name"] for check in found["checks"]} > {"operators", "constants", "scales"}
     assert [row["recipe"] for row in found["recipes"] if row["device"] == "cpu"] == list(f8.recipes.names())

@@ -571,7 +571,7 @@ def test_what_keeps_the_gpu_code_from_being_made_is_said(monkeypatch):
     def fails(*_):
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
-    monkeypatch.setattr("fp8compile.testing.explain.gpu.schedule", fails)
+    monkeypatch.setattr("fp8compile.testing.explain.gpu_code.schedule", fails)
     found = explain(block(), (tokens(),))
     assert found.gpu.problem == "needs triton, which is not installed"
     assert found.verdict.startswith("YES")

@@ -22,8 +22,8 @@ import torch
 from safetensors import safe_open
 
 import fp8compile as f8
+from fp8compile.export.format_table import FORMATS
 from fp8compile.export.plan import plan_of
-from fp8compile.export.table import FORMATS
 
 __all__ = ["CELLS", "COLUMNS", "PAGE", "Cell", "row", "rows_of"]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fp8compile as f8
-from fp8compile.export import folder as folders
+from fp8compile.export import write_folder as folders
 
 FILE = "model.safetensors"
 

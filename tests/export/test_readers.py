@@ -10,8 +10,8 @@ import torch
 from test_check import change, one_layer, swap_nibbles, transpose
 
 import fp8compile as f8
-from fp8compile.export.kinds import kind_of
-from fp8compile.export.table import FORMATS
+from fp8compile.export.format_table import FORMATS
+from fp8compile.export.scheme import kind_of
 
 RECIPES = {
     "block": f8.recipes.blockwise(),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fp8compile as f8
-from fp8compile.ops.layer.check_groups import check_recipe_of_groups
+from fp8compile.ops.layer.check_recipe_of_groups import check_recipe_of_groups
 from fp8compile.quantizers import GEMMS
 
 __all__ = ["Grouped", "groups", "groups_are_linears", "groups_are_linears_compiled", "reused_groups"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fp8compile as f8
 from fp8compile.kernels.both_directions import along_columns, both_directions
-from fp8compile.kernels.weights import rows_and_columns, square_blocks
+from fp8compile.kernels.quantize_weight import rows_and_columns, square_blocks
 from fp8compile.ops.quantize_both import empty_outputs, two_casts
 from fp8compile.ops.quantize_weight import step_by_step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8compile.nn.candidates import is_converted, weight_names
+from fp8compile.nn.convertible_layers import is_converted, weight_names
 
 __all__ = ["ByHand", "train"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 import fp8compile as f8
-from fp8compile.nn.candidates import is_converted, layers, weight_names
+from fp8compile.nn.convertible_layers import is_converted, layers, weight_names
 from fp8compile.nn.experts.known_modules import as_it_lies
 
 __all__ = ["IDS", "MODELS", "RECIPES", "SMALL", "converted", "logits", "make", "wanted"]
 
-RECIPES = {  # for each kind of codes of `fp8compile.export.kinds` with eight bits
+RECIPES = {  # for each kind of codes of `fp8compile.export.scheme` with eight bits
     "block": f8.recipes.blockwise(),
     "block_ue8m0": f8.recipes.blockwise(scale="pow2"),
     "tensor": f8.recipes.tensorwise(),

@@ -17,7 +17,7 @@ PROGRAM = """
 from types import SimpleNamespace
 
 import pytest
-import test_joint
+import test_joint_graph
 import torch
 from torchtitan.experiments.graph_trainer.memory_policy import tag_with_memory_policy_pass
 from torchtitan.experiments.graph_trainer.selective_activation_remat import selective_activation_remat_pass
@@ -25,7 +25,7 @@ from torchtitan.experiments.graph_trainer.selective_activation_remat import sele
 import fp8compile as f8
 from fp8compile.integrations.torchtitan import register_memory_policy
 
-name = register_memory_policy(test_joint.SAVED)
+name = register_memory_policy(test_joint_graph.SAVED)
 with pytest.raises(ValueError, match="there is a policy 'saved_as_codes' already"):
     register_memory_policy()
 with pytest.raises(ValueError, match="base is 'none'"):
@@ -36,12 +36,12 @@ found = {}
 parallelism = SimpleNamespace(fsdp_reshard_after_forward="default", pipeline_parallel_degree=1)
 for policy in ("default", name):
     config = SimpleNamespace(compile=SimpleNamespace(memory_policy=policy), parallelism=parallelism)
-    graph = test_joint.joint(test_joint.all_saved)
+    graph = test_joint_graph.joint(test_joint_graph.all_saved)
     graph = selective_activation_remat_pass(tag_with_memory_policy_pass(graph, config=config))
-    found[policy] = test_joint.kept(graph), graph(*test_joint.tensors())
+    found[policy] = test_joint_graph.kept(graph), graph(*test_joint_graph.tensors())
 (before, (loss, *exact)), (after, (same, *moved)) = found.values()
 assert torch.equal(loss, same)
-assert (before, after) == test_joint.KEPT[test_joint.products_saved], (before, after)
+assert (before, after) == test_joint_graph.KEPT[test_joint_graph.products_saved], (before, after)
 distances = [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(moved, exact, strict=True)]
 assert all(0 < each < 0.06 for each in distances[:3]), distances
 print("done")

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
-from fp8compile.ops.layer import known_codes
+from fp8compile.ops.layer import make_weight_codes
 from fp8compile.tensor import weight_codes
 from fp8compile.tensor.weight_codes import known_codes as codes_beside
 
@@ -107,13 +107,13 @@ def test_compiled_too(way):
 
 def made(monkeypatch):
     """The number of sets of codes that are made of weights, for a layer or to be kept."""
-    calls, plain = [], known_codes._set
+    calls, plain = [], make_weight_codes._set
 
     def counting(*args):
         calls.append(args)
         return plain(*args)
 
-    monkeypatch.setattr(known_codes, "_set", counting)
+    monkeypatch.setattr(make_weight_codes, "_set", counting)
     return calls
 
 

@@ -18,12 +18,12 @@ import fp8compile as f8
 from fp8compile.integrations import loggers
 from fp8compile.library import register_statistic
 from fp8compile.nn.monitor import NonFiniteError
-from fp8compile.ops.layer import statistics
+from fp8compile.ops.layer.statistics import definitions
 from fp8compile.quantizers.recipe import SLOTS
 from fp8compile.testing import Recording
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed", "nvfp4")
-ALL = tuple(statistics.STATISTICS)
+ALL = tuple(definitions.STATISTICS)
 
 
 class Block(nn.Module):
@@ -302,11 +302,11 @@ def test_as_if_reads_another_recipe_of_the_same_operands():
 
 def test_a_registered_statistic_is_read(monkeypatch):
     for table in ("TOTALS", "STATISTICS"):
-        monkeypatch.setattr(statistics, table, dict(getattr(statistics, table)))
+        monkeypatch.setattr(definitions, table, dict(getattr(definitions, table)))
     for where in ("fp8compile.nn.monitor", "fp8compile.testing.contracts.statistic_contracts"):
-        monkeypatch.setattr(f"{where}.STATISTICS", statistics.STATISTICS)
-    monkeypatch.setattr("fp8compile.testing.contracts.statistic_contracts.TOTALS", statistics.TOTALS)
-    statistics.columns_of.cache_clear()
+        monkeypatch.setattr(f"{where}.STATISTICS", definitions.STATISTICS)
+    monkeypatch.setattr("fp8compile.testing.contracts.statistic_contracts.TOTALS", definitions.TOTALS)
+    definitions.columns_of.cache_clear()
     register_statistic("negative", lambda seen: seen.values < 0, "sum", lambda totals: totals["negative"])
     register_statistic("largest_code", lambda seen: seen.decoded(), "max")
     layers = model()
@@ -333,7 +333,7 @@ def test_a_registered_statistic_is_read(monkeypatch):
         register_statistic("a b", lambda seen: seen.values, "sum")
     with pytest.raises(TypeError, match="compute is 3; it is a function"):
         register_statistic("other", 3, "sum")
-    statistics.columns_of.cache_clear()
+    definitions.columns_of.cache_clear()
 
 
 def test_what_a_monitor_does_not_take_is_said():

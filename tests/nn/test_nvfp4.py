@@ -12,7 +12,7 @@ from golden_cases import GOLDEN
 import fp8compile as f8
 from fp8compile.formats import pack
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemm import multiply
+from fp8compile.ops.gemms.selection import multiply
 from fp8compile.quantizers import GEMMS, GemmConfig
 
 RECIPES = {
@@ -172,9 +172,9 @@ def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():
 
 
 def test_a_gpu_says_which_groups_in_two_levels_it_has():
+    from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
     from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4
-    from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
-    from fp8compile.ops.gemms.kernel import GemmProblem
+    from fp8compile.ops.gemms.interface import GemmProblem
     from fp8compile.target import Target
 
     recipe = f8.recipes.nvfp4()

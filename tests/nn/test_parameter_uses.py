@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.nn.parameter_uses.running import Watching
+from fp8compile.nn.parameter_uses.eager import Watching
 from fp8compile.nn.parameter_uses.uses import Kind
 
 RECIPE = f8.recipes.rowwise()

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import fp8compile as f8
 from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized
 from fp8compile.ops.amax import amax
-from fp8compile.ops.layer import layers
-from fp8compile.ops.layer.known_codes import sets_of_weight
-from fp8compile.ops.layer.quantize import quantize_part
-from fp8compile.ops.layer.rows import Rows
+from fp8compile.ops.layer import layer_ops
+from fp8compile.ops.layer.fsdp_rows import Rows
+from fp8compile.ops.layer.make_weight_codes import sets_of_weight
+from fp8compile.ops.layer.quantize_over_ranks import quantize_part
 from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.testing.bits import difference
 
@@ -162,12 +162,12 @@ def _dtensors(x: Tensor, weight: Tensor) -> tuple[DTensor, DTensor]:
 
 
 def _dtensor_linear(x: Tensor, weight: Tensor, given: Given) -> Tensor:
-    return layers.linear(*_dtensors(x, weight), None, given.recipe).to_local()
+    return layer_ops.linear(*_dtensors(x, weight), None, given.recipe).to_local()
 
 
 def _dtensor_delayed(x: Tensor, weight: Tensor, given: Given) -> Tensor:
     state = [_placed(each, Replicate()) for each in _state()]
-    return layers.delayed_linear(*_dtensors(x, weight), None, *state, None, given.recipe)[0].to_local()
+    return layer_ops.delayed_linear(*_dtensors(x, weight), None, *state, None, given.recipe)[0].to_local()
 
 
 def _dtensor_grouped(x: Tensor, weight: Tensor, given: Given) -> Tensor:
@@ -184,52 +184,56 @@ def _known(given: Given) -> tuple[Any, ...]:
 def _fsdp_delayed(x: Tensor, weight: Tensor, given: Given) -> Tensor:
     tokens = torch.zeros(3), torch.zeros(1)
     how = None, None, _state()[1], Rows.alone(OUT, "bfloat16"), given.recipe
-    return layers.fsdp_delayed_linear(x, weight, None, *tokens, *how)[0]
+    return layer_ops.fsdp_delayed_linear(x, weight, None, *tokens, *how)[0]
 
 
 # by where, what and whether there is a state: the layer, None of what has none, and how it is called
-CALLS: dict[tuple[str, str, bool], tuple[layers.Layer | None, Call]] = {
-    ("whole", "dense", False): (layers.LINEAR, lambda x, w, given: layers.linear(x, w, None, given.recipe)),
+CALLS: dict[tuple[str, str, bool], tuple[layer_ops.Layer | None, Call]] = {
+    ("whole", "dense", False): (layer_ops.LINEAR, lambda x, w, given: layer_ops.linear(x, w, None, given.recipe)),
     ("whole", "dense", True): (
-        layers.DELAYED,
-        lambda x, w, given: layers.delayed_linear(x, w, None, *_state(), None, given.recipe)[0],
+        layer_ops.DELAYED,
+        lambda x, w, given: layer_ops.delayed_linear(x, w, None, *_state(), None, given.recipe)[0],
     ),
     ("shared scale", "dense", False): (
-        layers.SHARED_SCALE,
-        lambda x, w, given: layers.shared_scale_linear(x, w, None, given.amaxes[0], given.recipe),
+        layer_ops.SHARED_SCALE,
+        lambda x, w, given: layer_ops.shared_scale_linear(x, w, None, given.amaxes[0], given.recipe),
     ),
     ("known codes", "dense", False): (
-        layers.KNOWN_CODES,
-        lambda x, w, given: layers.known_codes_linear(x, w, None, *_known(given), given.recipe),
+        layer_ops.KNOWN_CODES,
+        lambda x, w, given: layer_ops.known_codes_linear(x, w, None, *_known(given), given.recipe),
     ),
     ("known codes", "grouped", False): (
-        layers.KNOWN_CODES_GROUPED,
-        lambda x, w, given: layers.known_codes_grouped_linear(x, w, given.ends, None, *_known(given), given.recipe),
+        layer_ops.KNOWN_CODES_GROUPED,
+        lambda x, w, given: layer_ops.known_codes_grouped_linear(x, w, given.ends, None, *_known(given), given.recipe),
     ),
     ("whole", "grouped", False): (
-        layers.GROUPED,
-        lambda x, w, given: layers.grouped_linear(x, w, given.ends, None, given.recipe),
+        layer_ops.GROUPED,
+        lambda x, w, given: layer_ops.grouped_linear(x, w, given.ends, None, given.recipe),
     ),
     ("group", "dense", False): (
-        layers.SHARDED,
-        lambda x, w, given: layers.sharded_linear(x, w, None, 0, [OUT], None, [0], 0, "", given.recipe),
+        layer_ops.SHARDED,
+        lambda x, w, given: layer_ops.sharded_linear(x, w, None, 0, [OUT], None, [0], 0, "", given.recipe),
     ),
     ("group", "grouped", False): (
-        layers.SHARDED_GROUPED,
-        lambda x, w, given: layers.sharded_grouped_linear(x, w, given.ends, None, 1, [OUT], 0, "", given.recipe),
+        layer_ops.SHARDED_GROUPED,
+        lambda x, w, given: layer_ops.sharded_grouped_linear(x, w, given.ends, None, 1, [OUT], 0, "", given.recipe),
     ),
     ("group of two", "grouped", False): (  # what it refuses, it refuses before it sends anything
-        layers.SHARDED_GROUPED,
-        lambda x, w, given: layers.sharded_grouped_linear(x, w, given.ends, None, 1, [OUT, OUT], 0, "", given.recipe),
+        layer_ops.SHARDED_GROUPED,
+        lambda x, w, given: layer_ops.sharded_grouped_linear(
+            x, w, given.ends, None, 1, [OUT, OUT], 0, "", given.recipe
+        ),
     ),
     ("FSDP", "dense", False): (
-        layers.FSDP,
-        lambda x, w, given: layers.fsdp_linear(x, w, None, *given.amaxes, Rows.alone(OUT, "bfloat16"), given.recipe),
+        layer_ops.FSDP,
+        lambda x, w, given: layer_ops.fsdp_linear(
+            x, w, None, *given.amaxes, Rows.alone(OUT, "bfloat16"), given.recipe
+        ),
     ),
-    ("FSDP", "dense", True): (layers.FSDP_DELAYED, _fsdp_delayed),
+    ("FSDP", "dense", True): (layer_ops.FSDP_DELAYED, _fsdp_delayed),
     ("FSDP", "grouped", False): (
-        layers.FSDP_GROUPED,
-        lambda x, w, given: layers.fsdp_grouped_linear(
+        layer_ops.FSDP_GROUPED,
+        lambda x, w, given: layer_ops.fsdp_grouped_linear(
             x, w, given.ends, None, Rows.alone(EXPERTS, "bfloat16"), given.recipe
         ),
     ),

@@ -9,8 +9,8 @@ import torch
 
 import fp8compile as f8
 from fp8compile.ops import quantize_both
-from fp8compile.ops.layer.layer import for_gradients_of
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT
+from fp8compile.ops.layer.output_and_gradients import for_gradients_of
 from fp8compile.ops.quantize_both import is_pair
 
 ROWS, COLUMNS = f8.CurrentScaling(block=(1, 128)), f8.CurrentScaling(block=(128, 1))

@@ -12,10 +12,10 @@ from torch import nn
 import fp8compile as f8
 from fp8compile.cli.explain.sections import gpu_sections, graph_sections
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemm import select_gemm
 from fp8compile.ops.gemms.by_mx import BLOCKWISE_BY_MX, SCALED_BY_MX
 from fp8compile.ops.gemms.emulated import EMULATED
-from fp8compile.ops.support import recipe_support
+from fp8compile.ops.gemms.selection import select_gemm
+from fp8compile.ops.recipe_support import recipe_support
 from fp8compile.quantizers import GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program

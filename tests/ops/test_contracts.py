@@ -18,7 +18,7 @@ from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.library import Cut, Quantizer, Split, register_op
 from fp8compile.ops import OPS, registry
 from fp8compile.ops.layer import OPS_OF_LAYERS
-from fp8compile.ops.layer.observe import OBSERVE_OPS
+from fp8compile.ops.layer.statistics.observe import OBSERVE_OPS
 from fp8compile.quantizers import constant
 from fp8compile.testing import check_op, check_quantizer
 from fp8compile.testing.contracts import op_contracts, quantizer_contracts

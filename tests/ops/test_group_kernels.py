@@ -89,7 +89,7 @@ def test_codes_of_both_directions_are_their_twins(groups, assert_bits_equal):
 
 @every_groups
 def test_codes_of_rows_and_amaxes_of_groups_are_their_twins(groups, assert_bits_equal, monkeypatch):
-    monkeypatch.setattr("fp8compile.kernels.groups_rows.PROGRAMS", 5)  # each with rows of several groups
+    monkeypatch.setattr("fp8compile.kernels.group_quantize_rows.PROGRAMS", 5)  # each with rows of several groups
     for number, rule in enumerate(RULES):
         rows = f8.CurrentScaling(block=(1, -1), scale=rule, format=("e4m3", "e5m2")[number % 2], eps=number % 2)
         column = f8.CurrentScaling(block=(-1, 1))

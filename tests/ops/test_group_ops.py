@@ -8,7 +8,7 @@ from token_groups import GROUPS, Groups
 
 import fp8compile as f8
 from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both, group_quantize_rows
-from fp8compile.ops.groups.layout import alignment, padded_length, row_of_columns
+from fp8compile.ops.groups.padding import alignment, padded_length, row_of_columns
 from fp8compile.target import Target, pretend_target
 
 every_groups = pytest.mark.parametrize("groups", GROUPS, ids=str)

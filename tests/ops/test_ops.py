@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 import fp8compile as f8
 from fp8compile.ops import OPS, linear
-from fp8compile.ops.layer.observe import OBSERVE_OPS
 from fp8compile.ops.layer.operands import STEPS, Phase
+from fp8compile.ops.layer.statistics.observe import OBSERVE_OPS
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()

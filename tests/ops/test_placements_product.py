@@ -8,7 +8,7 @@ import pytest
 from table_of_placements import CALLS, CELLS, KINDS, LISTED, OPTIMISATIONS, PLACES, has_graph, outcome
 
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.ops.layer import layers
+from fp8compile.ops.layer import layer_ops
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "placements.md"
 GRAPHS = [cell for cell in CELLS if has_graph(cell)]
@@ -32,7 +32,7 @@ def on_the_page():
 
 def test_every_layer_has_a_row():
     called = {layer.output for layer, _ in CALLS.values() if layer is not None}
-    assert called == {layer.output for layer in layers.LAYERS}
+    assert called == {layer.output for layer in layer_ops.LAYERS}
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import fp8compile as f8
-from fp8compile.cli import checks, doctor, main
+from fp8compile.cli import doctor, doctor_checks, main
 from fp8compile.cli.explain.sections import gpu_sections
 from fp8compile.library import Quantizer, register_gemm
-from fp8compile.ops.gemm import _selected, select_gemm, selected_gemm
+from fp8compile.ops.gemms.selection import _selected, select_gemm, selected_gemm
 from fp8compile.ops.gemms.table import REGISTERED, gemm_table
 from fp8compile.quantizers import constant
 from fp8compile.target import Target, pretend_target
@@ -223,7 +223,7 @@ def test_doctor_names_it_where_an_installed_package_offers_its_recipe(int8, tmp_
     entries = "[fp8compile.quantizers]\nswiglu8-int8 = swiglu8:Int8\nbroken = swiglu8:nothing\n"
     (info / "entry_points.txt").write_text(entries)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(checks, "run_checks", lambda: [{"name": "left out", "ok": True, "detail": "slow"}])
+    monkeypatch.setattr(doctor_checks, "run_checks", lambda: [{"name": "left out", "ok": True, "detail": "slow"}])
     monkeypatch.setattr(doctor, "_devices", lambda: [{"device": "cpu"}, {"device": "cuda:0"}])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     assert main(["doctor", "--json"]) == 0

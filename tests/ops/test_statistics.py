@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8compile as f8
 from fp8compile.nn import Observed
-from fp8compile.ops.layer.statistics import STATISTICS
+from fp8compile.ops.layer.statistics.definitions import STATISTICS
 from fp8compile.quantizers.hadamard import random_hadamard
 from fp8compile.quantizers.recipe import SLOTS, TENSORS
 

@@ -17,7 +17,7 @@ from processes import print_to, process_context
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION, cpu_has_rowwise_gemm
-from fp8compile.ops.gemm import select_gemm
+from fp8compile.ops.gemms.selection import select_gemm
 from fp8compile.ops.gemms.table import EMULATED, NATIVE
 from fp8compile.target import Build, Target, pretend_target
 

@@ -26,7 +26,7 @@ from fp8compile.ops import (
 )
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.quantize_both import two_casts
-from fp8compile.ops.support import recipe_support
+from fp8compile.ops.recipe_support import recipe_support
 from fp8compile.quantizers import GEMMS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

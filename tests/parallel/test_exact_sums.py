@@ -18,7 +18,7 @@ from gloo_ranks import shared_ranks
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.ops.layer.operands import Operands
-from fp8compile.ops.layer.quantize import dequantized
+from fp8compile.ops.layer.quantize_over_ranks import dequantized
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="PyTorch 2.11 is held in one process")

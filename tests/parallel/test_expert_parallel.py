@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8compile as f8
 from fp8compile import parallel
-from fp8compile.nn.routes import Routes
+from fp8compile.nn.expert_routes import Routes
 from fp8compile.testing.bits import difference
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8compile as f8
 from fp8compile import _compat
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.ops import collectives
 from fp8compile.parallel import fsdp_float8_all_gather, graph_fsdp
 from fp8compile.testing.bits import difference

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile as f8
 from fp8compile.ops import fsdp_amax, fsdp_grad_input, fsdp_grad_weight, fsdp_linear
-from fp8compile.ops.layer.rows import Rows
+from fp8compile.ops.layer.fsdp_rows import Rows
 from fp8compile.parallel import graph_fsdp
 from fp8compile.testing.bits import bits, difference
 

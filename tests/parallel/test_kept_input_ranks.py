@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fp8compile as f8
 from fp8compile import parallel
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.ops.groups.layout import padded_length
+from fp8compile.ops.groups.padding import padded_length
 from fp8compile.ops.layer import register_layer
 from fp8compile.testing.bits import difference
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp8compile as f8
 from fp8compile import parallel
 from fp8compile.nn import Observed
-from fp8compile.ops.layer.statistics import STATISTICS
+from fp8compile.ops.layer.statistics.definitions import STATISTICS
 
 SUMS = ("square_error", "mse", "sqnr", "scale_std")  # added up in another order
 IN, HIDDEN, TOKENS, EXPERTS = 64, 96, 32, 4

@@ -15,7 +15,7 @@ import fp8compile as f8
 from fp8compile import parallel
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.ops.layer.quantize import quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import quantize_part
 from fp8compile.testing.bits import difference, sum_difference
 
 LAYERS = {"column": parallel.column_parallel_linear, "row": parallel.row_parallel_linear}

@@ -23,7 +23,7 @@ import fp8compile as f8
 from benchmarks.living import bytes_since, living
 from fp8compile import _compat
 from fp8compile._compat import local_itself
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.ops import collectives
 from fp8compile.tensor import is_quantized_parameter
 from fp8compile.testing.bits import difference

@@ -20,9 +20,9 @@ import fp8compile as f8
 from fp8compile import ops
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.ops.layer.over_ranks import gather, narrow
-from fp8compile.ops.layer.quantize import quantize_part
-from fp8compile.parallel.placed import part_of
+from fp8compile.ops.layer.gather_operands import gather, narrow
+from fp8compile.ops.layer.quantize_over_ranks import quantize_part
+from fp8compile.parallel.dtensor_parts import part_of
 from fp8compile.quantizers import GemmConfig
 from fp8compile.testing.bits import bits
 

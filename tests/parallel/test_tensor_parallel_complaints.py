@@ -20,7 +20,7 @@ from test_tensor_parallel import LAYOUTS, RECIPES, SHAPES, layer_on_ranks, mesh_
 import fp8compile as f8
 from fp8compile.layout.quantized import Plain
 from fp8compile.ops.layer import operands
-from fp8compile.ops.layer import quantize as quantizing
+from fp8compile.ops.layer import quantize_over_ranks as quantizing
 from fp8compile.quantizers import GEMMS
 
 # 67 tokens on two ranks: 34 and 33; 150 on two: 75 and 75. Blocks of 128 and of 32 are cut.

@@ -10,7 +10,7 @@ from own_arithmetic import ByteScales, FourBits, Int8, Packed, SameFloat8, Subcl
 
 import fp8compile as f8
 from fp8compile.library import recipe
-from fp8compile.ops.gemm import select_gemm
+from fp8compile.ops.gemms.selection import select_gemm
 from fp8compile.quantizers import GEMMS
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import check_quantizer

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import fp8compile as f8
 from benchmarks.living import bytes_since, living
-from fp8compile.tensor import QuantizedParameter, QuantizedTensor, update
+from fp8compile.tensor import QuantizedParameter, QuantizedTensor, requantize
 from fp8compile.testing.bits import difference
 
 TENSOR, TILE = f8.CurrentScaling(), f8.CurrentScaling(block=(128, 128))
@@ -402,7 +402,7 @@ def test_ops_that_optimizers_need_are_there(name):
 
 
 def test_foreach_quantizes_all_at_once(monkeypatch):
-    calls, assign = [], update.assign
+    calls, assign = [], requantize.assign
     monkeypatch.setattr("fp8compile.tensor.optimizer_steps.assign", lambda *a: calls.append(len(a[0])) or assign(*a))
     weights = [parameter(32, 48, seed=seed).detach() for seed in range(3)]
     torch._foreach_mul_([*weights, plain := torch.ones(2)], 0.5)

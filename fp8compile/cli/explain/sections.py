@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from fp8compile.cli.section import Section
 from fp8compile.tables import Cell, Note, folded
+from fp8compile.testing.explain.bytes_sent_by_layer import NUMBERS
 from fp8compile.testing.explain.layers import ABSENT, FELL_BACK, UNPROVEN
 from fp8compile.testing.explain.roofline import PEAKS
-from fp8compile.testing.explain.sends import NUMBERS
 
 if TYPE_CHECKING:
     from fp8compile.testing.explain import Explanation, GemmExplanation, GpuExplanation, LayerExplanation, Roofline
-    from fp8compile.testing.explain.sends import Sends
+    from fp8compile.testing.explain.bytes_sent_by_layer import Sends
 
 __all__ = ["GRAPHS", "gpu_sections", "graph_sections"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8compile import recipes
 from fp8compile.cli.errors import Failed, UserError
-from fp8compile.cli.known_gpus import GPUS
+from fp8compile.cli.gpu_flag_choices import GPUS
 from fp8compile.cli.user_code import running
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _check_writable(path: Path) -> None:
 
 def _target(parsed: argparse.Namespace) -> Target:
     """Load the model and its inputs. Output of the user's code goes to standard error, ours to standard output."""
-    from fp8compile.cli.explain.ranks import check_spread
+    from fp8compile.cli.explain.fake_ranks import check_spread
     from fp8compile.cli.explain.target import load_target
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -188,7 +188,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return _run_on_mesh(parsed)
     if parsed.html is not None:
         _check_writable(Path(parsed.html))
-    from fp8compile.cli.explain.ranks import pretended_ranks
+    from fp8compile.cli.explain.fake_ranks import pretended_ranks
     from fp8compile.cli.explain.sections import gpu_sections, graph_sections
     from fp8compile.cli.terminal import print_sections
 

@@ -10,7 +10,7 @@ from torchtitan.trainer import Trainer
 from fp8compile.integrations.torchtitan.built import building
 from fp8compile.integrations.torchtitan.converter import Float8Converter
 from fp8compile.integrations.torchtitan.parallelize import Float8Parallelize
-from fp8compile.nn.assignment import Recipes
+from fp8compile.nn.assign_recipes import Recipes
 from fp8compile.nn.filters import Filter
 
 __all__ = ["convert"]

@@ -13,7 +13,7 @@ from torchtitan.protocols.module import Module
 from fp8compile.integrations.torchtitan.built import building
 from fp8compile.integrations.torchtitan.states import declare_states
 from fp8compile.nn import convert
-from fp8compile.nn.assignment import Recipes
+from fp8compile.nn.assign_recipes import Recipes
 from fp8compile.nn.filters import Filter
 from fp8compile.quantizers import Recipe
 from fp8compile.recipes import describe

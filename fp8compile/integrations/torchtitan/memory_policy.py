@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from fp8compile.saved_tensors import SavedAsCodes
-from fp8compile.saved_tensors.joint import pack_in_joint_graph
+from fp8compile.saved_tensors.joint_graph import pack_in_joint_graph
 from fp8compile.tensor import shown
 
 __all__ = ["register_memory_policy"]

@@ -12,15 +12,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
-from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.experts.host import Host
 from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_experts, is_transposed, layout_of
 from fp8compile.nn.experts.overflow import NAME, place_counter
-from fp8compile.nn.experts.placed import DispatchOptions
+from fp8compile.nn.experts.spread_over_ranks import DispatchOptions
 from fp8compile.nn.functional import check_recipe
+from fp8compile.nn.layer_registry import CONVERTED
 from fp8compile.nn.made_classes import MadeClass, made_class
-from fp8compile.nn.not_sharded import warn_if_not_sharded
-from fp8compile.ops.layer.check_groups import check_recipe_of_groups
+from fp8compile.nn.warn_if_not_sharded import warn_if_not_sharded
+from fp8compile.ops.layer.check_recipe_of_groups import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense
 

@@ -42,7 +42,7 @@ class Host:
     # returns the names that the method gives to `Observed.observer`; None if these are the names of the weights
     observed: Callable[[nn.Module], Sequence[str]] | None = None
     is_linear: bool = False  # whether the module is one linear layer, and not experts
-    takes_additions: bool = False  # whether ``replacement`` calls `fp8compile.nn.experts.added.with_additions`
+    takes_additions: bool = False  # whether ``replacement`` calls `fp8compile.nn.experts.adapters.with_additions`
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,9 +8,9 @@ from torch import nn
 
 from fp8compile.nn.experts.host import Host, Layout, stacks
 from fp8compile.nn.experts.linear_like import CONV1D
-from fp8compile.nn.experts.method import METHOD
-from fp8compile.nn.experts.own_forwards import DBRX, JETMOE, LLAMA4
-from fp8compile.nn.experts.routed import ROUTED
+from fp8compile.nn.experts.torchtitan_experts import METHOD
+from fp8compile.nn.experts.transformers_experts import ROUTED
+from fp8compile.nn.experts.transformers_own_forwards import DBRX, JETMOE, LLAMA4
 from fp8compile.quantizers import Quantizer
 
 __all__ = [

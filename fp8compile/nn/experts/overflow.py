@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile._compat import keep_address
-from fp8compile.ops.exchange.counted import counted
+from fp8compile.ops.exchange.overflow_counter import counted
 
 __all__ = ["NAME", "count", "counter_of", "place_counter", "start_counting"]
 

@@ -18,12 +18,12 @@ import torch
 from torch import fx, nn
 
 from fp8compile import _compat
-from fp8compile.nn.candidates import weight_slots
-from fp8compile.nn.converted_layers import CONVERTED
+from fp8compile.nn.convertible_layers import weight_slots
+from fp8compile.nn.layer_registry import CONVERTED
 from fp8compile.nn.parameter_uses.compiled import uses_in_graph
+from fp8compile.nn.parameter_uses.eager import Watching
 from fp8compile.nn.parameter_uses.owners import Owners
 from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, past_forward, settled
-from fp8compile.nn.parameter_uses.running import Watching
 from fp8compile.nn.parameter_uses.uses import Uses, keep_uses, uses_seen
 
 __all__ = ["stop_watching", "untold", "watch_first_forward", "watched"]

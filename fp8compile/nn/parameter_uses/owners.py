@@ -1,4 +1,4 @@
-"""Find the module of a parameter by the parameter's memory, because views and gathered weights are other objects."""
+"""Find the modules of a parameter: by itself, or by its memory, as views and gathered weights are other objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from fp8compile.nn.parameter_uses.flow import DATA, Value
 from fp8compile.nn.parameter_uses.uses import Slot
 from fp8compile.tensor import has_codes
 
-__all__ = ["Owners", "memory_of", "tensors_in"]
+__all__ = ["Owners", "memory_of", "tensors_in", "users_of_parameters"]
+
+
+def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """For each parameter of a model, the modules that have it, in the order of ``model.modules()``."""
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, []).append(module)
+    return users
 
 
 def memory_of(tensor: Tensor) -> Hashable | None:

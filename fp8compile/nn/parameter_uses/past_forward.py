@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8compile.nn.candidates import weight_slots
-from fp8compile.nn.converted_layers import CONVERTED
+from fp8compile.nn.convertible_layers import weight_slots
+from fp8compile.nn.layer_registry import CONVERTED
 from fp8compile.nn.parameter_uses.owners import Owners
 from fp8compile.nn.parameter_uses.uses import Slot, Uses
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fp8compile.nn.converted_layers import USES
+from fp8compile.nn.layer_registry import USES
 
 __all__ = ["Kind", "Met", "Slot", "Use", "Uses", "forget_uses", "keep_uses", "uses_seen"]
 

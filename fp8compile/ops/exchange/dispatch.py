@@ -33,8 +33,8 @@ from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.collectives import all_to_all
 from fp8compile.ops.exchange.exchange_rows import BACK, THERE, exchange_rows
-from fp8compile.ops.exchange.moves import Moves, take
-from fp8compile.ops.exchange.wire import packed, sent_as, unpacked, wire_width
+from fp8compile.ops.exchange.message_format import packed, sent_as, unpacked, wire_width
+from fp8compile.ops.exchange.row_order import Moves, take
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import GEMMS, Recipe

@@ -10,4 +10,10 @@
     emulated     float64 product of the exact values                        CPU without a kernel; a GPU if asked
 
 To add a GEMM, write a file like `blockwise.py` and add its `GemmKernel` to `NATIVE` in `table.py`.
+
+    interface.py        what a GEMM has to say of itself: `GemmKernel`
+    gpu_support.py      which GPU runs which product: one table, which a GEMM's `lacks` asks
+    torch_scaled_mm.py  the call of torch._scaled_mm and its padding
+    selection.py        the GEMM that multiplies two operands
+    registration.py     `register_gemm` and `register_grouped_gemm` for other packages
 """

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind, padded, scaled_mm
-from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.gpu_support import lacks_tensor_cores, why_not
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT, float8_kind, padded, scaled_mm
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import down_the_rows
 

@@ -17,10 +17,10 @@ from fp8compile.formats import FLOAT32_MANTISSA_BITS
 from fp8compile.inductor import constant
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.blockwise import BLOCK, takes_blocks
-from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind, scaled_mm
-from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.gpu_support import lacks_tensor_cores, why_not
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK
+from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT, float8_kind, scaled_mm
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
 from fp8compile.scale_layouts import for_each_row, swizzled, tiles_numel

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.blockwise import BLOCK
-from fp8compile.ops.gemms.gates import advice, lacks_tensor_cores
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.gpu_support import advice, lacks_tensor_cores
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.quantizers import GemmConfig, Quantizer

@@ -10,9 +10,9 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.formats import pack, unpack
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, padded
-from fp8compile.ops.gemms.gates import why_not
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.gpu_support import why_not
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT, padded
 from fp8compile.ops.nvfp4_mm import NV_BLOCK, nvfp4_mm
 from fp8compile.quantizers import GemmConfig, Quantizer, TwoLevelScaling, gemm_kind
 from fp8compile.scale_layouts import for_each_row, tiled

@@ -1,4 +1,4 @@
-"""Check the GEMM of another package: its functions when it is registered, and each value that they return."""
+"""Register the GEMM of another package: check its functions, and each value that they return."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, product_shape
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms import selection
+from fp8compile.ops.gemms.grouped import table as grouped_table
+from fp8compile.ops.gemms.grouped.interface import REGISTERED_GROUPED, GroupedGemm, Multiply, product_shape
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.table import REGISTERED
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.quantizers.check_returned import could_be
 from fp8compile.quantizers.constant import salt_with
 
-__all__ = ["new_gemm", "new_grouped_gemm"]
+__all__ = ["register_gemm", "register_grouped_gemm"]
 
 # for each function: the names of its arguments, and a description for error messages
 FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -133,7 +135,7 @@ def _check_parts(
         salt_with(given.__module__, f"{name} {argument} {given.__qualname__}")
 
 
-def new_gemm(
+def _new_gemm(
     name: str,
     *,
     takes: Callable[..., Any],
@@ -159,6 +161,50 @@ def new_gemm(
     return REGISTERED[name]
 
 
+def register_gemm(
+    name: str,
+    *,
+    takes: Callable[[Quantizer, Quantizer], bool] | None = None,
+    lacks: Callable[[GemmProblem], str | None] | None = None,
+    multiply: Callable[[Quantized, Quantized, torch.dtype, GemmConfig], Tensor] | None = None,
+    detail: str = "",
+    calls: tuple[str, ...] = (),
+) -> GemmKernel:
+    """Add a GEMM for operands that no other GEMM takes, such as operands of your own quantizer with its own codes.
+
+    The new GEMM is tried after the GEMMs of fp8compile and before emulation, so it changes no product that has a GEMM
+    already. Call this function in the module that defines the GEMM, when that module is imported. A graph that was
+    compiled before the call keeps the GEMM that it has.
+
+    Args:
+        name: ``package::name``; `select_gemm`, ``fp8compile doctor`` and ``fp8compile explain`` show this name.
+        takes: ``(a, b) -> bool``. Takes the two quantizers and returns whether the GEMM reads their codes and scales,
+            whatever the device. ``type(a) is type(b) is YourQuantizer`` tests that the codes are your own. Check the
+            quantizers' blocks here too. The answer is cached.
+        lacks: ``(problem) -> str | None``. Called only if the GEMM takes the operands. Returns None if the device can
+            run the GEMM; otherwise the reason and what to do, as the rest of a sentence about the operands. The
+            answer is cached.
+        multiply: ``(a, b, out_dtype, config) -> Tensor``. Returns the product of two operands (m, k) and (k, n), none
+            of them empty, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it. It
+            must agree with the product of the dequantized operands, up to float32 roundings.
+        detail: How the GEMM runs, in a few words.
+        calls: Names of the PyTorch operators that multiply, such as ``("_int_mm",)``; reports count them. Name only
+            operators that multiply nothing but codes.
+
+    Returns:
+        The registered GEMM.
+
+    Raises:
+        ValueError: The name has no package or is taken.
+        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is
+            not text.
+    """
+    given: dict[str, Any] = {"takes": takes, "lacks": lacks, "multiply": multiply}
+    gemm = _new_gemm(name, **given, detail=detail, calls=calls)
+    selection.forget_selected()
+    return gemm
+
+
 def _grouped_product(name: str, multiply: Callable[..., Any], a: Quantized, b: Quantized, *rest: Any) -> Tensor:
     product, (offsets, out_dtype, _) = multiply(a, b, *rest), rest
     shape = product_shape(a.codes, b.codes, offsets)
@@ -168,7 +214,7 @@ def _grouped_product(name: str, multiply: Callable[..., Any], a: Quantized, b: Q
     raise TypeError(f"{name}: returned {found}; it returns {_shown(shape, out_dtype)}.")
 
 
-def new_grouped_gemm(
+def _new_grouped_gemm(
     name: str,
     *,
     takes: Callable[..., Any],
@@ -195,3 +241,53 @@ def new_grouped_gemm(
         calls=calls,
         is_opaque=is_opaque,
     )
+
+
+def register_grouped_gemm(
+    name: str,
+    *,
+    takes: Callable[[Quantizer, Quantizer], bool] | None = None,
+    lacks: Callable[[GemmProblem], str | None] | None = None,
+    rows: Multiply | None = None,
+    outer: Multiply | None = None,
+    detail: str = "",
+    calls: tuple[str, ...] = (),
+    is_opaque: bool = False,
+    before_ours: bool = False,
+) -> GroupedGemm:
+    """Add a grouped GEMM, such as another library's, for layers of experts.
+
+    Call this function in the module that defines the GEMM, when that module is imported. A graph that was compiled
+    before the call keeps the GEMM that it has.
+
+    Args:
+        name: ``package::name``; ``fp8compile doctor`` and ``fp8compile explain`` show this name.
+        takes: ``(a, b) -> bool``, as for `register_gemm`. Takes two quantizers, over (m, k) and (k, n) of one group.
+        lacks: ``(problem) -> str | None``, as for `register_gemm`.
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each row of a, (R, K), by the matrix of its
+            group in b, (E, N, K). Returns (R, N), zeros in rows after the last group. `Quantized` documents the
+            layout of codes and scales.
+        outer: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies a, (N, C), and b, (K, C), and sums over the
+            tokens of each group. Returns (E, N, K), zeros for a group without tokens.
+        detail: How the GEMM runs, in a few words.
+        calls: Names of the operators that multiply codes; reports count them.
+        is_opaque: Whether the GEMM reads the data of ``offsets`` on the host. Compiled code can't do that, so the op
+            then stays one call.
+        before_ours: Whether this GEMM is tried before those of fp8compile, and so replaces one of them on a device
+            where it runs. If False, it is tried after them, and changes no product that has a GEMM already.
+
+    Returns:
+        The registered GEMM.
+
+    Raises:
+        ValueError: The name has no package or is taken.
+        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is
+            not text.
+    """
+    parts: dict[str, Any] = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
+    gemm = _new_grouped_gemm(name, **parts, detail=detail, calls=calls, is_opaque=is_opaque)
+    REGISTERED_GROUPED[name] = gemm
+    if before_ours:
+        grouped_table.BEFORE_OURS.add(name)
+    grouped_table.forget_selected()
+    return gemm

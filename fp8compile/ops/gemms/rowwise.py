@@ -1,8 +1,12 @@
-"""The rowwise GEMM: `torch._scaled_mm` with a scale for each row of a and each column of b.
+"""The rowwise GEMMs: `torch._scaled_mm` with a scale for each row of a and each column of b, or with scales after it.
 
 On a CPU a tensorwise scale is repeated for each row. With a single scale oneDNN would multiply e4m3 by e4m3 in a
 reference loop, which gives the same bits but is much slower (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only
 that loop, so this package emulates there.
+
+On a GPU without a rowwise kernel, ``scaled_after`` multiplies the codes without scales, in float32, and then the
+product by both scales. It is rounded to float32 three times, for the sum and for each scale, before it is rounded to
+the output's dtype.
 """
 
 from __future__ import annotations
@@ -12,12 +16,12 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import float8_kind, padded, scaled_mm
-from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.gpu_support import lacks_tensor_cores, why_not
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.torch_scaled_mm import float8_kind, padded, scaled_mm
 from fp8compile.quantizers import GemmConfig, Quantizer
 
-__all__ = ["ROWWISE"]
+__all__ = ["ROWWISE", "SCALED_AFTER"]
 
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
@@ -56,4 +60,30 @@ ROWWISE = GemmKernel(
     multiply=_multiply,
     calls=("_scaled_mm",),
     rounds_in_call=True,
+)
+
+# ---------------------------------------------------------------------------------- scales after the product
+
+
+def _takes_after(a: Quantizer, b: Quantizer) -> bool:
+    return float8_kind(a, b) == "rowwise"
+
+
+def _ones(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
+    one = torch.ones((), device=a.codes.device)
+    return one, one
+
+
+def _multiply_after(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    product = scaled_mm(a, b, torch.float32, _ones, fast_accumulation=config.fast_accumulation)
+    return (product * a.scale_values() * b.scale_values()).to(out_dtype)
+
+
+SCALED_AFTER = GemmKernel(
+    name="scaled_after",
+    detail="native, scales applied after the GEMM",
+    takes=_takes_after,
+    lacks=lacks_tensor_cores,
+    multiply=_multiply_after,
+    calls=("_scaled_mm",),
 )

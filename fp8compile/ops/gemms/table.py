@@ -13,11 +13,10 @@ from fp8compile.formats import Float4Format, Float8Format
 from fp8compile.ops.gemms.blockwise import BLOCKWISE
 from fp8compile.ops.gemms.by_mx import BLOCKWISE_BY_MX, SCALED_BY_MX
 from fp8compile.ops.gemms.emulated import EMULATED
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
+from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.mx import MX
 from fp8compile.ops.gemms.nvfp4 import NVFP4
-from fp8compile.ops.gemms.rowwise import ROWWISE
-from fp8compile.ops.gemms.scaled_after import SCALED_AFTER
+from fp8compile.ops.gemms.rowwise import ROWWISE, SCALED_AFTER
 from fp8compile.ops.gemms.tensorwise import TENSORWISE
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import is_own

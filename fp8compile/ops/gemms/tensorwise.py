@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import float8_kind, scaled_mm
-from fp8compile.ops.gemms.gates import lacks_tensor_cores
-from fp8compile.ops.gemms.kernel import GemmKernel
+from fp8compile.ops.gemms.gpu_support import lacks_tensor_cores
+from fp8compile.ops.gemms.interface import GemmKernel
+from fp8compile.ops.gemms.torch_scaled_mm import float8_kind, scaled_mm
 from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["TENSORWISE"]

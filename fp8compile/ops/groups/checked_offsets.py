@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile._compat import assert_on_device
-from fp8compile.ops.groups.layout import sizes_of_groups
+from fp8compile.ops.groups.padding import sizes_of_groups
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.registry import register_op
 

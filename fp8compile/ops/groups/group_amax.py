@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.ops.amax import empty_grid
-from fp8compile.ops.groups.kernel_limits import check_has_kernel
-from fp8compile.ops.groups.layout import spans
-from fp8compile.ops.groups.portable import masks_of_groups
+from fp8compile.ops.groups.export_masks import masks_of_groups
+from fp8compile.ops.groups.kernel_support import check_has_kernel
+from fp8compile.ops.groups.padding import spans
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.samples import tokens
@@ -47,7 +47,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
     check_has_kernel("group_amax", quantizer)
     found = _fake(x, offsets, quantizer).zero_()
     if x.numel():
-        from fp8compile.kernels.groups import amax_of_groups
+        from fp8compile.kernels.group_amax_and_cast import amax_of_groups
 
         current: Any = quantizer  # CurrentScaling
         amax_of_groups(x, offsets.contiguous(), current, found)

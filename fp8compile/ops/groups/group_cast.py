@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
-from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.groups.export_masks import OF_BACKWARD
 from fp8compile.ops.groups.group_amax import group_amax
-from fp8compile.ops.groups.kernel_limits import check_has_kernel
-from fp8compile.ops.groups.layout import alignment, padded_length, spans
-from fp8compile.ops.groups.portable import OF_BACKWARD
+from fp8compile.ops.groups.kernel_support import check_has_kernel
+from fp8compile.ops.groups.padding import alignment, padded_length, spans
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.samples import tokens
@@ -44,7 +44,7 @@ def _launched(
     check_has_kernel("group_cast", quantizer)
     codes = _fake(x, offsets, multiplier, quantizer)
     if codes.numel():
-        from fp8compile.kernels.groups import cast_groups
+        from fp8compile.kernels.group_amax_and_cast import cast_groups
 
         current: Any = quantizer  # CurrentScaling
         cast_groups(x, offsets.contiguous(), multiplier, current, alignment(quantizer), codes, counts)
@@ -64,7 +64,7 @@ def _counted_fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Qua
 
 
 def _counted_kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
     how = x, offsets, multiplier, quantizer
     if target_of(x.device).type == "cpu":
         return _group_by_group(*how), counts_of_groups(x, offsets, (quantizer,), multiplier)

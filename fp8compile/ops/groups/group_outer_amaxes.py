@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
-from fp8compile.ops.groups.layout import spans
-from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.export_masks import ON_GPU
+from fp8compile.ops.groups.padding import spans
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.outer_amaxes import outer_amax_of_values
 from fp8compile.ops.samples import tokens
@@ -70,7 +70,7 @@ def _fake(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, direc
 def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> TileLaunch | None:
     if not x.numel() or not offsets.shape[0]:
         return None
-    from fp8compile.kernels.groups_two_levels import amaxes_of_groups
+    from fp8compile.kernels.group_quantize_two_levels import amaxes_of_groups
 
     return amaxes_of_groups(x, offsets, *quantizers_of(rows, columns, directions))
 

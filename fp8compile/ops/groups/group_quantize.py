@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
-from fp8compile.ops.groups.kernel_limits import check_has_kernel
-from fp8compile.ops.groups.layout import alignment, padded_length, spans
-from fp8compile.ops.groups.portable import OF_BACKWARD
+from fp8compile.ops.groups.export_masks import OF_BACKWARD
+from fp8compile.ops.groups.kernel_support import check_has_kernel
+from fp8compile.ops.groups.padding import alignment, padded_length, spans
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.samples import tokens
@@ -58,7 +58,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, T
     check_has_kernel("group_quantize", quantizer)
     codes, scales = empty_outputs(x, offsets, quantizer)
     if codes.numel():
-        from fp8compile.kernels.groups import quantize_groups
+        from fp8compile.kernels.group_amax_and_cast import quantize_groups
 
         current: Any = quantizer  # CurrentScaling
         quantize_groups(x, offsets.contiguous(), current, alignment(quantizer), codes, scales)

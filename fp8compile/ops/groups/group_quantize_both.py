@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
-from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
-from fp8compile.ops.groups.kernel_limits import has_block_kernel
-from fp8compile.ops.groups.layout import alignment, padded_length
-from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.kernel_support import has_block_kernel
+from fp8compile.ops.groups.padding import alignment, padded_length
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_both import along_rows, is_pair
@@ -49,7 +49,7 @@ def _two_casts(
 
 
 def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, *, counts: bool = False) -> TileLaunch:
-    from fp8compile.kernels.groups_both_directions import groups_both_directions
+    from fp8compile.kernels.group_quantize_both import groups_both_directions
 
     align = alignment(columns)
     length = padded_length(x.shape[0], offsets.shape[0], align)
@@ -91,7 +91,7 @@ def _counted_fake(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
     if target_of(x.device).type == "cpu":
         return *_two_casts(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows, columns))
     counts = no_counts_of_groups(offsets, 2)

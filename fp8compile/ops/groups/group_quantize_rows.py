@@ -15,10 +15,10 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.inductor import TileLaunch
-from fp8compile.ops.counts import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
+from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.group_amax import group_amax
-from fp8compile.ops.groups.kernel_limits import has_group_kernel
-from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.kernel_support import has_group_kernel
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_weight import COLUMNS, ROWS, is_weight_pair
@@ -51,7 +51,7 @@ def _step_by_step(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantize
 
 
 def _launch(x: Tensor, offsets: Tensor, rows: Any, *, counts: bool = False) -> TileLaunch:
-    from fp8compile.kernels.groups_rows import rows_of_groups
+    from fp8compile.kernels.group_quantize_rows import rows_of_groups
 
     return rows_of_groups(x, offsets, rows, counts=counts)
 
@@ -86,7 +86,7 @@ def _counted_fake(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group's rows; see `fp8compile.ops.counts`."""
+    """Also returns what is counted of each group's rows; see `fp8compile.ops.counting_kernels`."""
     if target_of(x.device).type == "cpu":
         return *_step_by_step(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows,))
     counts = no_counts_of_groups(offsets, 1)

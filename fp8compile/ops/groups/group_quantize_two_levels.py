@@ -3,8 +3,9 @@
     along rows      codes (R, K / 2), a byte holds two codes of a row      scales in tiles of each group's rows
     along tokens    codes (K, C / 2), a byte holds two codes of a column   scales in tiles of each group's tokens
 
-K is rounded up to a multiple of 32; `fp8compile.ops.groups.tiles` defines C. On a GPU this op is one Triton kernel. On
-a CPU it runs the steps of `group_two_levels`. The outer amaxes come from `fp8compile.ops.groups.group_outer_amaxes`.
+K is rounded up to a multiple of 32; `fp8compile.ops.groups.four_bit_tiles` defines C. On a GPU this op is one Triton
+kernel. On a CPU it runs the steps of `group_two_levels`. The outer amaxes come from
+`fp8compile.ops.groups.group_outer_amaxes`.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch.nn.functional import pad
 
 from fp8compile import inductor
 from fp8compile.formats import pack
-from fp8compile.ops.counts import no_counts_of_groups
+from fp8compile.ops.counting_kernels import no_counts_of_groups
+from fp8compile.ops.groups.export_masks import ON_GPU
+from fp8compile.ops.groups.four_bit_tiles import tile_columns, tile_spans
 from fp8compile.ops.groups.group_outer_amaxes import (
     check_directions,
     group_outer_amaxes,
     quantizers_of,
     two_level_samples,
 )
-from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.tiles import tile_columns, tile_spans
 from fp8compile.ops.quantize_two_levels import by_outer_amax, counts_of_direction
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.hadamard import GROUP
@@ -128,7 +129,7 @@ def _launched(
         for each in outputs:
             each.zero_()
         return outputs
-    from fp8compile.kernels.groups_two_levels import codes_of_groups
+    from fp8compile.kernels.group_quantize_two_levels import codes_of_groups
 
     codes, scale, outer, column_codes, *others = outputs
     contiguous = _words(codes), scale, outer, _words(column_codes), *others
@@ -177,7 +178,7 @@ def _counts(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counts`."""
+    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
     how = x, offsets, amaxes, rows, columns, directions
     if target_of(x.device).type == "cpu":
         return *_group_by_group(*how), _counts(*how)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fp8compile.ops.groups.export_masks import OF_BACKWARD, masks_of_groups
 from fp8compile.ops.groups.group_quantize import empty_outputs
-from fp8compile.ops.groups.layout import alignment, group_to_read, spans, zero_behind
-from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
+from fp8compile.ops.groups.padding import alignment, group_to_read, spans, zero_behind
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.samples import tokens

@@ -18,11 +18,11 @@ from torch._ops import OpOverload
 
 from fp8compile.formats import element_format
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.grouped.kernel import product_shape
-from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
+from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
+from fp8compile.ops.gemms.grouped.interface import product_shape
+from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.group_quantize import group_quantize
-from fp8compile.ops.groups.layout import TOKEN_ALIGNMENT, padded_length
-from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.padding import TOKEN_ALIGNMENT, padded_length
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, GemmConfig
@@ -72,7 +72,7 @@ def _kernel(
         return _exact(a, b, a_scale, b_scale, offsets, (a_format, b_format), out_dtype, block)
     product = a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
     if product.numel():
-        from fp8compile.kernels.grouped_blockwise import multiply_rows, multiply_tokens
+        from fp8compile.kernels.grouped_blockwise_mm import multiply_rows, multiply_tokens
 
         formats: Any = (element_format(a_format), element_format(b_format))  # of float8
         left, right = (codes.contiguous().view(each.dtype) for codes, each in zip((a, b), formats, strict=True))

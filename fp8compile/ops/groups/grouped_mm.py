@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile import inductor
-from fp8compile.ops.gemms.grouped.float8 import padded_features
-from fp8compile.ops.groups.layout import spans, zero_behind, zero_where_empty
-from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
+from fp8compile.ops.gemms.grouped.torch_scaled_grouped_mm import padded_features
+from fp8compile.ops.groups.export_masks import OF_BACKWARD, masks_of_groups
+from fp8compile.ops.groups.padding import spans, zero_behind, zero_where_empty
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import GemmConfig

@@ -18,10 +18,10 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.formats import E4M3
-from fp8compile.ops.gemms.grouped.kernel import product_shape
+from fp8compile.ops.gemms.grouped.interface import product_shape
+from fp8compile.ops.groups.export_masks import ON_GPU
+from fp8compile.ops.groups.four_bit_tiles import tile_ends
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
-from fp8compile.ops.groups.portable import ON_GPU
-from fp8compile.ops.groups.tiles import tile_ends
 from fp8compile.ops.nvfp4_mm import BLOCK_1X16, NO_SWIZZLE, NV_BLOCK, SWIZZLE_32_4_4, TENSOR_WISE, values_of_tiles
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.samples import tokens

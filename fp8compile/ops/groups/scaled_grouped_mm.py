@@ -17,11 +17,11 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, product_shape
-from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE, every_row
+from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE, every_row
+from fp8compile.ops.gemms.grouped.interface import GroupedGemm, product_shape
 from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
-from fp8compile.ops.groups.layout import padded_length
-from fp8compile.ops.groups.portable import OF_BACKWARD
+from fp8compile.ops.groups.export_masks import OF_BACKWARD
+from fp8compile.ops.groups.padding import padded_length
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.scaled_mm import as_sides, outer_scales_of
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, transposed

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.ops.layer.quantize import whole_amax
-from fp8compile.ops.layer.rows import Rows, placed_cuts, rows_cut
+from fp8compile.ops.layer.fsdp_rows import Rows, placed_cuts, rows_cut
+from fp8compile.ops.layer.quantize_over_ranks import whole_amax
 from fp8compile.ops.layer.samples import linear_samples
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe

@@ -18,10 +18,10 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.formats import pack, unpack
 from fp8compile.layout.cuts import split_axes
-from fp8compile.layout.packing import DIMS, packed_dim
+from fp8compile.layout.four_bit_packing import DIMS, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.ops.layer.quantize import Steps, quantize_part
 from fp8compile.ops.layer.quantize_groups import as_values_of_rows, by_row, is_four_bits_on_gpu, quantize_groups
+from fp8compile.ops.layer.quantize_over_ranks import Steps, quantize_part
 from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 

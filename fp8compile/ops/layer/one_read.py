@@ -29,7 +29,7 @@ from fp8compile.kernels.programs import TILE
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.fuse_noted import fuse_noted
 from fp8compile.ops.groups.group_quantize_rows import ROWS_ONCE, is_row_pair
-from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import Steps, is_aligned, quantize_part
 from fp8compile.ops.noted_codes import noted_codes, noted_counts
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.quantize_both import is_pair, quantize_both, quantize_both_counted

@@ -22,16 +22,18 @@ from torch import Tensor
 
 from fp8compile import _compat, inductor
 from fp8compile.formats import repack
-from fp8compile.layout.packing import packed_dim
+from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.cast import cast_again
-from fp8compile.ops.gemm import PADDED_TO, multiply
+from fp8compile.ops.gemms.selection import PADDED_TO, multiply
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.inductor_hints import after, store
-from fp8compile.ops.layer.fsdp_gather import gathered
+from fp8compile.ops.layer.fsdp_gather_high_precision import gathered
+from fp8compile.ops.layer.fsdp_rows import Rows, rows_cut
+from fp8compile.ops.layer.gather_operands import gather
 from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, by_one_read, is_noted
-from fp8compile.ops.layer.over_ranks import gather
-from fp8compile.ops.layer.quantize import (
+from fp8compile.ops.layer.quantize_groups import as_values_of_rows, is_four_bits_on_gpu, quantize_groups
+from fp8compile.ops.layer.quantize_over_ranks import (
     OPS_OF_STEPS,
     PYTHON_OF_STEPS,
     Steps,
@@ -41,8 +43,6 @@ from fp8compile.ops.layer.quantize import (
     is_cut_within,
     quantize_part,
 )
-from fp8compile.ops.layer.quantize_groups import as_values_of_rows, is_four_bits_on_gpu, quantize_groups
-from fp8compile.ops.layer.rows import Rows, rows_cut
 from fp8compile.ops.rounding_barrier import made_of_kept
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling

@@ -19,11 +19,11 @@ from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized, TensorLayout
 from fp8compile.ops.collectives import all_reduce, reduce_scatter
 from fp8compile.ops.groups.grouped_mm import group_sum
-from fp8compile.ops.layer.check_groups import check_cut_of_groups
-from fp8compile.ops.layer.fsdp_gather import reduced
+from fp8compile.ops.layer.check_recipe_of_groups import check_cut_of_groups
+from fp8compile.ops.layer.fsdp_gather_high_precision import reduced
+from fp8compile.ops.layer.fsdp_rows import Rows
+from fp8compile.ops.layer.multiply_over_ranks import Product, as_read
 from fp8compile.ops.layer.operands import OUTPUT, Phase
-from fp8compile.ops.layer.products import Product, as_read
-from fp8compile.ops.layer.rows import Rows
 from fp8compile.quantizers import Quantizer, Recipe
 
 __all__ = [
@@ -164,11 +164,17 @@ class Placement:
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """Return this placement without its tensors, and the tensors that autograd saves for grad_input."""
-        return self, ()
+        names: tuple[str, ...] = self.__match_args__
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        tensors = tuple(value if isinstance(value, Tensor) else None for value in fields.values())
+        without: dict[str, Any] = {name: None for name, value in fields.items() if isinstance(value, Tensor)}
+        return (replace(self, **without), tensors) if without else (self, ())
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
         """The placement with the tensors that `saved` returned."""
-        return self
+        names: tuple[str, ...] = self.__match_args__
+        own: dict[str, Any] = {n: value for n, value in zip(names, saved, strict=False) if value is not None}
+        return replace(self, **own) if own else self
 
 
 @dataclass(slots=True)
@@ -204,14 +210,6 @@ class SharedScale(Whole):
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
         """The placement of the op for grad_weight, which does not read the weight."""
         return Whole()
-
-    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """This placement without the amax, and the amax, which autograd saves for grad_input."""
-        return replace(self, outer_amax=None), (self.outer_amax,)
-
-    def restored(self, saved: Sequence[Tensor | None]) -> Placement:
-        """This placement with the saved amax."""
-        return replace(self, outer_amax=saved[0])
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Quantize rows that are sorted by group; each group gets the codes that it would get alone.
 
 Codes along rows are (R, K); a tensorwise scale is one for all rows of a group. Codes along tokens are (K, C), in the
-layout of `fp8compile.ops.groups.layout`.
+layout of `fp8compile.ops.groups.padding`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 from fp8compile import inductor
 from fp8compile.formats import unpack
 from fp8compile.layout.cuts import Sharding, axis_blocks
-from fp8compile.layout.packing import packed_dim
+from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.groups.four_bit_tiles import scales_of_rows
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
 from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
@@ -26,10 +27,9 @@ from fp8compile.ops.groups.group_quantize_both import group_quantize_both, group
 from fp8compile.ops.groups.group_quantize_rows import ROWS_ONCE, is_row_pair
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
-from fp8compile.ops.groups.kernel_limits import has_group_kernel
-from fp8compile.ops.groups.layout import group_to_read
-from fp8compile.ops.groups.tiles import scales_of_rows
-from fp8compile.ops.layer.quantize import Steps, quantize_part
+from fp8compile.ops.groups.kernel_support import has_group_kernel
+from fp8compile.ops.groups.padding import group_to_read
+from fp8compile.ops.layer.quantize_over_ranks import Steps, quantize_part
 from fp8compile.ops.rounding_barrier import made_of_kept
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.target import target_of

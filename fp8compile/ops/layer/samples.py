@@ -10,8 +10,8 @@ import torch
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
-from fp8compile.ops.layer.known_codes import flat_sets, sets_of_weight
-from fp8compile.ops.layer.rows import Rows
+from fp8compile.ops.layer.fsdp_rows import Rows
+from fp8compile.ops.layer.make_weight_codes import flat_sets, sets_of_weight
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Recipe
 
 __all__ = [

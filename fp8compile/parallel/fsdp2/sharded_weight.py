@@ -23,11 +23,18 @@ from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
-from fp8compile.layout.packing import two_a_byte
+from fp8compile.layout.four_bit_packing import two_a_byte
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.layout.shapes import scale_shape, scale_shapes
 from fp8compile.nn.experts.known_modules import as_it_lies
-from fp8compile.ops.layer.quantize import cast_part, is_aligned, is_cut_within, local_scales, scales_of, whole_amax
+from fp8compile.ops.layer.quantize_over_ranks import (
+    cast_part,
+    is_aligned,
+    is_cut_within,
+    local_scales,
+    scales_of,
+    whole_amax,
+)
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor import (
     FullyShardHooks,

@@ -11,16 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
-from fp8compile.nn.candidates import is_converted, weight_names
+from fp8compile.nn.check_model import Model
+from fp8compile.nn.convertible_layers import is_converted, weight_names
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.host import stacks
-from fp8compile.nn.model_type import Model
-from fp8compile.nn.users_of_parameters import users_of_parameters
+from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
-from fp8compile.parallel.graph_fsdp.amaxes import weight_amax_plan
-from fp8compile.parallel.graph_fsdp.delayed import amax_reduction
+from fp8compile.parallel.graph_fsdp.delayed_scaling import amax_reduction
 from fp8compile.parallel.graph_fsdp.modules import ForwardScope, ModuleState, become_sharded, is_sharded
 from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, TensorParallelLayout, shard_parameter
+from fp8compile.parallel.graph_fsdp.weight_amaxes import weight_amax_plan
 from fp8compile.tensor import QuantizedTensor, shown
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
-from fp8compile.nn.ungathered import UngatheredStack
+from fp8compile.nn.ungathered_experts import UngatheredStack
 from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
-from fp8compile.ops.layer.layers import FSDP
-from fp8compile.parallel.graph_fsdp.amaxes import WeightAmaxPlan, exchange
-from fp8compile.parallel.graph_fsdp.delayed import AmaxCarrier, AmaxReduction, attach, consume
+from fp8compile.ops.layer.layer_ops import FSDP
+from fp8compile.parallel.graph_fsdp.delayed_scaling import AmaxCarrier, AmaxReduction, attach, consume
 from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, gather, used_dtype
+from fp8compile.parallel.graph_fsdp.weight_amaxes import WeightAmaxPlan, exchange
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES
 

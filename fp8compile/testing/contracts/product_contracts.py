@@ -14,9 +14,9 @@ from torch import Tensor
 from fp8compile.formats import E5M2, E8M0, Float8Format
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn import linear
-from fp8compile.ops.gemm import select_gemm
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.nvfp4 import NVFP4
+from fp8compile.ops.gemms.selection import select_gemm
 from fp8compile.ops.gemms.table import REGISTERED
 from fp8compile.quantizers import GEMMS, CurrentScaling, GemmConfig, Quantizer, Recipe, gemm_kind
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.registry import Op
-from fp8compile.ops.sharding import Cut, Split
+from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.testing.bits import difference, results, sum_difference
 
 __all__ = ["ShardCheck", "check_shards", "splits_of"]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.layout.quantized import Plain
-from fp8compile.ops.layer.elements import Elements, elements_of
-from fp8compile.ops.layer.quantize import PYTHON_OF_STEPS, quantize_part
-from fp8compile.ops.layer.statistics import STATISTICS, TOTALS, Total
+from fp8compile.ops.layer.quantize_over_ranks import PYTHON_OF_STEPS, quantize_part
+from fp8compile.ops.layer.statistics.definitions import STATISTICS, TOTALS, Total
+from fp8compile.ops.layer.statistics.elements import Elements, elements_of
 from fp8compile.quantizers import CurrentScaling, TwoLevelScaling
 from fp8compile.testing.contracts.contract import BrokenContract, check_contracts, looked_at
 

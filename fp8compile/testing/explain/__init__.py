@@ -2,7 +2,7 @@
 
 import fp8compile.testing.explain.exchanges  # noqa: F401  registers the exchanges' messages
 from fp8compile.testing.explain.explanation import Explanation, explain, explain_in_steps
-from fp8compile.testing.explain.gpu import Cast, GpuExplanation, GraphCost
+from fp8compile.testing.explain.gpu_code import Cast, GpuExplanation, GraphCost
 from fp8compile.testing.explain.layers import GemmExplanation, LayerExplanation
 from fp8compile.testing.explain.mesh import MeshExplanation, Product, explain_mesh
 from fp8compile.testing.explain.messages import Message

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fp8compile import recipes
-from fp8compile.nn.candidates import device_of, is_converted
+from fp8compile.nn.convertible_layers import device_of, is_converted
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.ops.gemms.emulated import EMULATED
-from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
-from fp8compile.ops.support import recipe_support
+from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
+from fp8compile.ops.recipe_support import recipe_support
 from fp8compile.quantizers import Recipe
 
 __all__ = ["emulation_note"]

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.nn.model_type import check_model
+from fp8compile.nn.check_model import check_model
 from fp8compile.nn.parameter_uses.first_forward import untold
+from fp8compile.testing.explain.bytes_sent_by_layer import Sends, is_spread, sends
 from fp8compile.testing.explain.capture import Recorded, reported
-from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu, missing_gemm
+from fp8compile.testing.explain.gpu_code import GpuExplanation, explain_gpu, missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms
 from fp8compile.testing.explain.layers import (
     FELL_BACK,
@@ -28,7 +29,6 @@ from fp8compile.testing.explain.layers import (
 )
 from fp8compile.testing.explain.module_stack import Names
 from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline, roofline
-from fp8compile.testing.explain.sends import Sends, is_spread, sends
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import GraphReport, is_compiled

@@ -86,7 +86,8 @@ class _Product:
 def flop_formulas() -> dict[str, Callable[..., int]]:
     """Formulas of operations by the operator's name: PyTorch's registry, and formulas that some versions lack.
 
-    Those of PyTorch's grouped products and of ``_scaled_mm_v2`` are in the registry, see `fp8compile.ops.layer.flops`.
+    Those of PyTorch's grouped products and of ``_scaled_mm_v2`` are in the registry, see
+    `fp8compile.ops.layer.flop_formulas`.
     """
     from torch.utils.flop_counter import flop_registry
 

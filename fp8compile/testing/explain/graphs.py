@@ -15,8 +15,8 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from fp8compile.ops.gemms.by_mx import may_run_by_mx
-from fp8compile.ops.gemms.float8 import ALIGNMENT
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
+from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT
 from fp8compile.quantizers import GEMMS, Gemm, GemmConfig, Quantizer, Recipe, TwoLevelScaling, gemm_kind
 from fp8compile.testing.explain.attribution import Owners, Unknown
 from fp8compile.testing.explain.capture import Recorded

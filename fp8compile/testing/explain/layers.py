@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fp8compile import recipes
+from fp8compile.nn.conversion_report import ConversionRow, conversion_report
 from fp8compile.nn.experts.known_modules import layout_of
 from fp8compile.nn.filters import LEAST_GAINING, size_of_gain
-from fp8compile.nn.report import ConversionRow, conversion_report
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.testing.explain.attribution import Unknown
 from fp8compile.testing.explain.graphs import GraphGemm, describe

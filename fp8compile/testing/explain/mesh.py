@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8compile import ops
 from fp8compile._compat import forget_meshes, is_fsdp, local_itself
-from fp8compile.nn.candidates import is_converted, weight_names
+from fp8compile.nn.convertible_layers import is_converted, weight_names
 from fp8compile.nn.parameter_uses.first_forward import untold
 from fp8compile.quantizers import GEMMS
 from fp8compile.testing.explain.gemm_share import LOOKS_LIKE_PRODUCT, flop_formulas
-from fp8compile.testing.explain.gpu import missing_gemm
+from fp8compile.testing.explain.gpu_code import missing_gemm
 from fp8compile.testing.explain.mesh_layers import CODE_DTYPES, layers_astray
 from fp8compile.testing.explain.messages import Message, messages, seconds
 from fp8compile.testing.explain.roofline import PEAKS, Peaks

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fp8compile.nn.candidates import is_converted
+from fp8compile.nn.convertible_layers import is_converted
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.known_modules import layout_of
 from fp8compile.quantizers import GEMMS, Recipe

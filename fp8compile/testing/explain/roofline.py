@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fp8compile.ops.gemm import ALIGNMENT
+from fp8compile.ops.gemms.selection import ALIGNMENT
 from fp8compile.testing.explain.graphs import GraphGemm
 
 __all__ = ["PEAKS", "Peaks", "Roofline", "least_seconds", "padding", "roofline"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from fp8compile.saved_tensors import SavedAsCodes, SavedTensor
+from fp8compile.saved_tensors.kind_from_graphs import block_beside, described
 from fp8compile.saved_tensors.packing import Packing
-from fp8compile.saved_tensors.reading import block_beside, described
 from fp8compile.testing.explain.module_stack import Names, module_of_stack
 from fp8compile.testing.gpu.graphs import GpuGraph, kept_nodes
 from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch, operator_of

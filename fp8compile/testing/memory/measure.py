@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8compile.nn.model_type import check_model
+from fp8compile.nn.check_model import check_model
 from fp8compile.nn.parameter_uses.first_forward import untold
 from fp8compile.saved_tensors import SavedAsCodes, partitioner
 from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.equal_blocks import EqualBlocks, equal_blocks, longest_list, shortened
-from fp8compile.testing.explain.gpu import unconverted
+from fp8compile.testing.explain.gpu_code import unconverted
 from fp8compile.testing.explain.module_stack import Names
 from fp8compile.testing.gpu.gpus import GPUS, Gpu, gpu_called
 from fp8compile.testing.gpu.graphs import GpuGraph, gpu_graphs

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from fp8compile import recipes as ready
-from fp8compile.nn.candidates import is_converted, layers, matrices, weight_slots
+from fp8compile.nn.convertible_layers import is_converted, layers, matrices, weight_slots
 from fp8compile.nn.experts.known_modules import is_experts
 from fp8compile.nn.filters import Filter
 from fp8compile.nn.functional import check_recipe
-from fp8compile.nn.why_left_out import cannot_take, recipes_and_reasons
+from fp8compile.nn.why_not_converted import cannot_take, recipes_and_reasons
 from fp8compile.quantizers import Recipe
 from fp8compile.testing.explain.roofline import PEAKS, Peaks
 from fp8compile.testing.gpu.gpus import GPUS, Gpu

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8compile.layout.quantized import Plain
-from fp8compile.nn.candidates import is_converted
-from fp8compile.ops.layer import layer as layer_products
+from fp8compile.nn.convertible_layers import is_converted
+from fp8compile.ops.layer import output_and_gradients as layer_products
+from fp8compile.ops.layer.multiply_over_ranks import Product, multiply_parts
 from fp8compile.ops.layer.operands import GRAD_WEIGHT, Operands
-from fp8compile.ops.layer.products import Product, multiply_parts
 from fp8compile.quantizers import Gemm
 from fp8compile.testing.bits import difference
 from fp8compile.testing.numerics.decibels import sqnr

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8compile import recipes
 from fp8compile.nn import grouped_linear, linear
-from fp8compile.nn.candidates import go_back, put_in_float8
+from fp8compile.nn.convertible_layers import go_back, put_in_float8
 from fp8compile.nn.functional import in_dtype_of_autocast
 from fp8compile.testing.numerics.model_calls import Loss, loss_of, run_aside
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fp8compile._compat import is_dtensor
-from fp8compile.nn.model_type import check_model
+from fp8compile.nn.check_model import check_model
 from fp8compile.nn.parameter_uses.first_forward import untold
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import is_compiled

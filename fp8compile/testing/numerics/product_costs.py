@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8compile.ops.gemm import ALIGNMENT
 from fp8compile.ops.gemms.emulated import EMULATED
-from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
-from fp8compile.ops.support import recipe_support
+from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
+from fp8compile.ops.gemms.selection import ALIGNMENT
+from fp8compile.ops.recipe_support import recipe_support
 from fp8compile.quantizers import GEMMS, TENSORS, Gemm, Recipe
 from fp8compile.target import pretend_target
 from fp8compile.testing.explain.graphs import code_sizes, multiplied

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.layer.fsdp_rows import rows_cut
+from fp8compile.ops.layer.gather_operands import gather
+from fp8compile.ops.layer.multiply_over_ranks import Product
 from fp8compile.ops.layer.operands import GRAD_WEIGHT, WEIGHT_SLOTS, Operands
-from fp8compile.ops.layer.over_ranks import gather
-from fp8compile.ops.layer.products import Product
-from fp8compile.ops.layer.rows import rows_cut
 from fp8compile.quantizers import Gemm
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.testing.bits import difference, sum_difference

@@ -27,7 +27,7 @@ from examples.train.config import TrainConfig, UsageError
 from examples.train.layout import layout_of
 from examples.train.model import ByteLlama, ModelShape
 from examples.train.tensor_parallel import parallelize, place_gradients
-from fp8compile.ops.layer import quantize
+from fp8compile.ops.layer import quantize_over_ranks
 from fp8compile.parallel import ColwiseParallel, RowwiseParallel
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
@@ -270,12 +270,12 @@ def test_bf16_losses_differ_from_one_process_as_rounding_alone_makes_them(recipe
 
 
 def with_amax_of_the_shard(recipe, cut):
-    right = quantize.all_reduce_amax
-    quantize.all_reduce_amax = lambda amax, group: amax
+    right = quantize_over_ranks.all_reduce_amax
+    quantize_over_ranks.all_reduce_amax = lambda amax, group: amax
     try:
         return both(recipe, cut, steps=2)
     finally:
-        quantize.all_reduce_amax = right
+        quantize_over_ranks.all_reduce_amax = right
 
 
 @pytest.mark.parametrize("cut", ["local", "dtensor"])

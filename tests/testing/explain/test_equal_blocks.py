@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fp8compile as f8
-from fp8compile.testing.explain import equal_blocks, gpu
+from fp8compile.testing.explain import equal_blocks, gpu_code
 from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.module_stack import Names
 from fp8compile.testing.gpu.gpus import GPUS
@@ -55,8 +55,8 @@ def proven(given, args):
 
 
 def found_on_gpu(given, args, blocks):
-    call = gpu._ModelCall(what="it", model=given, args=args, kwargs={}, names=Names.of(given), gpu=GPUS["h200"])
-    return gpu._costs(call, blocks)
+    call = gpu_code._ModelCall(what="it", model=given, args=args, kwargs={}, names=Names.of(given), gpu=GPUS["h200"])
+    return gpu_code._costs(call, blocks)
 
 
 @triton_warns
@@ -66,20 +66,22 @@ def test_counted_blocks_have_the_numbers_of_generated_ones():
     assert not is_counted
     counted, is_counted = found_on_gpu(given, args, equal_blocks.EqualBlocks(name="layers", count=5))
     assert is_counted
-    assert gpu._comparable(counted) == gpu._comparable(whole)
+    assert gpu_code._comparable(counted) == gpu_code._comparable(whole)
     assert whole[0][1].fp8_gemms == 2 * 10
     assert list(given.layers._modules) == ["0", "1", "2", "3", "4"]
 
 
 def test_a_block_in_the_middle_counts_for_all_but_two():
     def found(kernels, layers):
-        cast = gpu.Cast(layer=None, gemm="output", operand="a", kernel="k", fused_with=(), serves=1)
-        cost = gpu.GraphCost(backward=False, kernels=kernels, gemms=kernels, fp8_gemms=1, opaque=0, bytes=10 * kernels)
+        cast = gpu_code.Cast(layer=None, gemm="output", operand="a", kernel="k", fused_with=(), serves=1)
+        cost = gpu_code.GraphCost(
+            backward=False, kernels=kernels, gemms=kernels, fp8_gemms=1, opaque=0, bytes=10 * kernels
+        )
         return (cost,), tuple(replace(cast, layer=layer) for layer in layers)
 
     two = found(5, ["layers.0.up", "layers.1.up", None])
     three = found(7, ["layers.0.up", "layers.1.up", "layers.2.up", None])
-    (cost,), casts = gpu._counted(equal_blocks.EqualBlocks(name="layers", count=6), two, three)
+    (cost,), casts = gpu_code._counted(equal_blocks.EqualBlocks(name="layers", count=6), two, three)
     assert (cost.kernels, cost.gemms, cost.fp8_gemms, cost.opaque, cost.bytes) == (13, 13, 1, 0, 130)
     assert [cast.layer for cast in casts] == [*(f"layers.{number}.up" for number in range(6)), None]
 
@@ -87,9 +89,9 @@ def test_a_block_in_the_middle_counts_for_all_but_two():
 def test_code_that_depends_on_the_number_of_blocks_is_generated_for_all(monkeypatch):
     def generated(call):
         kernels = {2: 3, 3: 4, 4: 6}.get(len(call.model.layers), 9)  # 4 blocks are one kernel more than the sum
-        return (gpu.GraphCost(backward=False, kernels=kernels, gemms=1, fp8_gemms=1, opaque=0, bytes=8),), ()
+        return (gpu_code.GraphCost(backward=False, kernels=kernels, gemms=1, fp8_gemms=1, opaque=0, bytes=8),), ()
 
-    monkeypatch.setattr(gpu._ModelCall, "generated", generated)
+    monkeypatch.setattr(gpu_code._ModelCall, "generated", generated)
     given, args = model([1.0] * 5)
     found, is_counted = found_on_gpu(given, args, equal_blocks.EqualBlocks(name="layers", count=5))
     assert (found[0][0].kernels, is_counted) == (9, False)

@@ -11,14 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile as f8
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemm import select_gemm
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped import table
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4 as GROUPED
 from fp8compile.ops.gemms.nvfp4 import NVFP4
+from fp8compile.ops.gemms.selection import select_gemm
 from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
-from fp8compile.ops.layer import layer, operands, quantize_groups
+from fp8compile.ops.layer import operands, output_and_gradients, quantize_groups
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.ops.layer.placements import WholeGroups
 from fp8compile.quantizers import GEMMS, GemmConfig
@@ -100,7 +100,7 @@ def _groups(gemm, features, ends):
 @pytest.mark.parametrize("features", [(64, 96), (19, 23), (150, 34)], ids=str)
 @pytest.mark.parametrize("gemm", GEMMS, ids=lambda gemm: gemm.name)
 def test_groups_in_the_layout_of_a_gpu_multiply_to_the_same_bits(gemm, features, ends, assert_bits_equal, monkeypatch):
-    args, product = _groups(gemm, features, ends), getattr(layer, gemm.name)
+    args, product = _groups(gemm, features, ends), getattr(output_and_gradients, gemm.name)
     expected = product(*args)
     for module in (operands, quantize_groups):
         monkeypatch.setattr(module, "is_four_bits_on_gpu", lambda x, quantizer: True)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import float8_kind
-from fp8compile.ops.gemms.grouped.float8 import lacks_grouped, scaled_outer, scaled_rows
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
-from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.gemms.grouped.interface import GroupedGemm
+from fp8compile.ops.gemms.grouped.torch_scaled_grouped_mm import lacks_grouped, scaled_outer, scaled_rows
+from fp8compile.ops.gemms.interface import GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
-from fp8compile.ops.groups.layout import alignment, padded_length, padded_offsets, row_of_columns
+from fp8compile.ops.gemms.torch_scaled_mm import float8_kind
+from fp8compile.ops.groups.padding import alignment, padded_length, padded_offsets, row_of_columns
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, for_each_row, swizzled, tiled
 

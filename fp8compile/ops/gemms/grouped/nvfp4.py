@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fp8compile.formats import pack
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT
-from fp8compile.ops.gemms.gates import why_not
-from fp8compile.ops.gemms.grouped.float8 import padded_features
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
-from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.gemms.gpu_support import why_not
+from fp8compile.ops.gemms.grouped.interface import GroupedGemm
+from fp8compile.ops.gemms.grouped.torch_scaled_grouped_mm import padded_features
+from fp8compile.ops.gemms.interface import GemmProblem
 from fp8compile.ops.gemms.nvfp4 import NVFP4 as UNGROUPED
 from fp8compile.ops.gemms.nvfp4 import SUM_TO
+from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT
+from fp8compile.ops.groups.four_bit_tiles import tile_ends
 from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
-from fp8compile.ops.groups.layout import zero_behind
-from fp8compile.ops.groups.tiles import tile_ends
+from fp8compile.ops.groups.padding import zero_behind
 from fp8compile.quantizers import GemmConfig
 from fp8compile.scale_layouts import for_each_row, tiled
 

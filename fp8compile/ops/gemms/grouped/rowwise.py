@@ -3,7 +3,7 @@
 It takes tensorwise operands too: the single scale of a group is repeated for its rows and columns.
 
 PyTorch's check lets it run on compute capability 10.x, but its kernel is built for 9.0 only. On other GPUs the kernel
-traps, and the process loses its CUDA context. There `fp8compile.ops.gemms.grouped.ours` multiplies.
+traps, and the process loses its CUDA context. There `fp8compile.ops.gemms.grouped.triton_gemms` multiplies.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind
-from fp8compile.ops.gemms.grouped.float8 import lacks_grouped, padded_features, scaled_outer, scaled_rows
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
-from fp8compile.ops.gemms.kernel import GemmProblem
-from fp8compile.ops.groups.layout import alignment, padded_offsets
+from fp8compile.ops.gemms.grouped.interface import GroupedGemm
+from fp8compile.ops.gemms.grouped.torch_scaled_grouped_mm import (
+    lacks_grouped,
+    padded_features,
+    scaled_outer,
+    scaled_rows,
+)
+from fp8compile.ops.gemms.interface import GemmProblem
+from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT, float8_kind
+from fp8compile.ops.groups.padding import alignment, padded_offsets
 from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["ROWWISE"]

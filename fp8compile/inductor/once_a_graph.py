@@ -1,0 +1,157 @@
+"""Calls that a graph makes once: while the graph is traced, equal calls share one result."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from fp8compile._compat import graph_tracer, nodes_of
+from fp8compile.inductor.is_fusible import VIEWS
+from fp8compile.inductor.partitioner_marks import current_marks
+
+__all__ = ["constant", "once_a_graph", "once_with_more"]
+
+RESULTS = "_fp8compile_results"  # attribute of a graph that is being traced
+ALIASES = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+# Padding counts as a part too: ranks whose parts begin inside a block pad, other ranks do not, and all of them must
+# send the same messages.
+PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
+
+
+def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[..., Any]:
+    """Wrap a function so that equal calls in one traced graph become a single call.
+
+    PyTorch's partitioner merges equal nodes. But from 2.15 on it does not merge a node that only the forward needs
+    with an equal node of the backward: the backward of a graph's last layer would compute its weight's amaxes again.
+
+    Args:
+        fn: The function. Its first argument is a tensor, others are tensors or hashable values. Nothing may write to
+            its results.
+        by_marks: Whether calls with different marks for the partitioner are different calls. If not, a call of the
+            backward takes the result that the forward has made, marked as the forward marked it.
+    """
+
+    @wraps(fn)
+    def once(*args: Any) -> Any:
+        place = _place(args, by_marks=by_marks)
+        return fn(*args) if place is None else _remembered(place[0], (fn, *place[1]), lambda: fn(*args))
+
+    return once
+
+
+def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Wrap two ops, of which the second returns what the first returns, and more, so that a graph has one call.
+
+    A graph with calls of both for equal arguments has the call of ``more``, whichever was traced first.
+
+    Args:
+        plain: The op with fewer results, or with one. It takes the same arguments, as `once_a_graph` takes them.
+        more: The op with more results.
+
+    Returns:
+        The two calls.
+    """
+
+    @wraps(more)
+    def once(*args: Any) -> Any:
+        place = _place(args, by_marks=True)
+        if place is None:
+            return more(*args)
+        graph, key = place
+        return _remembered(graph, (more, *key), lambda: _in_place_of(graph, (plain, *key), more(*args)))
+
+    return once_a_graph(plain), once
+
+
+def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
+    """Let readers of an earlier call read the first results of a call that was just traced; returns ``found``."""
+    before: Any = vars(graph).setdefault(RESULTS, {}).get(key)
+    count = len(key[0]._schema.returns)
+    if before is None:
+        vars(graph)[RESULTS][key] = found[0] if count == 1 else found[:count]
+        return found
+    if count == 1:
+        (old,), ((new, _),) = _nodes_below(before), (node.args for node in _nodes_below(found[0]))
+        old.prepend(new)
+        new.args, old.target, old.args = old.args, operator.getitem, (new, 0)
+        return found
+    (old,), (new,) = ({_nodes_below(each)[0].args[0] for each in results} for results in (before, found))
+    new.args = old.args  # the same values, through nodes that are there already
+    old.prepend(new)
+    for reader in list(old.users):
+        reader.replace_input_with(old, new)
+    graph.erase_node(old)
+    return found
+
+
+def _place(args: tuple[Any, ...], *, by_marks: bool) -> tuple[torch.fx.Graph, tuple[Any, ...]] | None:
+    """The graph that is being traced, and a key for arguments; None if the call can't be shared."""
+    # Dynamo can't trace graph_tracer(), and while it traces there are no graph nodes to share yet
+    if torch.compiler.is_dynamo_compiling() or graph_tracer() is None:
+        return None
+    found = [_nodes_below(arg) if isinstance(arg, torch.Tensor) else [arg] for arg in args]
+    if any(len(each) != 1 for each in found):
+        return None  # a tensor has no node in a graph, or nodes in several graphs
+    values = [value for (value,) in found]
+    graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
+    # the type is part of the key, because a functional tensor and the tensor that it wraps have the same node
+    return graph, (_meaning(values), current_marks() if by_marks else None, type(args[0]))
+
+
+def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """A tensor on the device of ``like``, filled with a number and shared in the traced graph that ``like`` is in.
+
+    Equal calls share one tensor, because each costs a millisecond of tracing. Nothing may write to it.
+    """
+    if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
+        return torch.full(shape, number, dtype=dtype, device=like.device)
+    key = (constant, number, dtype, like.device, shape, current_marks(), type(like))
+    make = partial(torch.full, shape, number, dtype=dtype, device=like.device)
+    return _remembered(found[0].graph, key, make)
+
+
+def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """The result of ``make`` for a key, stored on the graph while the graph is traced."""
+    results = vars(graph).setdefault(RESULTS, {})
+    if key not in results:
+        results[key] = make()
+    return results[key]
+
+
+def _nodes_below(tensor: torch.Tensor) -> list[Any]:
+    """The graph nodes of a tensor; a functional tensor is first unwrapped to its current value."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return nodes_of(tensor)
+
+
+def _meaning(value: Any) -> Any:
+    """A key for an argument of a call, equal for arguments that stand for the same value.
+
+    A node is its own key. For a view, part or padded copy, the key is the operation and the key of its source. An
+    alias has the key of its source.
+    """
+    while isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in ALIASES:
+        value = value.args[0]
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_meaning, value))
+    if isinstance(value, torch.SymInt):
+        return value.node.expr  # a SymInt itself has no hash
+    if is_dataclass(value) and any(_has_symbol(each) for each in vars(value).values()):
+        return type(value), *map(_meaning, vars(value).values())
+    if isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in PARTS:
+        return value.target, *map(_meaning, value.args), *value.kwargs.items()
+    return value
+
+
+def _has_symbol(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or (isinstance(value, tuple) and any(map(_has_symbol, value)))

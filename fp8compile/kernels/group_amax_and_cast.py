@@ -1,0 +1,273 @@
+"""Kernels for rows in groups: amax of each group, cast to transposed codes, and both for blocks of tokens.
+
+Codes come in runs of `ALIGN` columns, each of one group (`fp8compile.ops.groups.padding`). Padding is written as 0,
+and rows after the last group are never loaded. Wrong offsets give wrong results, but no access outside the tensors.
+Codes and scales have the bits of `CurrentScaling`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.kernels.both_directions import (
+    FLOOR,
+    LIMIT_E4M3,
+    LIMIT_E5M2,
+    MANTISSA_BITS,
+    RCEIL,
+    TILE,
+    _encode,
+    _of_direction,
+    _power,
+    _scales,
+)
+from fp8compile.kernels.counts import add_counts, is_beyond, is_underflow
+from fp8compile.kernels.values import values, write
+from fp8compile.quantizers import CurrentScaling
+
+__all__ = [
+    "AMAX_WARPS",
+    "CAST_WARPS",
+    "amax_constants",
+    "amax_kernel",
+    "amax_of_groups",
+    "cast_constants",
+    "cast_groups",
+    "cast_kernel",
+    "quantize_constants",
+    "quantize_groups",
+    "quantize_kernel",
+]
+
+SEARCHED = tl.constexpr(32)  # groups that a loop step searches; one step for all groups would need too many registers
+AMAX_WARPS = 8
+CAST_WARPS = 16
+
+
+@triton.jit
+def _sizes(offsets_ptr, e, E):
+    """Number of tokens of each group; 0 if ``e`` is no index of a group."""
+    start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
+    return tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
+
+
+@triton.jit
+def _groups_ended(offsets_ptr, row, E):
+    """Number of groups that end at or before a row."""
+    count = 0
+    for first in range(0, E, SEARCHED):
+        e = first + tl.arange(0, SEARCHED)
+        ends = tl.load(offsets_ptr + e, e < E, other=0)
+        count += tl.sum(((e < E) & (ends <= row)).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr, offsets_ptr, amax_ptr, R, K, E, stride_m, stride_k,
+    TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Update the groups' amaxes with one tile: a group has one amax if IS_WHOLE, otherwise one for each column."""
+    first = tl.program_id(0) * TILE
+    m, k = first + tl.arange(0, TILE), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_token = m < tl.minimum(tl.load(offsets_ptr + E - 1), R)
+    at = m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
+    x = tl.load(x_ptr + at, is_token[:, None] & (k[None, :] < K), other=0.0).to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    last = tl.minimum(_groups_ended(offsets_ptr, first + TILE - 1, E), E - 1)
+    for group in range(_groups_ended(offsets_ptr, first, E), last + 1):
+        start = tl.load(offsets_ptr + group - 1, group > 0, other=0)
+        is_inside = (m >= start) & (m < tl.load(offsets_ptr + group))
+        largest = tl.max(tl.where(is_inside[:, None], magnitude, 0), 0)
+        if IS_WHOLE:
+            tl.atomic_max(amax_ptr + group, tl.max(largest, 0), sem="relaxed")
+        else:
+            tl.atomic_max(amax_ptr + group * K + k, largest, k < K, sem="relaxed")
+
+
+@triton.jit
+def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
+    """Find the group of each run of ALIGN columns of codes, from column ``first`` on; E for runs after the last group.
+
+    Returns for each run its group, the row of x that its first column is made from, and the end of the group's rows.
+    """
+    unit = first + tl.arange(0, UNITS) * ALIGN
+    group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
+    for first_e in range(0, E, SEARCHED):
+        e = first_e + tl.arange(0, SEARCHED)
+        size = _sizes(offsets_ptr, e, E)
+        padded = (size + (ALIGN - 1)) // ALIGN * ALIGN
+        is_behind = (unit[:, None] >= columns + tl.cumsum(padded, 0)[None, :]) & (e < E)[None, :]
+        group += tl.sum(is_behind.to(tl.int32), 1)
+        padding += tl.sum(tl.where(is_behind, padded - size, 0), 1)
+        columns += tl.sum(padded, 0)
+    return group, unit - padding, tl.load(offsets_ptr + group, group < E, other=0)
+
+
+@triton.jit
+def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
+    """Find the row of x that each of TILE columns of transposed codes is made from.
+
+    Returns the rows, (TILE, 1) int64, and a mask that is False for padding.
+    """
+    m = row[:, None] + tl.arange(0, ALIGN)[None, :]
+    is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
+    return tl.reshape(m, (TILE, 1)).to(tl.int64), is_row
+
+
+@triton.jit
+def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
+    """Transpose codes, and set padding to 0, even if a multiplier is NaN.
+
+    Returns rows and columns of the codes in (K, C), the transposed codes, and the mask with which they are stored.
+    """
+    at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
+    return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
+
+
+@triton.jit
+def _count_units(
+    counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
+    UNITS: tl.constexpr, IS_E4M3: tl.constexpr,
+):  # fmt: skip
+    """Add what is counted of each run of columns to the counts of its group; only tokens of groups count.
+
+    ``scale`` is float32, for each code of the tile.
+    """
+    split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
+    magnitude = tl.where(is_token, magnitude, 0)
+    underflow = is_underflow(magnitude, codes, 0x7F).to(tl.int32)
+    beyond = is_beyond(magnitude, scale, LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2).to(tl.int32)
+    amax, underflow = tl.max(tl.reshape(magnitude, split), 1), tl.sum(tl.reshape(underflow, split), 1)
+    add_counts(counts_ptr, direction, group, E, amax, underflow, tl.sum(tl.reshape(beyond, split), 1), group < E)
+
+
+@triton.jit
+def _scale_of(multiplier, RULE: tl.constexpr):
+    """The float32 that the scale of a multiplier stands for."""
+    if RULE == RCEIL or RULE == FLOOR:
+        return _power(254 - (multiplier.to(tl.int32, bitcast=True) >> MANTISSA_BITS))
+    return (tl.full(multiplier.shape, 1.0, tl.float64) / multiplier.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr, offsets_ptr, multiplier_ptr, codes_ptr, R, K, E, C, stride_m, stride_k, multiplier_stride_m,
+    multiplier_stride_k,
+    TILE: tl.constexpr, ALIGN: tl.constexpr,
+    Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, counts_ptr=None,
+):  # fmt: skip
+    """Cast one tile of codes by the multipliers of groups."""
+    UNITS: tl.constexpr = TILE // ALIGN
+    first = tl.program_id(0) * TILE
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS)
+    m, is_token = _rows(row, end, R, ALIGN, TILE)
+    is_inside = is_token & (k < K)
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+    of_group = group.to(tl.int64)[:, None] * multiplier_stride_m + k * multiplier_stride_k
+    multiplier = tl.load(multiplier_ptr + of_group, (group[:, None] < E) & (k < K), other=0.0)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (UNITS, ALIGN, TILE)), (TILE, TILE))
+    encoded = _encode(x * spread, Q_MAX, Q_E4M3)
+    at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
+    write(codes_ptr, at, column, codes, is_stored, C)
+    if counts_ptr is not None:
+        scales = tl.broadcast_to(_scale_of(multiplier, Q_RULE)[:, None, :], (UNITS, ALIGN, TILE))
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        scales = tl.reshape(scales, (TILE, TILE))
+        _count_units(counts_ptr, 0, group, E, magnitude, encoded, scales, is_token, UNITS, Q_E4M3)
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, offsets_ptr, codes_ptr, scales_ptr, R, K, E, C, stride_m, stride_k,
+    TILE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
+):  # fmt: skip
+    """Make one tile of codes, and the scales of its blocks."""
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    first = tl.program_id(0) * TILE
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    _, row, end = _units(offsets_ptr, first, E, ALIGN, TILE // ALIGN)
+    m, is_token = _rows(row, end, R, ALIGN, TILE)
+    is_inside = is_token & (k < K)
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
+    multiplier, scale = _scales(amax, Q_MAX, Q_EXPONENT, Q_RULE, Q_EPS)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
+    block = first // BLOCK + tl.arange(0, BLOCKS).to(tl.int64)[:, None]
+    tl.store(scales_ptr + block * K + k, scale, (block * BLOCK < C) & (k < K))
+    encoded = _encode(x * spread, Q_MAX, Q_E4M3)
+    at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
+    write(codes_ptr, at, column, codes, is_stored, C)
+
+
+def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
+    """Compile-time constants of `amax_kernel`."""
+    return {"TILE": TILE, "IS_WHOLE": quantizer.block[1] == -1}
+
+
+def cast_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
+    """Compile-time constants of `cast_kernel`."""
+    fmt = _of_direction("Q", quantizer)
+    return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3", "Q_RULE")}
+
+
+def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
+    """Compile-time constants of `quantize_kernel`."""
+    return {"TILE": TILE, "ALIGN": align, "BLOCK": quantizer.block[0], **_of_direction("Q", quantizer)}
+
+
+def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: Tensor) -> None:
+    """Launch the kernel that computes the amax of each group, from ``x`` with any strides and no size 0.
+
+    ``amax`` is the result, (E, K) or (E, 1), contiguous; it must be zeros before the launch.
+    """
+    (rows, k), groups = x.shape, offsets.shape[0]
+    constants = amax_constants(quantizer)
+    grid = (triton.cdiv(rows, TILE), triton.cdiv(k, TILE))
+    bits = amax.view(torch.int32)
+    amax_kernel[grid](x, offsets, bits, rows, k, groups, *x.stride(), **constants, num_warps=AMAX_WARPS)
+
+
+def cast_groups(
+    x: Tensor,
+    offsets: Tensor,
+    multiplier: Tensor,
+    quantizer: CurrentScaling,
+    align: int,
+    codes: Tensor,
+    counts: Tensor | None = None,
+) -> None:
+    """Launch the kernel that casts groups to transposed codes in padded columns.
+
+    Groups begin at multiples of ``align`` columns, a divisor of 128. ``x`` and ``multiplier``, (E, K) or (E, 1), have
+    any strides. ``codes`` is the result, (K, C), contiguous; no size is 0. ``counts`` are those of
+    `fp8compile.ops.counting_kernels` for groups, to be added to; None to count nothing.
+    """
+    (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
+    grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
+    cast_kernel[grid](
+        x, offsets, multiplier, codes, rows, k, groups, columns, *x.stride(), *multiplier.expand(groups, k).stride(),
+        **cast_constants(quantizer, align), counts_ptr=counts, num_warps=CAST_WARPS,
+    )  # fmt: skip
+
+
+def quantize_groups(
+    x: Tensor, offsets: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor, scale: Tensor
+) -> None:
+    """Launch the kernel that makes transposed codes in padded columns, and scales of blocks of tokens.
+
+    Blocks are (n, 1), with n a divisor of 128; ``align`` is a divisor of 128 and a multiple of n. The results are
+    ``codes``, (K, C), and ``scale``, (C / n, K), both contiguous; no size is 0.
+    """
+    (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
+    grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
+    constants = quantize_constants(quantizer, align)
+    quantize_kernel[grid](
+        x, offsets, codes, scale, rows, k, groups, columns, *x.stride(), **constants, num_warps=CAST_WARPS
+    )

@@ -1,0 +1,322 @@
+"""Kernels that make four-bit codes of groups of tokens along rows and along tokens; a program has 64 rows.
+
+    amaxes    tile of 64 tokens x 128 --largest value, and largest Hadamard sum--> atomic maxima, two for each group
+    codes     the same tile, with the outer amaxes of its group --> codes and scales of both directions
+
+Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.four_bit_tiles`). Padding, and codes of
+rows after the last group, are written as zeros. Codes and scales have the bits of `TwoLevelScaling` on each group
+alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.inductor import TileKernel, TileLaunch
+from fp8compile.kernels.counts import add_counts
+from fp8compile.kernels.group_amax_and_cast import SEARCHED, _sizes
+from fp8compile.kernels.quantize_two_levels import (
+    COLUMNS,
+    GROUPS,
+    WARPS,
+    _counted,
+    _counted_columns,
+    _magnitude,
+    _nonzero_codes,
+    _outer,
+    _outer_scale,
+    _packed_columns,
+    _packed_rows,
+    _place_in_tiles,
+    _sum,
+    constants,
+)
+from fp8compile.kernels.values import values
+from fp8compile.quantizers import TwoLevelScaling
+from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
+from fp8compile.target import Target, target_of
+
+__all__ = [
+    "AMAXES",
+    "AMAX_WARPS",
+    "WARPS",
+    "amax_constants",
+    "amaxes_kernel",
+    "amaxes_of_groups",
+    "code_constants",
+    "codes_kernel",
+    "codes_of_groups",
+]
+
+AMAX_WARPS = 4  # loads are then 8 bytes of bfloat16; with 8 warps and a transform ptxas spills registers
+
+SIXTEEN, TILE = tl.constexpr(GROUP), tl.constexpr(TILE_ROWS)
+BLOCKS_OF_TILE = tl.constexpr(TILE_BLOCKS)
+TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
+
+
+@triton.jit
+def _tiles(size, e, E):
+    """Number of tiles of columns of each group, at least one; 0 if ``e`` is no index of a group."""
+    return tl.where(e < E, tl.maximum(tl.cdiv(size, TILE), 1), 0)
+
+
+@triton.jit
+def _group_of(offsets_ptr, tile, E):
+    """Find the group of a tile of columns; E after the last group.
+
+    Returns the group, the group's first tile and first row, and the number of groups without tokens before it.
+    """
+    group, first, start, empty, tiles = 0, 0, 0, 0, 0
+    for first_e in range(0, E, SEARCHED):
+        e = first_e + tl.arange(0, SEARCHED)
+        size = _sizes(offsets_ptr, e, E)
+        own = _tiles(size, e, E)
+        is_before = (tiles + tl.cumsum(own, 0) <= tile) & (e < E)
+        group += tl.sum(is_before.to(tl.int32), 0)
+        first += tl.sum(tl.where(is_before, own, 0), 0)
+        start += tl.sum(tl.where(is_before, size, 0), 0)
+        empty += tl.sum((is_before & (size == 0)).to(tl.int32), 0)
+        tiles += tl.sum(own, 0)
+    return group, first, start, empty
+
+
+@triton.jit
+def _end(offsets_ptr, group, R, E):
+    """Where a group's rows end; the number of all rows, R, if ``group`` is E, which stands for rows after the last."""
+    return tl.minimum(tl.load(offsets_ptr + group, group < E, other=R), R)
+
+
+@triton.jit
+def _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group):
+    """Load blocks of sixteen rows, which begin at ``row``, as sixteen tensors; zeros beyond the end of the group."""
+    xs = ()
+    for i in tl.static_range(SIXTEEN):
+        m = row + i
+        at = m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
+        is_token = (m < end)[:, None] & (k < K)[None, :] & is_group
+        xs += (tl.load(x_ptr + at, is_token, other=0.0).to(tl.float32),)
+    return xs
+
+
+@triton.jit
+def amaxes_kernel(
+    x_ptr, offsets_ptr, amaxes_ptr, R, K, E, stride_m, stride_k,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """Update a group's amaxes with the largest magnitudes of one tile; rows after the last group are left out."""
+    column = tl.program_id(0) * (GROUPS * SIXTEEN)
+    group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
+    end = _end(offsets_ptr, group, R, E)
+    k = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    row = start + column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN
+    xs = ()
+    for i in tl.static_range(SIXTEEN):
+        m = (row + i).to(tl.int64)[:, None]
+        is_inside = (row + i < end)[:, None] & (k < K)
+        x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+        xs += (x,)
+    bits_ptr = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # nonnegative floats order like their bits
+    if HAS_ROWS:
+        largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
+        for i in tl.static_range(SIXTEEN):
+            largest = tl.maximum(largest, _magnitude(xs[i]))
+        tl.atomic_max(bits_ptr + group, tl.max(tl.max(largest, 1), 0), group < E, sem="relaxed")
+    if HAS_COLUMNS:
+        largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
+        for j in tl.static_range(SIXTEEN):
+            largest = tl.maximum(largest, _magnitude(_sum(xs, j, C_TRANSFORM, C_NEGATIVE)))
+        tl.atomic_max(bits_ptr + E + group, tl.max(tl.max(largest, 1), 0), group < E, sem="relaxed")
+
+
+@triton.jit
+def _store_outer_scales(amax_ptr, outer_ptr, E, IS_TE: tl.constexpr):
+    for first_e in range(0, E, SEARCHED):
+        e = first_e + tl.arange(0, SEARCHED)
+        amax = tl.load(amax_ptr + e, e < E, other=0.0)
+        tl.store(outer_ptr + e, _outer_scale(amax, IS_TE), e < E)
+
+
+@triton.jit
+def _along_tokens(
+    xs, codes_ptr, scales_ptr, outer, column, tile, first, size, inside, is_block, k, K, C,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
+    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile in blocks of sixteen tokens of one feature, and store its codes and scales transposed.
+
+    Padding gets zeros. Returns codes and scales.
+    """
+    BLOCKS: tl.constexpr = TILE // SIXTEEN
+    packed, scale = _packed_columns(
+        xs, inside, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
+    )
+    packed = tl.where(is_block[:, None], packed, 0)
+    scale = tl.where(is_block[:, None] & (k < K)[None, :], scale, 0).to(tl.uint8)
+    unit = column // SIXTEEN + tl.arange(0, GROUPS)
+    is_column = column < C
+    tl.store(codes_ptr + k[:, None] * (C // SIXTEEN) + unit[None, :], tl.trans(packed), (k < K)[:, None] & is_column)
+    # all tiles of a group are contiguous, over all features; each tile after the last group counts as its own group
+    is_own = size >= 0
+    first, tiles = tl.where(is_own, first, tile), tl.where(is_own, tl.maximum(tl.cdiv(size, TILE), 1), 1)
+    before = first.to(tl.int64) * BLOCKS * tl.cdiv(K, TILE) * TILE
+    place = _place_in_tiles(k[:, None], unit[None, :] - first * BLOCKS, tiles * BLOCKS)
+    tl.store(scales_ptr + before + place, tl.trans(scale), is_column & (k >= 0)[:, None])
+    return packed, scale
+
+
+@triton.jit
+def _along_rows(
+    x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
+):  # fmt: skip
+    """Quantize some rows in blocks along the rows, and store codes and scales; rows after the last group get zeros.
+
+    Returns the values of each block, its codes and its scale.
+    """
+    BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
+    split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
+    x, position = tl.reshape(x, split), tl.reshape(inside.to(tl.int64)[:, None] * K + k[None, :], split)
+    packed, scale = _packed_rows(x, position, outer, IS_TE, ROUNDING, SEED)
+    words = tl.cdiv(K, 2 * SIXTEEN) * 2  # number of 64-bit words of a row, even so that rows are multiples of 16 bytes
+    block, is_row = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), m < end
+    at = codes_ptr + m.to(tl.int64)[:, None] * words + block[None, :]
+    tl.store(at, tl.where(is_group, packed, 0), is_row[:, None] & (block < words)[None, :])
+    has_scale = is_row[:, None] & (block * SIXTEEN < K)[None, :] & is_group
+    is_tile = is_tile & (block < tl.cdiv(words, BLOCKS_OF_TILE) * BLOCKS_OF_TILE)[None, :]
+    place = _place_in_tiles(scale_row.to(tl.int64)[:, None], block[None, :], words)
+    tl.store(scales_ptr + place, tl.where(has_scale, scale, 0).to(tl.uint8), is_tile)
+    return x, packed, scale
+
+
+@triton.jit
+def codes_kernel(
+    x_ptr, offsets_ptr, row_amax_ptr, column_amax_ptr,
+    rows_ptr, row_scales_ptr, row_outer_ptr, columns_ptr, column_scales_ptr, column_outer_ptr,
+    R, K, E, C, stride_m, stride_k,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
+    HAS_ROWS: tl.constexpr, R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr,
+    C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+    counts_ptr=None,
+):  # fmt: skip
+    """Make the codes of one tile in both directions; sixteen codes are one number of 64 bits."""
+    column = tl.program_id(0) * (GROUPS * SIXTEEN)
+    tile = column // TILE
+    group, first, start, empty = _group_of(offsets_ptr, tile, E)
+    end = _end(offsets_ptr, group, R, E)
+    is_group, amax_at = group < E, tl.minimum(group, E - 1)
+    k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # positions in the group
+    row = start + inside
+    if HAS_COLUMNS:
+        outer = _outer(tl.load(column_amax_ptr + amax_at), IS_TE)
+        size = tl.where(is_group, tl.maximum(end - start, 0), -1)
+        xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
+        packed, scale = _along_tokens(
+            xs, columns_ptr, column_scales_ptr, outer, column, tile, first, size, inside, (row < end) & is_group,
+            k, K, C, GROUPS, COLUMNS, IS_TE, C_ROUNDING, C_SEED, C_TRANSFORM, C_NEGATIVE,
+        )  # fmt: skip
+        if counts_ptr is not None:
+            outer_scale = _outer_scale(tl.load(column_amax_ptr + amax_at), IS_TE)
+            of_columns = _counted_columns(xs, packed, scale, outer_scale, C_TRANSFORM, C_NEGATIVE)
+            add_counts(counts_ptr, 1, group, E, of_columns[0], of_columns[1], of_columns[2], is_group)
+    if HAS_ROWS:
+        row_outer = _outer(tl.load(row_amax_ptr + amax_at), IS_TE)
+        # scales along rows have no tile for a group without tokens; its program fills one of the tiles left at the end
+        is_empty = is_group & (end <= start)
+        scale_tile = tl.where(is_empty, C // TILE - 1 - empty, tile - empty)
+        scale_row = scale_tile * TILE + column % TILE + tl.arange(0, GROUPS) * SIXTEEN
+        is_tile = (column < C) & (scale_tile >= 0)
+        amax, underflow, beyond = 0, 0, 0
+        for i in range(SIXTEEN):  # not unrolled: loads hit the cache, and the code is sixteen times shorter
+            m = row + i
+            at = x_ptr + m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
+            x = tl.load(at, (m < end)[:, None] & (k < K)[None, :] & is_group, other=0.0).to(tl.float32)
+            blocks, row_codes, row_scale = _along_rows(
+                x, rows_ptr, row_scales_ptr, row_outer, m, end, is_group, inside + i, scale_row + i, is_tile, k, K,
+                GROUPS, COLUMNS, IS_TE, R_ROUNDING, R_SEED,
+            )  # fmt: skip
+            if counts_ptr is not None:
+                outer_scale = _outer_scale(tl.load(row_amax_ptr + amax_at), IS_TE)
+                of_row, nonzero, too_large = _counted(blocks, row_scale[:, :, None], outer_scale)
+                amax, beyond = tl.maximum(amax, of_row), beyond + too_large
+                underflow += nonzero - tl.sum(_nonzero_codes(row_codes))
+        if counts_ptr is not None:
+            add_counts(counts_ptr, 0, group, E, amax, underflow, beyond, is_group)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if HAS_ROWS:
+            _store_outer_scales(row_amax_ptr, row_outer_ptr, E, IS_TE)
+        if HAS_COLUMNS:
+            _store_outer_scales(column_amax_ptr, column_outer_ptr, E, IS_TE)
+
+
+def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
+    """Compile-time constants of `amaxes_kernel`."""
+    chosen = code_constants(rows, columns, target)
+    return {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
+
+
+def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
+    """Compile-time constants of `codes_kernel`."""
+    first, second = rows or columns, columns or rows
+    assert first is not None, "rows, columns or both have a quantizer"
+    assert second is not None, "rows, columns or both have a quantizer"
+    return {**constants(first, second, target), "HAS_ROWS": rows is not None, "HAS_COLUMNS": columns is not None}
+
+
+def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
+    """Numbers of programs along both axes; rows after the last group need one tile more than the codes have."""
+    tiles = rows // TILE_ROWS + groups + 1
+    return tiles * (TILE_ROWS // (GROUPS * GROUP)), triton.cdiv(columns, COLUMNS)
+
+
+AMAXES = TileKernel(
+    amaxes_kernel,
+    inputs=("offsets_ptr",),
+    outputs=("amaxes_ptr",),
+    sizes=("R", "K", "E"),
+    tile=("GROUPS", "COLUMNS"),
+    added_to=("amaxes_ptr",),
+    writes=False,
+)
+
+
+def amaxes_of_groups(
+    x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
+) -> TileLaunch:
+    """The launch of `amaxes_kernel`, which finds the largest magnitudes of each group; no size of ``x`` is 0.
+
+    Call it with x, the offsets and the amaxes, (2, E) float32, which must be zeros before the launch. A quantizer that
+    is None leaves out its amaxes.
+    """
+    (r, k), groups = x.shape, offsets.shape[0]
+    chosen = amax_constants(rows, columns, target_of(x.device))
+    return TileLaunch(AMAXES, (*_grid(r, k, groups), 1), {"R": r, "K": k, "E": groups}, chosen, AMAX_WARPS)
+
+
+def codes_of_groups(
+    x: Tensor,
+    offsets: Tensor,
+    amaxes: Tensor,
+    rows: TwoLevelScaling | None,
+    columns: TwoLevelScaling | None,
+    outputs: tuple[Tensor, ...],
+    counts: Tensor | None = None,
+) -> None:
+    """Launch `codes_kernel`, which writes codes, scales in tiles and outer scales.
+
+    ``amaxes`` are the outer amaxes along rows and along tokens, (2, E). A quantizer that is None leaves out its
+    direction. ``outputs`` are those of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
+    ``counts`` are those of `fp8compile.ops.counting_kernels` for groups, to be added to; None to count nothing.
+    """
+    (r, k), groups = x.shape, offsets.shape[0]
+    width = (r // TILE_ROWS + groups) * TILE_ROWS
+    chosen = code_constants(rows, columns, target_of(x.device))
+    codes_kernel[_grid(r, k, groups)](
+        x, offsets, *amaxes, *outputs, r, k, groups, width, *x.stride(), **chosen, counts_ptr=counts, num_warps=WARPS
+    )

@@ -1,0 +1,204 @@
+"""Kernels for grouped products that PyTorch lacks: one scale for each 128 values to be summed, or for the whole sum.
+
+    product                             tile of a program
+    rows     y_RN  = a_RK @ b_e,NK^T    128 columns by 128 rows of one group, or of rows after the last group
+    tokens   d_eNK = a_NC @ b_KC^T      128 x 128 of one group's matrix
+
+Subscripts are sizes. Hopper's tensor cores sum 128 products with about 14 bits of precision. These short sums are
+added in float32, so the error does not grow with the length of the whole sum (DeepSeek-V3 technical report,
+arXiv:2412.19437, 3.3.2). Scales of blocks of 128 multiply each short sum; scales of rows multiply the whole sum, once.
+
+The tile of a program depends on the sizes of groups, which only the device knows. The grid of `rows` therefore has
+enough programs for every split of the rows into groups.
+
+This module needs Triton; `fp8compile.ops.groups.grouped_blockwise_mm` imports it for tensors on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.kernels.group_amax_and_cast import SEARCHED, _sizes, _units
+from fp8compile.target import Target, target_of
+
+__all__ = ["WARPS", "multiply_rows", "multiply_tokens", "rows_kernel", "stages", "tokens_kernel"]
+
+TILE = 128  # rows and columns of a program's part of the product, and length of a block of the summed dim
+WARPS = 8
+STAGE_BYTES = 2 * TILE * TILE  # of shared memory: the codes of a block of both operands
+
+
+@triton.jit
+def _summed(
+    a_at, b_at, a_scale_at, b_scale_at, length, a_scale_step, b_scale_step,
+    TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Compute a scaled float32 tile of the product, in blocks of TILE along the summed dim.
+
+    Args:
+        a_at: Pointers to the codes of the first block of ``a``, (TILE, TILE); dim 1 is summed and contiguous.
+        b_at: Pointers to the codes of the first block of ``b``, (TILE, TILE); dim 0 is summed and contiguous.
+        a_scale_at: Pointers to the scales of that block of ``a``, one for each row, (TILE,).
+        b_scale_at: Pointers to the scales of that block of ``b``, one for each column, (TILE,).
+        length: Number of elements of the summed dim.
+        a_scale_step: Step from a block's scales of ``a`` to the next block's.
+        b_scale_step: The same of ``b``.
+        TILE: Rows and columns of a block.
+        IS_EVEN: Whether ``length`` is a multiple of TILE; if not, the last block is masked.
+        HAS_TILES: Whether ``b`` has one scale for all columns of a block; ``b_scale_at`` is then one pointer.
+        IS_WHOLE: Whether scales hold for the whole summed dim. They are then applied once, after the sum; without
+            elements the tile is 0, even if a scale is NaN or infinite.
+    """
+    total = tl.zeros((TILE, TILE), tl.float32)
+    k = tl.arange(0, TILE)
+    for block in range(tl.cdiv(length, TILE)):
+        if IS_EVEN:
+            a, b = tl.load(a_at), tl.load(b_at)
+        else:
+            is_inside = k < length - block * TILE
+            a = tl.load(a_at, is_inside[None, :], other=0.0)
+            b = tl.load(b_at, is_inside[:, None], other=0.0)
+        if IS_WHOLE:
+            total = tl.dot(a, b, total, max_num_imprecise_acc=TILE)
+        else:
+            product = tl.dot(a, b)
+            a_scale, b_scale = tl.load(a_scale_at), tl.load(b_scale_at)
+            if HAS_TILES:
+                total += product * (a_scale * b_scale)[:, None]
+            else:
+                total += product * a_scale[:, None] * b_scale[None, :]
+            a_scale_at += a_scale_step
+            b_scale_at += b_scale_step
+        a_at += TILE
+        b_at += TILE
+    if IS_WHOLE:
+        scaled = total * tl.load(a_scale_at)[:, None] * tl.load(b_scale_at)[None, :]
+        total = tl.where(length > 0, scaled, 0.0)
+    return total
+
+
+@triton.jit
+def rows_kernel(
+    a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, offsets_ptr, y_ptr, R, N, K, E,
+    a_scale_stride_m, a_scale_stride_k, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
+    TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of the product; programs without a group take rows after the last group, and write zeros."""
+    columns = tl.cdiv(N, TILE)
+    tile = tl.program_id(0) // columns
+    first_n = tl.program_id(0) % columns * TILE
+    found, row, stop = _units(offsets_ptr, tile * TILE, E, TILE, 1)
+    group, first = tl.sum(found, 0), tl.sum(row, 0)
+    m, n = first + tl.arange(0, TILE), first_n + tl.arange(0, TILE)
+    is_group = group < E
+    end = tl.where(is_group, tl.minimum(tl.sum(stop, 0), R), R)
+    # rows and columns beyond the end of the last tile read the last row or column again, and are never stored
+    from_m, from_n = tl.minimum(m, tl.maximum(end - 1, 0)).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
+    of_group, k = tl.where(is_group, group, 0).to(tl.int64), tl.arange(0, TILE)
+    total = _summed(
+        a_ptr + from_m[:, None] * K + k[None, :],
+        b_ptr + (of_group * N + from_n[None, :]) * K + k[:, None],
+        a_scale_ptr + from_m * a_scale_stride_m,
+        b_scale_ptr + of_group * b_scale_stride_e + (first_n // TILE if HAS_TILES else from_n) * b_scale_stride_n,
+        tl.where(is_group, K, 0), a_scale_stride_k, b_scale_stride_k,
+        TILE, IS_EVEN=IS_EVEN, HAS_TILES=HAS_TILES, IS_WHOLE=IS_WHOLE,
+    )  # fmt: skip
+    is_stored = (m < end)[:, None] & (n < N)[None, :]
+    tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], total.to(y_ptr.dtype.element_ty), is_stored)
+
+
+@triton.jit
+def _blocks_before(offsets_ptr, group, ALIGN: tl.constexpr):
+    """Number of runs of ALIGN columns in all groups before ``group``."""
+    blocks = 0
+    for first in range(0, group, SEARCHED):
+        blocks += tl.sum(tl.cdiv(_sizes(offsets_ptr, first + tl.arange(0, SEARCHED), group), ALIGN), 0)
+    return blocks
+
+
+@triton.jit
+def tokens_kernel(
+    a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, offsets_ptr, d_ptr, N, K, C,
+    a_scale_stride_c, a_scale_stride_n, b_scale_stride_c, b_scale_stride_k,
+    TILE: tl.constexpr, ALIGN: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of one group's matrix.
+
+    The padding after a group's tokens adds nothing, because it is 0. Unless groups begin at multiples of TILE, the
+    last block is masked, because the next group begins in it.
+    """
+    columns = tl.cdiv(K, TILE)
+    n = tl.program_id(0) // columns * TILE + tl.arange(0, TILE)
+    k = tl.program_id(0) % columns * TILE + tl.arange(0, TILE)
+    group = tl.program_id(1)
+    runs = _blocks_before(offsets_ptr, group, ALIGN).to(tl.int64)
+    # with the padding, because a mask of whole runs leaves loads whole
+    length = tl.minimum(tl.cdiv(_sizes(offsets_ptr, group, group + 1), ALIGN) * ALIGN, C - runs * ALIGN)
+    from_n, from_k = tl.minimum(n, N - 1).to(tl.int64), tl.minimum(k, K - 1).to(tl.int64)
+    c = runs * ALIGN + tl.arange(0, TILE)
+    scale = group.to(tl.int64) if IS_WHOLE else runs
+    total = _summed(
+        a_ptr + from_n[:, None] * C + c[None, :],
+        b_ptr + from_k[None, :] * C + c[:, None],
+        a_scale_ptr + scale * a_scale_stride_c + from_n * a_scale_stride_n,
+        b_scale_ptr + scale * b_scale_stride_c + from_k * b_scale_stride_k,
+        length, a_scale_stride_c, b_scale_stride_c,
+        TILE, IS_EVEN=ALIGN == TILE, HAS_TILES=False, IS_WHOLE=IS_WHOLE,
+    )  # fmt: skip
+    at = (group.to(tl.int64) * N + n[:, None]) * K + k[None, :]
+    tl.store(d_ptr + at, total.to(d_ptr.dtype.element_ty), (n < N)[:, None] & (k < K)[None, :])
+
+
+def stages(target: Target) -> int:
+    """How many blocks of codes a program holds at a time: 3 where it has 99 KiB of shared memory, else 4."""
+    return min(4, target.shared_memory // STAGE_BYTES)
+
+
+def multiply_rows(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, y: Tensor, *, is_whole: bool
+) -> None:
+    """Multiply each row by the matrix of its group; rows after the last group become zeros.
+
+    Args:
+        a: (R, K), contiguous, float8.
+        b: (E, N, K), contiguous, float8.
+        a_scale: (R, ceil(K / 128)), or (R, 1) with ``is_whole``; any strides, float32.
+        b_scale: One scale for each 128 x 128 tile, (E, ceil(N / 128), ceil(K / 128)), or for each row,
+            (E, N, ceil(K / 128)), or (E, N, 1) with ``is_whole``; any strides, float32.
+        offsets: Ends of the groups, (E,), contiguous, int32.
+        y: The result, (R, N), contiguous; R and N are not 0.
+        is_whole: Whether a scale is that of a whole row of codes.
+    """
+    (rows, k), (groups, n, _) = a.shape, b.shape
+    # the largest number of tiles that a split into groups and remaining rows can have
+    tiles = (rows + (groups + 1) * (TILE - 1)) // TILE
+    kinds = {"IS_EVEN": k % TILE == 0, "HAS_TILES": b_scale.shape[1] != n, "IS_WHOLE": is_whole}
+    rows_kernel[(tiles * triton.cdiv(n, TILE),)](
+        a, b, a_scale, b_scale, offsets, y, rows, n, k, groups, *a_scale.stride(), *b_scale.stride(),
+        TILE=TILE, **kinds, num_warps=WARPS, num_stages=stages(target_of(a.device)),
+    )  # fmt: skip
+
+
+def multiply_tokens(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, d: Tensor, *, align: int, is_whole: bool
+) -> None:
+    """Multiply and sum over the tokens of each group; a group without tokens gets zeros.
+
+    Args:
+        a: Transposed codes (N, C), contiguous, float8.
+        b: Transposed codes (K, C), contiguous, float8.
+        a_scale: (C / 128, N), or (E, N) with ``is_whole``; any strides, float32.
+        b_scale: (C / 128, K), or (E, K) with ``is_whole``; any strides, float32.
+        offsets: Ends of the groups among the rows before transposing, (E,), contiguous, int32.
+        d: The result, (E, N, K), contiguous; N and K are not 0.
+        align: Groups begin at multiples of this number of columns; 128 without ``is_whole``.
+        is_whole: Whether a group has one scale for each row of codes.
+    """
+    groups, n, k = d.shape
+    grid = (triton.cdiv(n, TILE) * triton.cdiv(k, TILE), groups)
+    tokens_kernel[grid](
+        a, b, a_scale, b_scale, offsets, d, n, k, a.shape[1], *a_scale.stride(), *b_scale.stride(),
+        TILE=TILE, ALIGN=align, IS_WHOLE=is_whole, num_warps=WARPS, num_stages=stages(target_of(a.device)),
+    )  # fmt: skip

@@ -1,0 +1,419 @@
+"""Kernel that reads a matrix once, and makes four-bit codes along rows and along columns.
+
+A program loads four groups of sixteen rows as sixteen tiles, so that one thread has the sixteen rows of a column, and
+sums and codes need no shared memory. Codes and scales have the bits of `TwoLevelScaling`, except for codes that a
+GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales lie in tiles (`fp8compile.scale_layouts`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.formats import (
+    E2M1,
+    E4M3,
+    FLOAT32_BIAS,
+    FLOAT32_EXPONENT_MASK,
+    FLOAT32_MANTISSA_BITS,
+    FLOAT32_MAX,
+    FLOAT32_NAN,
+    limit_of,
+)
+from fp8compile.kernels.both_directions import _encode, _float
+from fp8compile.kernels.counts import is_beyond, store_counts
+from fp8compile.kernels.programs import PACKED_COLUMNS, PACKED_ROWS, packed_programs
+from fp8compile.kernels.stochastic_cvt import BY_HASH, BY_INSTRUCTION, _four_codes, _in_fours, rounding_of
+from fp8compile.quantizers import TwoLevelScaling
+from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.quantizers.stochastic_rounding import FRACTION_BITS, SEED_STEP
+from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
+from fp8compile.target import Target, target_of
+
+__all__ = ["WARPS", "both_packed", "both_packed_kernel", "constants"]
+
+GROUPS, COLUMNS = PACKED_ROWS // GROUP, PACKED_COLUMNS  # a program has 4 groups of 16 rows, and 128 columns
+WARPS = 8
+
+SIXTEEN = tl.constexpr(GROUP)
+MASK, NAN_BITS = tl.constexpr(0xFFFFFFFF), tl.constexpr(FLOAT32_NAN)
+LARGEST_CODE = tl.constexpr(E2M1.max)
+LIMIT = tl.constexpr(limit_of(E2M1))
+LARGEST_SCALE = tl.constexpr(E4M3.max)
+LARGEST = tl.constexpr(FLOAT32_MAX)
+SIXTH = tl.constexpr(float.fromhex("0x1.555556p-3"))  # 1 / 6 in float32
+SMALLEST_SCALE = tl.constexpr(2.0**-6)
+BIAS = tl.constexpr(FLOAT32_BIAS)
+MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
+EXPONENT_MASK = tl.constexpr(FLOAT32_EXPONENT_MASK)
+STEP = tl.constexpr(SEED_STEP)
+DROPPED_BITS = tl.constexpr(32 - FRACTION_BITS)
+FRACTION = tl.constexpr(2.0**-FRACTION_BITS)
+ROWS_OF_TILE, BLOCKS_OF_TILE = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_BLOCKS)
+
+
+@triton.jit
+def _bits(values):
+    return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _magnitude(values):
+    return _bits(values) & 0x7FFFFFFF
+
+
+@triton.jit
+def _quotient(a, b):
+    return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _inverse(x):
+    return _quotient(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def _at_most(values, most):
+    """The smaller of each value and ``most``; NaN stays."""
+    return tl.where(values > most, most, values)
+
+
+@triton.jit
+def _decoded(scale):
+    return scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _outer_multiplier(outer_amax):
+    """The multiplier of the whole tensor by TransformerEngine's rule: largest code times largest scale, over amax."""
+    largest = tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32)
+    found = _at_most(_quotient(largest, outer_amax), LARGEST)
+    return tl.where(_bits(outer_amax) < EXPONENT_MASK, found, _float(tl.full(outer_amax.shape, NAN_BITS, tl.int32)))
+
+
+@triton.jit
+def _outer_scale(outer_amax, IS_TE: tl.constexpr):
+    if IS_TE:
+        return _inverse(_outer_multiplier(outer_amax))
+    found = _quotient(outer_amax, tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32))
+    found = tl.where(found == 0, 1.0, found)
+    return tl.where(_bits(outer_amax) < EXPONENT_MASK, found, _float(tl.full(outer_amax.shape, NAN_BITS, tl.int32)))
+
+
+@triton.jit
+def _scales(amax, outer, IS_TE: tl.constexpr):
+    """Multipliers of values and e4m3 scales of blocks, by the rules of `quantizers/two_level_rules.py`.
+
+    ``outer`` has the two numbers of the whole tensor that `_outer` returns.
+    """
+    first, second = outer
+    if IS_TE:
+        scale = _encode(amax * first, LARGEST_SCALE, IS_E4M3=True)
+        multiplier = _at_most(_inverse(_decoded(scale) * second), LARGEST)
+    else:
+        scaled = _quotient(_quotient(amax, tl.full(amax.shape, LARGEST_CODE, tl.float32)), first)
+        scale = _encode(tl.where(scaled < SMALLEST_SCALE, SMALLEST_SCALE, scaled), LARGEST_SCALE, IS_E4M3=True)
+        multiplier = _quotient(second, _decoded(scale))
+    return multiplier, scale
+
+
+@triton.jit
+def _outer(outer_amax, IS_TE: tl.constexpr):
+    """Compute from the outer amax the pair of numbers that `_scales` takes as ``outer``."""
+    outer_scale = _outer_scale(outer_amax, IS_TE)
+    if IS_TE:
+        return _outer_multiplier(outer_amax) * SIXTH, outer_scale
+    return outer_scale, _at_most(_inverse(outer_scale), LARGEST)
+
+
+@triton.jit
+def _mixed(h):
+    h = (h ^ (h >> 16)) * 0x21F0AAAD
+    h = (h ^ (h >> 15)) * 0x735A2D97
+    return h ^ (h >> 15)
+
+
+@triton.jit
+def _noise(values, position, SEED: tl.constexpr):
+    """Noise in [0, 1), equal to that of `quantizers/stochastic_rounding.py`, which masks int64 to 32 bits."""
+    h = _word(values.to(tl.uint32, bitcast=True), position, SEED)
+    return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
+
+
+@triton.jit
+def _word(bits, position, SEED: tl.constexpr):
+    """A 32-bit hash of a value's bits, its position and the seed."""
+    start: tl.constexpr = (SEED * STEP) & MASK
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    return _mixed(_mixed(low + start) ^ high ^ bits)
+
+
+@triton.jit
+def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
+    """Codes of four neighbours in 16 bits, rounded by the GPU's instruction; the first value is at `position`."""
+    bits = a.to(tl.uint32, bitcast=True)  # combines the bits of all four values, so that their order matters
+    bits = bits * 3 + b.to(tl.uint32, bitcast=True)
+    bits = bits * 3 + c.to(tl.uint32, bitcast=True)
+    bits = bits * 3 + d.to(tl.uint32, bitcast=True)
+    return _four_codes(a, b, c, d, _word(bits, position, SEED)).to(tl.int64) & 0xFFFF
+
+
+@triton.jit
+def _to_a_neighbour(values, noise):
+    """Round each value down or up to a neighbouring code's value, depending on the noise; as in `formats.py`."""
+    saturated = tl.clamp(values, -LARGEST_CODE, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
+    field = (_bits(saturated) & EXPONENT_MASK) >> MANTISSA_BITS
+    exponent = tl.maximum(field, BIAS) - 1 - BIAS
+    per_unit, unit = _float((-exponent + BIAS) << MANTISSA_BITS), _float((exponent + BIAS) << MANTISSA_BITS)
+    in_units = _float(_magnitude(saturated)) * per_unit
+    lower = in_units.to(tl.int32).to(tl.float32)
+    rounded = (lower + (noise < in_units - lower).to(tl.float32)) * unit
+    return _float(_bits(rounded) | (_bits(saturated) & -0x80000000))
+
+
+@triton.jit
+def _products(x, multiplier, IS_TE: tl.constexpr):
+    """Multiply values by their multiplier; the products are what is rounded to codes."""
+    values = x * multiplier
+    if IS_TE:
+        values = tl.where(x == 0, 0.0, values)
+    return values
+
+
+@triton.jit
+def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
+    """e2m1 codes of scaled values, as int32 from 0 to 15."""
+    rounded = _to_a_neighbour(values, _noise(values, position, SEED)) if ROUNDING == BY_HASH else values
+    magnitude = _at_most(_float(_magnitude(rounded)), LARGEST_CODE)
+    bits = _bits(magnitude)
+    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    small = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
+    code = tl.where(magnitude < 1, small, large) | ((_bits(rounded) >> 28) & 8)
+    return tl.where(values == values, code, 0)
+
+
+@triton.jit
+def _place_in_tiles(row, block, blocks):
+    """The position of a block's scale in tiles; each row has ``blocks`` blocks."""
+    tile = (row // ROWS_OF_TILE) * tl.cdiv(blocks, BLOCKS_OF_TILE) + block // BLOCKS_OF_TILE
+    inside = (row % 32) * 16 + (row % ROWS_OF_TILE // 32) * 4 + block % BLOCKS_OF_TILE
+    return tile * (ROWS_OF_TILE * BLOCKS_OF_TILE) + inside
+
+
+@triton.jit
+def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
+    """Whether term i of sum j of the transform is subtracted."""
+    both = i & j
+    both = both ^ (both >> 2)
+    return ((both ^ (both >> 1)) & 1) ^ ((NEGATIVE >> i) & 1)
+
+
+@triton.jit
+def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
+    """Compute sum j of the transform of sixteen rows, term after term; without a transform, return row j."""
+    if TRANSFORM:
+        total = xs[0] * (-0.25 if _is_negative(0, j, NEGATIVE) else 0.25)
+        for i in tl.static_range(1, SIXTEEN):
+            total += xs[i] * (-0.25 if _is_negative(i, j, NEGATIVE) else 0.25)
+        return total
+    return xs[j]
+
+
+@triton.jit
+def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr):
+    """Quantize values (rows, blocks, 16); returns each block's sixteen codes as one int64, and the blocks' scales."""
+    multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
+    values = _products(x, multiplier[:, :, None], IS_TE)
+    if ROUNDING == BY_INSTRUCTION:
+        a, b, c, d = _in_fours(values)
+        first, _, _, _ = _in_fours(position)
+        codes = _four_rounded(a, b, c, d, first, SEED)
+        return tl.sum(codes << (16 * tl.arange(0, 4)[None, None, :].to(tl.int64)), 2), scale
+    codes = _codes(values, position, ROUNDING, SEED).to(tl.int64)
+    return tl.sum(codes << (4 * tl.arange(0, SIXTEEN)[None, None, :].to(tl.int64)), 2), scale
+
+
+@triton.jit
+def _nonzero_codes(packed):
+    """How many of the sixteen codes of each int64 are not 0, whatever their sign."""
+    codes = packed.to(tl.uint64, bitcast=True) & 0x7777777777777777
+    found = ((codes + 0x7777777777777777) >> 3) & 0x1111111111111111
+    found = (found & 0x0F0F0F0F0F0F0F0F) + ((found >> 4) & 0x0F0F0F0F0F0F0F0F)
+    return ((found * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _counted(x, scale, outer_scale):
+    """Count some values: returns their amax, how many are not 0, and how many are beyond their block's limit."""
+    magnitude = _magnitude(x)
+    is_value = (magnitude != 0) & (magnitude <= EXPONENT_MASK)  # the code of a NaN is 0, which is no underflow
+    beyond = is_beyond(magnitude, _decoded(scale) * outer_scale, LIMIT)
+    return tl.max(magnitude), tl.sum(is_value.to(tl.int32)), tl.sum(beyond.to(tl.int32))
+
+
+@triton.jit
+def _counted_columns(xs, packed, scale, outer_scale, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
+    """Count what is cast along columns: returns the amax, underflows and saturations."""
+    amax, nonzero, beyond = 0, 0, 0
+    for j in tl.static_range(SIXTEEN):
+        of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
+        amax, nonzero, beyond = tl.maximum(amax, of_row), nonzero + has, beyond + too_large
+    return amax, nonzero - tl.sum(_nonzero_codes(packed)), beyond
+
+
+@triton.jit
+def _quantized_rows(
+    x, m, k, M, K, codes_ptr, scales_ptr, outer,
+    COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
+):  # fmt: skip
+    """Quantize some rows in blocks along the rows; blocks beyond M and K get zeros as scales.
+
+    Returns the values of each block, its codes and its scale.
+    """
+    BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
+    split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
+    x, position = tl.reshape(x, split), tl.reshape(m[:, None] * K + k[None, :], split)
+    packed, scale = _packed_rows(x, position, outer, IS_TE, ROUNDING, SEED)
+    block, blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS), K // SIXTEEN
+    is_inside = (m[:, None] < M) & (block[None, :] < blocks)
+    tl.store(codes_ptr + m[:, None] * blocks + block[None, :], packed, is_inside)
+    _store_scales(scales_ptr, scale, m[:, None], block[None, :], M, blocks)
+    return x, packed, scale
+
+
+@triton.jit
+def _store_scales(scales_ptr, scale, row, block, rows, blocks):
+    """Store scales of blocks in tiles; the last tiles are filled with 0."""
+    is_tile = (row < tl.cdiv(rows, ROWS_OF_TILE) * ROWS_OF_TILE) & (
+        block < tl.cdiv(blocks, BLOCKS_OF_TILE) * BLOCKS_OF_TILE
+    )
+    filled = tl.where((row < rows) & (block < blocks), scale, 0).to(tl.uint8)
+    tl.store(scales_ptr + _place_in_tiles(row, block, blocks), filled, is_tile)
+
+
+@triton.jit
+def _packed_columns(
+    xs, row, k, K, outer,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
+    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantize sixteen rows of each group along columns, from row ``row`` on; returns codes in 64 bits, and scales."""
+    amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
+    for j in tl.static_range(SIXTEEN):
+        amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
+    multiplier, scale = _scales(_float(amax), outer, IS_TE)
+    packed = tl.zeros((GROUPS, COLUMNS), tl.int64)
+    if ROUNDING == BY_INSTRUCTION:
+        for j in tl.static_range(0, SIXTEEN, 4):
+            a = _products(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            b = _products(_sum(xs, j + 1, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            c = _products(_sum(xs, j + 2, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            d = _products(_sum(xs, j + 3, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            position = (row + j).to(tl.int64)[:, None] * K + k[None, :]
+            packed |= _four_rounded(a, b, c, d, position, SEED) << (4 * j)
+    else:
+        for j in tl.static_range(SIXTEEN):
+            position = (row + j).to(tl.int64)[:, None] * K + k[None, :]
+            values = _products(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            packed |= _codes(values, position, ROUNDING, SEED).to(tl.int64) << (4 * j)
+    return packed, scale
+
+
+@triton.jit
+def _columns(
+    xs, group, k, M, K, codes_ptr, scales_ptr, outer,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
+    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr, counts_ptr, outer_scale,
+):  # fmt: skip
+    """Quantize sixteen rows of each group along columns, and store codes and scales."""
+    packed, scale = _packed_columns(
+        xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
+    )
+    groups = M // SIXTEEN
+    is_inside = (k[:, None] < K) & (group[None, :] < groups)
+    tl.store(codes_ptr + k[:, None] * groups + group[None, :], tl.trans(packed), is_inside)
+    _store_scales(scales_ptr, tl.trans(scale), k[:, None], group[None, :], K, groups)
+    if counts_ptr is not None:
+        amax, underflow, beyond = _counted_columns(xs, packed, scale, outer_scale, TRANSFORM, NEGATIVE)
+        store_counts(counts_ptr, 1, amax, underflow, beyond)
+
+
+@triton.jit
+def both_packed_kernel(
+    x_ptr, row_amax_ptr, column_amax_ptr,
+    rows_ptr, row_scales_ptr, row_outer_ptr, columns_ptr, column_scales_ptr, column_outer_ptr, M, K,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
+    R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
+    C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr, C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+    counts_ptr=None,
+):  # fmt: skip
+    """Quantize one tile in both directions; M and K are multiples of 16, and elements beyond them count as zeros."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    is_inside = (group[:, None] * SIXTEEN < M) & (k[None, :] < K)
+    at = x_ptr + group[:, None] * SIXTEEN * K + k[None, :]
+    xs = ()
+    for i in tl.static_range(SIXTEEN):
+        xs += (tl.load(at + i * K, is_inside, other=0.0).to(tl.float32),)
+    column_amax = tl.load(column_amax_ptr)
+    _columns(
+        xs, group, k, M, K, columns_ptr, column_scales_ptr, _outer(column_amax, IS_TE),
+        GROUPS, COLUMNS, IS_TE, C_ROUNDING, C_SEED, C_TRANSFORM, C_NEGATIVE,
+        counts_ptr, _outer_scale(column_amax, IS_TE),
+    )  # fmt: skip
+
+    row_amax = tl.load(row_amax_ptr)
+    outer = _outer(row_amax, IS_TE)
+    amax, underflow, beyond = 0, 0, 0
+    for i in range(SIXTEEN):  # not unrolled: loads hit the cache, and the code is sixteen times shorter
+        x = tl.load(at + i * K, is_inside, other=0.0).to(tl.float32)
+        blocks, packed, scale = _quantized_rows(
+            x, group * SIXTEEN + i, k, M, K, rows_ptr, row_scales_ptr, outer,
+            COLUMNS, IS_TE, R_ROUNDING, R_SEED,
+        )  # fmt: skip
+        if counts_ptr is not None:
+            of_row, nonzero, too_large = _counted(blocks, scale[:, :, None], _outer_scale(row_amax, IS_TE))
+            amax, beyond = tl.maximum(amax, of_row), beyond + too_large
+            underflow += nonzero - tl.sum(_nonzero_codes(packed))
+    if counts_ptr is not None:
+        store_counts(counts_ptr, 0, amax, underflow, beyond)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(row_outer_ptr, _outer_scale(row_amax, IS_TE))
+        tl.store(column_outer_ptr, _outer_scale(column_amax, IS_TE))
+
+
+def constants(rows: TwoLevelScaling, columns: TwoLevelScaling, target: Target) -> dict[str, object]:
+    """Compile-time constants of `both_packed_kernel`."""
+    return {
+        "GROUPS": GROUPS,
+        "COLUMNS": COLUMNS,
+        "IS_TE": rows.scale == "transformer_engine",
+        "R_ROUNDING": rounding_of(rows, target),
+        "R_SEED": rows.seed,
+        "C_ROUNDING": rounding_of(columns, target),
+        "C_SEED": columns.seed,
+        "C_TRANSFORM": bool(columns.hadamard),
+        "C_NEGATIVE": sum(1 << i for i, sign in enumerate(columns.hadamard) if sign < 0),
+    }
+
+
+def both_packed(
+    x: Tensor,
+    outer_amaxes: tuple[Tensor, Tensor],
+    rows: TwoLevelScaling,
+    columns: TwoLevelScaling,
+    outputs: tuple[Tensor, ...],
+    counts: Tensor | None = None,
+) -> None:
+    """Launch the kernel for blocks (1, 16) and (16, 1); sizes of ``x`` are multiples of 16, and not 0.
+
+    ``outer_amaxes`` are for codes along rows and for codes along columns; they differ if columns are transformed.
+    ``outputs`` are codes, scales in tiles and outer scale along rows, then along columns; contiguous, codes as int64.
+    ``counts`` are those of `fp8compile.ops.counting_kernels` of both directions, to be written; None to count nothing.
+    """
+    m, k = x.shape
+    chosen = constants(rows, columns, target_of(x.device))
+    both_packed_kernel[packed_programs(x.shape)](
+        x, *outer_amaxes, *outputs, m, k, **chosen, counts_ptr=counts, num_warps=WARPS
+    )

@@ -1,0 +1,192 @@
+"""Codes of plain weights that live from one optimizer step to the next: the recipe's ``cache_weights``.
+
+eager      the first forward behind a change of the weight makes them
+compiled   tracing makes the first ones, and the end of `optimizer.step` all others. If something else writes to a
+           weight, another graph runs, which makes codes itself, until the next step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile import _compat
+from fp8compile.nn.check_model import Model, check_model
+from fp8compile.nn.experts.known_modules import holds_no_stacks
+from fp8compile.nn.layer_registry import CONVERTED
+from fp8compile.ops.layer.make_weight_codes import Sets
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import has_codes
+from fp8compile.tensor.weight_codes import codes_of, known_codes, pair
+
+if TYPE_CHECKING:
+    from torch.nn import Module  # the mixin is always combined with a Module
+else:
+    Module = object
+
+__all__ = ["KeepsCodes", "check_caches", "renew_weight_codes", "why_not_cached"]
+
+OTHERWISE = "Leave cache_weights out of this layer's recipe."
+SHARED_SCALE = "layers share an outer scale, which changes with the weights of all of them"
+
+
+def check_caches(recipe: Recipe, module: nn.Module, *, shares_scale: bool = False) -> None:
+    """Raise a ValueError if a recipe asks for cached weights, and a layer with it can't cache them."""
+    reason = SHARED_SCALE if shares_scale else why_not_cached(recipe, module)
+    if recipe.cache_weights and reason is not None:
+        raise ValueError(f"recipe: cache_weights, and {reason}. {OTHERWISE}")
+
+
+def why_not_cached(recipe: Recipe, module: nn.Module) -> str | None:
+    """The reason why the codes of a layer's weights can't be kept for a step with a recipe, or None."""
+    if recipe.delayed()[1] is not None:
+        return "the weight has delayed scaling, whose multiplier changes with each backward, and codes with it"
+    if None in (recipe.weight, recipe.quantizer_read("weight_for_grad_input")):
+        return "the recipe leaves a product of the weight in high precision, which needs its values"
+    if (missing := holds_no_stacks(module)) is not None:
+        return f"the module {missing}"
+    return None
+
+
+class KeepsCodes(Module):
+    """Mixin for layers whose weights' codes may live for a step."""
+
+    recipe: Recipe
+    _caches_weights = False  # as the recipe says, of which PyTorch 2.11 traces no attribute
+
+    def _set_caching(self, recipe: Recipe) -> None:
+        """Note whether a recipe caches weights; raise a ValueError if this layer can't."""
+        check_caches(recipe, self)
+        self._caches_weights = recipe.cache_weights
+
+    def cached_weights(self) -> Mapping[str, bool]:
+        """The parameters whose codes may live for a step, by name, each with whether matrices lie transposed."""
+        raise NotImplementedError
+
+    def step_codes(self, name: str, *, is_turned: bool = False) -> Sets | None:
+        """The codes of a weight for this call; None if the products make them, or if the weight is codes.
+
+        Args:
+            name: The name of the parameter.
+            is_turned: Whether the products read its matrices transposed.
+
+        Raises:
+            ValueError: The weight is spread over ranks in a way by which its codes aren't kept.
+        """
+        if not self._caches_weights:
+            return None
+        weight = self._parameters.get(name)
+        if weight is None or not isinstance(weight, nn.Parameter) or has_codes(_compat.local_itself(weight)):
+            return None  # it is computed in each forward, as by a parametrization or torch.func.functional_call
+        _check_here(self, weight)
+        autocast = _autocast(weight)
+        if torch.compiler.is_compiling():
+            _make_at_trace(autocast)
+            found = known_codes(weight)
+            if found is None or not _are_read(found, self.recipe, autocast or weight.dtype, is_turned):
+                return None
+            return pair(found)
+        if not _can_count(weight):
+            return None
+        found = codes_of(weight, self.recipe, autocast or weight.dtype, is_turned=is_turned)
+        if not found.holds():
+            found.renew()
+        return pair(found)
+
+    def check_gathered_as_codes(self, weight: Tensor) -> None:
+        """Raise a ValueError if weights are cached and a method is given values, without the name of a parameter."""
+        if self._caches_weights and not has_codes(_compat.local_itself(weight)):
+            raise ValueError(
+                f"cache_weights: the codes of weights of {type(self).__name__} are not kept, because the method that "
+                "multiplies isn't told which of them it is given; fp8compile.parallel.fsdp_float8_all_gather, before "
+                f"fully_shard, keeps codes. {OTHERWISE}"
+            )
+
+
+def _check_here(module: nn.Module, weight: Tensor) -> None:
+    reason = None
+    if _compat.is_dtensor(weight):
+        reason = "ranks share it as a DTensor, as in tensor and expert parallelism"
+    elif _compat.is_fsdp_managed(module):
+        reason = "FSDP gathers its values; fp8compile.parallel.fsdp_float8_all_gather, before fully_shard, keeps codes"
+    if reason is not None:
+        raise ValueError(f"cache_weights: the codes of this weight are not kept, because {reason}. {OTHERWISE}")
+
+
+def _autocast(weight: Tensor) -> torch.dtype | None:
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def _can_count(weight: Tensor) -> bool:
+    """Whether a weight has data and a version that counts the writes to it."""
+    return not (weight.is_meta or weight.is_inference() or _compat.is_traced(weight) or _compat.is_transformed(weight))
+
+
+def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
+    """Those of these layers' weights whose codes may live for a step: layer, parameter, whether it is turned."""
+    for module in layers:
+        # a layer may have been reverted since
+        if not getattr(module, "_caches_weights", False) or _compat.is_fsdp_managed(module):
+            continue
+        for name, is_turned in module.cached_weights().items():
+            weight = module._parameters.get(name)
+            if weight is not None and not has_codes(weight) and not _compat.is_dtensor(weight) and _can_count(weight):
+                yield module, weight, is_turned
+
+
+@_compat.constant_when_traced
+def _make_at_trace(autocast: torch.dtype | None) -> None:
+    """Make the codes of all weights that have none, before the first graph that may read them is traced.
+
+    It is those of all layers, because a graph that was traced for one block runs for the others, too.
+    """
+    if _compat.is_exporting() or _compat.is_faking():
+        return
+    for module, weight, is_turned in _every(list(CONVERTED)):
+        how: Any = module.recipe, autocast or weight.dtype
+        found = known_codes(weight)
+        if found is None or not (found.holds() or found.fits(*how, is_turned=is_turned)):
+            found = codes_of(weight, *how, is_turned=is_turned)
+        found.is_compiled = True
+
+
+@_compat.constant_when_traced
+def _are_read(codes: Any, recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> bool:
+    """Whether a graph may read codes; the guard on their metadata asks again before each call."""
+    return codes.holds() and codes.fits(recipe, dtype, is_turned=is_turned) and not _compat.is_exporting()
+
+
+def renew_weight_codes(model: Model) -> Model:
+    """Make the codes of all weights of layers with ``cache_weights`` again, now.
+
+    Call it if something wrote to weights past PyTorch's version counters, outside of `optimizer.step`: through
+    ``.data``, or by a kernel of your own. Under FSDP2 the next gather makes them.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is not a module.
+        ValueError: No layer of the model has a recipe with ``cache_weights``.
+    """
+    check_model("renew_weight_codes", model)
+    layers: list[Any] = [each for each in model.modules() if each in CONVERTED and each._caches_weights]
+    if not layers:
+        raise ValueError(
+            "renew_weight_codes: no layer of the model has a recipe with cache_weights. Convert it by one, "
+            "such as fp8compile.recipes.rowwise(cache_weights=True)."
+        )
+    for layer in layers:
+        if (scales := getattr(layer, "weight_scales", None)) is not None:
+            scales.forget()
+    for module, weight, is_turned in _every(layers):
+        how: Any = module.recipe, _autocast(weight) or weight.dtype
+        codes_of(weight, *how, is_turned=is_turned).renew()
+    return model

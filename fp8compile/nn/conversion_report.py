@@ -1,0 +1,256 @@
+"""conversion_report: which layers of a model run in FP8, and why the others don't."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fp8compile import recipes
+from fp8compile._compat import is_fsdp_managed
+from fp8compile.nn.called_layers import called_layers
+from fp8compile.nn.check_model import check_model
+from fp8compile.nn.convertible_layers import is_converted, is_layer, matrices, weight_slots
+from fp8compile.nn.experts.known_modules import layout_of
+from fp8compile.nn.experts.routers import routers
+from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, past_forward
+from fp8compile.nn.parameter_uses.uses import Kind, Uses, uses_seen
+from fp8compile.nn.why_not_converted import LEFT_OUT, ROUTER
+from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.tables import Cell, Note, folded, table_lines, terminal_width
+from fp8compile.tensor import GATHERED, PLAIN, shown
+
+__all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
+
+
+def _why_no_gemm(recipe: Recipe | None) -> str:
+    """The reason why a converted layer multiplies nothing in FP8."""
+    if recipe is None or not recipe.dequantized_output:
+        return "every slot of the recipe is None"
+    read = " and ".join(slot for slot in ("input", "weight") if getattr(recipe, slot) is not None)
+    return f"the output multiplies the values of the codes of {read} in high precision (dequantized_output)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionRow:
+    """The report on one layer: a linear, a module of experts, or a weight that other code multiplies.
+
+    Attributes:
+        fqn: Fully qualified name of the layer in the model.
+        module: Name of the layer's class.
+        converted: Whether the layer is in FP8.
+        reason: The reason why the layer is not in FP8; empty if it is.
+        recipe: The layer's recipe; None if it is not in FP8.
+        in_features: K. For experts, K of their first matrix. For a stack outside of known experts, the last dim.
+        out_features: N of the same matrix. For a stack outside of known experts, the dim before the last.
+        experts: Number of experts; 0 for a linear.
+        matrices: (out_features, in_features) of each matrix that a row is multiplied by; for experts, of one expert.
+        gathered: What FSDP2 gathers for the weight: ``"codes"``, or ``"param_dtype: "`` and the reason. Empty before
+            ``fp8compile.parallel.fsdp_float8_all_gather`` was called.
+        sharded: Whether ``fully_shard`` was called for the layer. If not, ``gathered`` tells what it will gather.
+        quantized_weight: Whether the weight is kept as codes, by ``quantized_parameters=True`` of
+            ``fp8compile.convert``.
+        past_forward: The method that multiplies a converted layer's weight without calling the layer, so that the
+            product is not in FP8. Empty if neither the first forward nor the report's forward had such a product.
+        called: Whether the report's forward called a converted layer, or the products of converted experts. None if
+            the report was given no forward.
+    """
+
+    fqn: str
+    module: str
+    converted: bool
+    reason: str
+    recipe: Recipe | None
+    in_features: int
+    out_features: int
+    experts: int = 0
+    matrices: tuple[tuple[int, int], ...] = ()
+    gathered: str = ""
+    sharded: bool = False
+    quantized_weight: bool = False
+    past_forward: str = ""
+    called: bool | None = None
+
+    def float8_gemms(self) -> tuple[str, ...]:
+        """Names of the GEMMs that the recipe puts in FP8."""
+        return tuple(g.name for g in GEMMS if self.recipe is not None and self.recipe.quantizers(g))
+
+    def _size(self) -> str:
+        """The sizes of the matrices: "64 x 32", or for experts "8 x (64 x 32, 32 x 32)"."""
+        if not self.experts:
+            return f"{self.out_features} x {self.in_features}"
+        return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
+
+    def _gathered_cell(self) -> Cell:
+        """The cell for what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
+        if self.sharded or not self.gathered:
+            kind, *why = re.split("; |: ", self.gathered, maxsplit=1)
+            return Note(why[0], kind) if why else kind
+        plain = [words for words in self.gathered.split("; ") if words.startswith(f"{PLAIN}:")]
+        return Note(f"then {'; then '.join(plain)}", NOT_SHARDED) if plain else NOT_SHARDED
+
+    def _gemms_cell(self) -> Cell:
+        """The cell for the GEMMs in FP8, or for the reason why there are none."""
+        if not self.converted:
+            return Note(self.reason)
+        if self.called is False:
+            what = "the products of these experts" if self.experts else "this layer"
+            return Note(f"the forward never called {what}", "none")
+        names = self.float8_gemms()
+        if not names:
+            return Note(_why_no_gemm(self.recipe), "none")
+        words = [ALL_GEMMS if len(names) == len(GEMMS) else ", ".join(names)]
+        words += ["weight kept as codes"] if self.quantized_weight else []
+        text = "; ".join(words)
+        return Note(f"{self.past_forward} {PAST_FORWARD}", text) if self.past_forward else text
+
+    def _cells(self) -> tuple[Cell, ...]:
+        """All cells of the row in the report's table, without the name."""
+        recipe = recipes.describe(self.recipe) if self.recipe else "-"
+        return self.module, self._size(), recipe, self._gemms_cell(), self._gathered_cell()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """The result of `conversion_report`. ``print`` shows it as a table, in which equal layers share a line.
+
+    Attributes:
+        rows: One row for each layer, in the order of the model.
+    """
+
+    rows: tuple[ConversionRow, ...]
+
+    def __str__(self) -> str:
+        columns = ("layer", "module", "out x in", "recipe", "GEMMs in FP8", "FSDP2 gathers")
+        found = folded((row.fqn or "(the model)", row._cells()) for row in self.rows)
+        shown = len(columns) if any(row.gathered for row in self.rows) else len(columns) - 1
+        cells = [(name, *rest)[:shown] for name, rest in found]
+        converted = sum(row.converted for row in self.rows)
+        idle = sum(row.called is False for row in self.rows)
+        never = f", {idle} of them never called" if idle else ""
+        lines = table_lines(columns[:shown], cells, width=terminal_width())
+        return "\n".join([*lines, f"{converted} of {len(self.rows)} converted{never}"])
+
+
+def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] | None) -> ConversionRow:
+    converted, sizes = is_converted(module), matrices(module)
+    layer: Any = module  # a Linear or ConvertedModule, if it is converted
+    is_linear = isinstance(module, nn.Linear)
+    not_seen = "convert() has not seen it"
+    return ConversionRow(
+        fqn=fqn,
+        module=type(module).__name__,
+        converted=converted,
+        reason="" if converted else getattr(module, LEFT_OUT, not_seen),
+        recipe=layer.recipe if converted else None,
+        in_features=sizes[0][1],
+        out_features=sizes[0][0],
+        experts=0 if is_linear else layout_of(module).num_experts,
+        matrices=tuple(sizes),
+        gathered=getattr(module, GATHERED, ""),
+        sharded=is_fsdp_managed(module),
+        quantized_weight=converted and layer.is_quantized(),
+        past_forward=(past_forward(module, uses) or "") if converted else "",
+        called=module in called if converted and called is not None else None,
+    )
+
+
+ALL_GEMMS = "all three"
+NOT_SHARDED = "not sharded yet"
+EXPERTS = "a 3-D parameter (experts?), no nn.Linear"
+NO_LINEAR = "no nn.Linear"
+# modules whose weights are looked up, or are the kernels of convolutions
+NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+
+
+def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
+    """The reason why a matrix that is multiplied without an nn.Linear can't be converted; None for other parameters.
+
+    If no forward has shown how the parameter is used (``kind`` is None or `Kind.HANDED`), its name and dims decide.
+    """
+    is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
+    if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):
+        return None
+    if kind in (None, Kind.HANDED):
+        is_multiplied = (is_stack or "weight" in name) and not isinstance(module, NOT_MULTIPLIED)
+    else:
+        is_multiplied = kind == Kind.PRODUCT
+    return (EXPERTS if is_stack else NO_LINEAR) if is_multiplied else None
+
+
+def _weight_rows(
+    fqn: str, module: nn.Module, uses: Uses, own: set[tuple[nn.Module, str]], *, is_router: bool
+) -> list[ConversionRow]:
+    """Rows for a module's matrices that are multiplied outside of layers, such as attention's or those of routers.
+
+    ``own`` has the weights of layers, each as its module and its name there; they get no row here.
+    """
+    rows = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if (module, name) in own or (reason := _not_linear(uses.kind(module, name), module, name, parameter)) is None:
+            continue
+        *_, out_features, in_features = parameter.shape
+        if type(module).__name__ == "Conv1D":  # a copy of GPT-2's layer, which keeps its weight as (in, out)
+            in_features, out_features = out_features, in_features
+        rows.append(
+            ConversionRow(
+                fqn=f"{fqn}.{name}" if fqn else name,
+                module=type(module).__name__,
+                converted=False,
+                reason=ROUTER if is_router else reason,
+                recipe=None,
+                in_features=in_features,
+                out_features=out_features,
+                matrices=((out_features, in_features),),
+            )
+        )
+    return rows
+
+
+def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None = None) -> ConversionReport:
+    """Report which layers of a model run in FP8, which GEMMs of each, and why the others do not.
+
+    The report has each ``nn.Linear`` and each module of experts that ``convert`` knows. It also has the parameters
+    that the first forward after ``convert``, or the given ``forward``, has multiplied outside of these modules: those
+    of other experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, or an embedding that is the head too. If no
+    forward has run, it lists 3-D parameters, and 2-D ones with "weight" in their name, unless they belong to an
+    embedding or a convolution.
+
+    A converted layer runs in FP8 only if the model calls it, which a forward shows::
+
+        print(f8.conversion_report(model, forward=lambda: model(batch)))
+
+    Args:
+        model: Any module, converted or not.
+        forward: A function that calls the model. It is called once, in eager mode, and the report tells which
+            converted layers it never called. Like any forward, it changes buffers such as running means, and the state
+            of random number generators.
+
+    Returns:
+        The report. ``print`` it for a table, or go through its ``rows``.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``forward`` is not a function.
+    """
+    check_model("conversion_report", model)
+    if isinstance(forward, nn.Module) or not (forward is None or callable(forward)):
+        raise TypeError(
+            f"conversion_report: forward is {shown(forward)}; it is a function without arguments that calls the "
+            "model, such as lambda: model(batch)."
+        )
+    uses, called = uses_seen(model.modules()), None
+    if forward is not None:
+        called, of_forward = called_layers(model, forward)
+        uses.update(of_forward)
+    rows: list[ConversionRow] = []
+    own = {slot for module in model.modules() if is_layer(module) for slot in weight_slots(module)}
+    scoring = routers(model)
+    for fqn, module in model.named_modules():
+        if is_layer(module):
+            rows.append(_layer_row(fqn, module, uses, called))
+        rows += _weight_rows(fqn, module, uses, own, is_router=module in scoring)
+    return ConversionReport(rows=tuple(rows))

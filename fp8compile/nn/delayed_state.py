@@ -1,0 +1,110 @@
+"""DelayedState: the amax histories and multipliers that delayed scaling keeps for a layer from step to step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8compile._compat import replicated
+from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_WEIGHT
+from fp8compile.quantizers import TENSORS, Recipe
+from fp8compile.tensor import shown
+
+__all__ = ["DelayedState", "RowOfWeight", "check_amax_group", "check_state", "group_name"]
+
+
+class DelayedState(NamedTuple):
+    """Amax histories and multipliers of a layer with delayed scaling, one row each for input, weight and grad_output.
+
+    Attributes:
+        amax_history: Shape (3, history), float32: the amaxes of the last steps, in the order of ``DelayedScaling``.
+        multiplier: Shape (3,), float32: the factors of the values in the next step.
+        group: Name of the process group over which amaxes are reduced; None for this process alone.
+    """
+
+    amax_history: Tensor
+    multiplier: Tensor
+    group: str | None = None
+
+    @classmethod
+    def initial(
+        cls, recipe: Recipe, *, device: torch.device | str | None = None, group: ProcessGroup | None = None
+    ) -> Self:
+        """The state before the first step: no amaxes, and multipliers of 1.
+
+        Args:
+            recipe: A recipe with delayed scaling.
+            device: Device of the layer.
+            group: The ranks over which amaxes are reduced. All of them run the same backwards.
+
+        Raises:
+            ValueError: The recipe has no delayed scaling.
+            TypeError: ``group`` is not a process group.
+        """
+        if not recipe.history():
+            raise ValueError("DelayedState: no slot of the recipe holds a DelayedScaling; it needs no state.")
+        rows = len(TENSORS)
+        history = torch.zeros(rows, recipe.history(), dtype=torch.float32, device=device)
+        return cls(history, torch.ones(rows, dtype=torch.float32, device=device), group_name("DelayedState", group))
+
+    def reset(self) -> None:
+        """Reset the state to that before the first step, in place."""
+        with torch.no_grad():
+            self.amax_history[:, 1:].zero_()  # entry 0 is kept: a quantized weight's amax, else 0
+            self.multiplier.fill_(1.0)
+
+
+class RowOfWeight:
+    """A callable that returns the weight's row of a layer's state, from the buffers that the layer has then."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = weakref.ref(layer)
+
+    def __call__(self) -> tuple[Tensor, Tensor] | None:
+        """The weight's history (L,) and multiplier (), as views of the buffers; None if the layer was freed."""
+        if (layer := self._layer()) is None:
+            return None
+        history, multiplier, _ = layer.delayed_state()
+        return replicated(history)[ROW_OF_WEIGHT], replicated(multiplier)[ROW_OF_WEIGHT]
+
+
+def group_name(function: str, group: object) -> str | None:
+    """The name of a process group, which graphs, copies and checkpoints can hold, unlike the group; None for None.
+
+    Raises:
+        TypeError: ``group`` is neither a process group nor None.
+    """
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{function}: the group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as "
+            "mesh.get_group()."
+        )
+    return None if group is None else group.group_name
+
+
+def check_state(state: object) -> None:
+    """Raise if `fp8compile.linear` was given something else than a state. The op checks that it fits the recipe."""
+    if not isinstance(state, DelayedState):
+        raise TypeError(f"linear: state is {shown(state)}; it is a fp8compile.DelayedState, or None.")
+    if state.amax_history.requires_grad or state.multiplier.requires_grad:
+        raise ValueError("linear: a tensor of the state requires grad; it is no parameter. Detach it.")
+
+
+def check_amax_group(
+    function: str, recipes: Iterable[Recipe], amax_group: object, *, none_has: str = "the recipe has no"
+) -> None:
+    """Raise an error that names ``function`` if an amax group is given and none of the recipes has delayed scaling.
+
+    ``none_has`` is the part of the error's text before "delayed scaling".
+    """
+    group_name(function, amax_group)
+    if amax_group is not None and not any(recipe.history() for recipe in recipes):
+        raise ValueError(
+            f"{function}: amax_group is given and {none_has} delayed scaling, whose state it is for. Leave it out: a "
+            "scale that comes from the values themselves is that of each rank's own tensor."
+        )

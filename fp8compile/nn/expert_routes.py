@@ -1,0 +1,188 @@
+"""Routes: how rows of tokens reach the ranks of their experts, and come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from fp8compile import _compat
+from fp8compile.nn.delayed_state import group_name
+from fp8compile.nn.raise_on_all_ranks import FOUND, raise_on_all
+from fp8compile.ops.collectives import all_reduce_extreme, all_to_all
+from fp8compile.ops.exchange.dispatch import combine, dispatch
+from fp8compile.ops.exchange.row_order import fitting
+from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.tensor import shown
+
+__all__ = ["Routes", "check_capacity", "expert_routes"]
+
+OUTPUT = GEMMS[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """How this rank's rows reach the ranks of their experts and come back. `expert_routes` makes it.
+
+    Attributes:
+        offsets: (E,), int32, the end of the rows of each of this rank's E experts, for `fp8compile.grouped_linear`.
+        overflow: (), int64, the number of this rank's rows that did not fit; 0 if there is no capacity.
+        sent: (R, E), int64, the number of rows that this rank has for each expert of each of the R ranks.
+        received: (R, E), int64, the number of rows that each rank has for each expert of this rank.
+        sizes: (2, R), int64, on the host: the number of rows sent to each rank, and received from each rank. None if
+            there is a capacity.
+        capacity: The number of rows that each rank sends to each other rank; None if it sends as many as it has.
+        group: The name of the process group.
+    """
+
+    offsets: Tensor
+    overflow: Tensor
+    sent: Tensor
+    received: Tensor
+    sizes: Tensor | None
+    capacity: int | None
+    group: str
+
+    def dispatch(self, rows: Tensor, *, recipe: Recipe | None = None) -> Tensor:
+        """Send rows to the ranks of their experts, and receive the rows for this rank's experts.
+
+        Args:
+            rows: (N, K), sorted by expert as the counts given to `expert_routes` tell. Rows after the last expert are
+                not sent.
+            recipe: Recipe of the layer that reads the rows. Codes of its input quantizer are sent, unless a product
+                reads the input in high precision. None sends the rows unquantized.
+
+        Returns:
+            (M, K), the dtype of ``rows``, sorted by this rank's experts. If codes were sent, these are their values.
+            With a capacity, M is the capacity times the ranks, and rows after the last expert are zeros. Without one,
+            M is the number of rows received.
+        """
+        length = None if self.capacity is None else self.capacity * self.sent.shape[0]
+        how = Recipe() if recipe is None else recipe
+        return dispatch(rows, self.sent, self.received, self.sizes, length, OUTPUT.a, how, self.group)
+
+    def combine(self, grouped: Tensor, length: int, *, recipe: Recipe | None = None) -> Tensor:
+        """Send rows back to the ranks that they came from, unquantized.
+
+        Args:
+            grouped: (M, K), in the order of `dispatch`'s result.
+            length: N, the number of rows that this rank gave to `dispatch`.
+            recipe: Recipe of the layer that made the rows. In the backward, codes of its gradient quantizer are sent.
+                None sends the gradient unquantized.
+
+        Returns:
+            (N, K), in the order of the rows given to `dispatch`; zeros for rows that were not sent.
+        """
+        how = Recipe() if recipe is None else recipe
+        return combine(grouped, self.sent, self.received, self.sizes, length, how, self.group)
+
+
+def check_capacity(function: str, capacity: object) -> None:
+    """Raise a ValueError that names ``function``, unless a capacity is a positive number of rows or None."""
+    if capacity is not None and (type(capacity) is not int or capacity < 1):
+        raise ValueError(
+            f"{function}: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an int of at "
+            "least 1, or None."
+        )
+
+
+def _check(counts: object, ranks: int, capacity: object) -> None:
+    if not isinstance(counts, Tensor) or counts.ndim != 1 or counts.dtype not in (torch.int32, torch.int64):
+        what = f"{counts.dtype} of shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else shown(counts)
+        raise TypeError(f"expert_routes: counts is {what}; it is int64 or int32, rows of each expert of all ranks.")
+    if counts.shape[0] == 0 or counts.shape[0] % ranks:
+        raise ValueError(
+            f"expert_routes: counts has {counts.shape[0]} experts, and the group {ranks} ranks; each rank has as many "
+            "experts as the others, at least one."
+        )
+    check_capacity("expert_routes", capacity)
+
+
+def _is_read(counts: Tensor) -> bool:
+    """Whether the host can read these numbers: in eager mode, unless the tensor is fake."""
+    return not torch.compiler.is_compiling() and not _compat.is_fake(counts)
+
+
+def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
+    """The number of rows that do not fit. In eager mode, raise on all ranks if a rank has any, so that none waits."""
+    found = sent.sum() - fitting(sent, capacity).sum()
+    if not _is_read(found):
+        return found
+    most = sent.sum(1).max()
+    if sent.shape[0] > 1:
+        most = all_reduce_extreme(most, "max", group)
+    rows, least = torch.stack((most, received.min())).tolist()
+    _raise_found(least, error, group)
+    if rows > capacity:
+        raise ValueError(
+            f"expert_routes: a rank has {rows} rows for the experts of another, and capacity is {capacity}. Give "
+            "more, or leave capacity out, so that the host reads how many there are."
+        )
+    return found
+
+
+def _sizes(sent: Tensor, received: Tensor, error: Exception | None, group: str) -> Tensor:
+    """The numbers of rows that go to each rank and that come from each rank, on the host, (2, R)."""
+    sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
+    if _is_read(sizes):
+        _raise_found(int(sizes.min()), error, group)
+    return sizes
+
+
+def _raise_found(least: int, error: Exception | None, group: Any) -> None:
+    if least < 0 and torch.distributed.get_backend(_resolve_process_group(group)) != "fake":  # which sends nothing
+        raise_on_all("expert_routes", error, group)
+
+
+def expert_routes(
+    counts: Tensor, *, group: ProcessGroup, capacity: int | None = None, error: Exception | None = None
+) -> Routes:
+    """Exchange the numbers of rows that each rank has for each expert. All ranks of the group call this.
+
+    Without a capacity, messages have exactly the rows that there are. The host reads their numbers once, and waits for
+    the device to compute them. With a capacity, the host reads nothing: each rank sends that many rows to each other
+    rank, padded with zeros.
+
+    Args:
+        counts: (R * E,), int64 or int32, the number of rows that this rank has for each expert. The E experts of the
+            first rank come first, then those of the second rank.
+        group: The R ranks.
+        capacity: The number of rows that fit in the message of one rank to another. Rows that do not fit raise an
+            error in eager mode. In compiled code the last rows of a message are not sent, `combine` returns zeros for
+            them, and ``overflow`` counts them.
+        error: An error that this rank found in its rows, in eager mode. It is sent instead of ``counts``, of which
+            only the shape is read. All ranks of the group raise it, so that no rank waits for rows that do not come.
+
+    Returns:
+        The routes, for one call of `Routes.dispatch`.
+
+    Raises:
+        TypeError: ``counts`` is not a tensor of integers, or ``group`` is not a process group.
+        ValueError: The number of experts is not a multiple of the ranks, the capacity is not a positive int, or in
+            eager mode rows do not fit.
+        RuntimeError: A rank has given an ``error``; the text has the errors of all ranks. If all ranks gave the same
+            error, that error is raised instead.
+    """
+    name = group_name("expert_routes", group)
+    if name is None:
+        raise TypeError("expert_routes: group is None; on one rank alone rows are where their experts are.")
+    ranks = group.size()
+    _check(counts, ranks, capacity)
+    sent = counts.to(torch.int64).view(ranks, -1)
+    sent = sent if error is None else torch.full_like(sent, FOUND)
+    received = all_to_all(sent, None, None, name) if ranks > 1 else sent
+    fits = received if capacity is None else fitting(received, capacity)
+    sizes = _sizes(sent, received, error, name) if capacity is None else None
+    return Routes(
+        offsets=fits.sum(0).cumsum(0, dtype=torch.int32),
+        overflow=sent.new_zeros(()) if capacity is None else _overflow(sent, received, capacity, error, name),
+        sent=sent,
+        received=received,
+        sizes=sizes,
+        capacity=capacity,
+        group=name,
+    )

@@ -1,0 +1,99 @@
+"""Spread experts over ranks; the placements of their parameters tell over which ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fp8compile._compat import is_dtensor
+from fp8compile.nn.tensor_parallel_weights import place_codes
+from fp8compile.nn.ungathered_experts import UngatheredStack
+from fp8compile.tensor import is_quantized_parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DispatchOptions", "check_mesh", "group_of_experts", "is_spread", "local_stack", "spread_experts"]
+
+SPREAD = "_experts_are_spread"  # attribute of a module whose experts were spread over ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchOptions:
+    """How rows are sent to the ranks of their experts."""
+
+    capacity: int | None = None  # the number of rows that a rank may send to another; None for no limit
+    codes: bool = True  # whether to send codes instead of values, if all products that read the rows take codes
+    # A mesh whose ranks have the same tokens, so that each rank sends a share of them. None if each rank has its own
+    # tokens.
+    same_tokens: DeviceMesh | None = None
+
+
+def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
+    """Raise a ValueError that names ``function``, unless each rank of the mesh can have the same number of experts."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{function}: the mesh has {mesh.ndim} dims, {mesh.mesh_dim_names}; take the one over which experts "
+            "are cut, mesh['ep'] for one."
+        )
+    if experts % mesh.size():
+        raise ValueError(
+            f"{function}: the module has {experts} experts and the mesh {mesh.size()} ranks; each "
+            "rank has as many experts as the others."
+        )
+
+
+def spread_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
+    """Give each rank of a mesh some of the experts, in place: parameters become DTensors with ``Shard(0)``.
+
+    This is for a module that gets its rows sorted by expert, such as torchtitan's. Its caller sends the rows to the
+    ranks of their experts with `expert_routes`. For experts that route tokens themselves, `ExpertParallel` does both.
+
+    Args:
+        module: A module whose own parameters are stacks, (experts, ...); converted or not.
+        mesh: A mesh with one dim. The number of experts is a multiple of its ranks.
+        src_data_rank: The rank whose values are sent to all ranks; None if each rank cuts its own values.
+
+    Raises:
+        ValueError: The mesh has more than one dim, or the number of experts is not a multiple of its ranks.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    stacks = list(module.named_parameters(recurse=False))
+    for _, stack in stacks:
+        check_mesh("spread_experts", stack.shape[0], mesh)
+    for name, stack in stacks:
+        if is_quantized_parameter(stack):
+            place_codes(module, mesh, Shard(0), src_data_rank, name)
+            continue
+        placed = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+        setattr(module, name, nn.Parameter(placed, requires_grad=stack.requires_grad))
+    setattr(module, SPREAD, True)
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether `spread_experts` gave each rank some of a module's experts."""
+    return SPREAD in vars(module)
+
+
+def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
+    """The ranks over which a stack (experts, ...) is spread; None if each rank has all experts."""
+    if isinstance(stack, UngatheredStack):
+        if stack.spread is None:
+            return None
+        mesh, placements, _ = stack.spread
+    elif is_dtensor(stack):
+        mesh, placements = stack.device_mesh, stack.placements
+    else:
+        return None
+    groups = [mesh.get_group(index) for index, each in enumerate(placements) if each.is_shard(0)]
+    return groups[0] if groups else None
+
+
+def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
+    """This rank's part of a parameter of experts; under graph_fsdp, an `UngatheredStack`, which products gather."""
+    stack = getattr(module, name)
+    return stack.to_local() if isinstance(stack, UngatheredStack) or is_dtensor(stack) else stack

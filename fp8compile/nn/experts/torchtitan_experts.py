@@ -1,0 +1,53 @@
+"""Experts that multiply in a method ``_grouped_mm(self, *, A, B_t, offs)``, as torchtitan's experts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8compile.nn.experts.host import Host, stacks
+from fp8compile.nn.grouped_linear import grouped_mm
+
+__all__ = ["METHOD"]
+
+NAME, ARGUMENTS = "_grouped_mm", ("A", "B_t", "offs")
+
+
+def _has_the_method(cls: type[nn.Module]) -> bool:
+    method = inspect.getattr_static(cls, NAME, None)
+    if not inspect.isfunction(method):
+        return False
+    _, *given = inspect.signature(method).parameters.values()
+    return tuple(each.name for each in given) == ARGUMENTS and all(each.kind == each.KEYWORD_ONLY for each in given)
+
+
+def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
+    """Names for observed products by the shape of one matrix; stacks of equal shape share a name.
+
+    A call shows only the shape of a stack, and not which of the module's stacks it is.
+    """
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, stack in stacks(module).items():
+        found.setdefault(tuple(stack.shape[1:]), []).append(name)
+    return {shape: "+".join(names) for shape, names in found.items()}
+
+
+def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+    self.check_gathered_as_codes(B_t)
+    observer = None
+    if self._observers is not None:
+        names = _names(self)
+        name = names[tuple(B_t.shape[:-3:-1])]
+        observer = self.observer(name, getattr(self, name.split("+")[0]))
+    return grouped_mm(A, B_t, offs=offs, recipe=self.recipe, observer=observer)
+
+
+METHOD = Host(
+    takes=_has_the_method,
+    method=NAME,
+    replacement=_grouped_mm,
+    is_transposed=lambda module: False,
+    observed=lambda module: list(_names(module).values()),
+)

@@ -1,0 +1,70 @@
+"""Observed: base of modules whose FP8 products a `fp8compile.Monitor` can observe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fp8compile._compat import is_dtensor
+from fp8compile.nn.execution_order import note_call
+from fp8compile.nn.ungathered_experts import UngatheredStack
+from fp8compile.ops.layer.statistics.observe import Observer
+
+if TYPE_CHECKING:
+    from torch.nn import Module  # Observed is always combined with a Module
+else:
+    Module = object
+
+__all__ = ["Observed", "first_expert"]
+
+
+class Observed(Module):
+    """Mixin for modules whose forward gives `observer` to the functions that multiply.
+
+    A module of your own that multiplies by ``fp8compile.parallel.column_parallel_linear``, for example, derives from
+    it, names its weights, and passes ``observer=self.observer("weight")``. All modules of `fp8compile.convert` do.
+
+    Attributes:
+        observed_weights: Names of the module's parameters that it multiplies by; 3-D parameters are stacks of experts.
+    """
+
+    observed_weights: ClassVar[Sequence[str]] = ()
+    _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
+
+    def observer(self, name: str, stack: Any = None) -> Observer | None:
+        """Where this call adds up statistics of the products with a weight; None if nobody reads them in this step.
+
+        Args:
+            name: The name of the weight.
+            stack: The experts' weights as the forward uses them, if a rank may have only some of the experts; else
+                None.
+        """
+        if not torch.is_grad_enabled() or self._observers is None:  # an evaluation has no backward, which would write
+            return None
+        found = self._observers.get(name)
+        if found is None:
+            return None
+        if not torch.compiler.is_compiling():  # of compiled code the graph tells it
+            note_call(found.sums)
+        return found if stack is None else found.placed(first_expert(stack))
+
+    def weights_to_observe(self) -> dict[str, int]:
+        """Names of the weights that the module multiplies by, each with its number of matrices; 0 if it is 2-D."""
+        parameters: dict[str, Any] = {name: self.get_parameter(name) for name in self.observed_weights}
+        return {name: each.shape[0] if each.ndim == 3 else 0 for name, each in parameters.items()}
+
+
+def first_expert(stack: Any) -> int:
+    """Index of this rank's first expert of a stack that expert parallelism spreads over ranks."""
+    if isinstance(stack, UngatheredStack):
+        if stack.spread is None:
+            return 0
+        mesh, placements, own = stack.spread
+    elif is_dtensor(stack):
+        mesh, placements, own = stack.device_mesh, stack.placements, stack.to_local().shape[0]
+    else:
+        return 0
+    ranks = [mesh.get_local_rank(index) for index, each in enumerate(placements) if each.is_shard(0)]
+    return ranks[0] * own if ranks else 0

@@ -1,0 +1,52 @@
+"""The states of delayed scaling of all layers of a model."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fp8compile import _compat
+from fp8compile.nn.check_model import check_model
+from fp8compile.nn.delayed_state import DelayedState
+from fp8compile.nn.linear import Linear
+
+__all__ = ["reset_delayed_scaling"]
+
+
+def _states(model: nn.Module) -> list[DelayedState]:
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    return [state for layer in layers if (state := layer.delayed_state()) is not None]
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [tensor for state in _states(model) for tensor in (state.amax_history, state.multiplier)]
+
+
+def reset_delayed_scaling(model: nn.Module) -> nn.Module:
+    """Reset delayed scaling in all layers of a model: histories without amaxes, and multipliers of 1.
+
+    Use it if the state comes from values that no longer matter, such as the values before a change of the data or of
+    the weights, or from uninitialized memory. ``layer.delayed_state().reset()`` resets a single layer.
+
+    Args:
+        model: A model with layers of delayed scaling, compiled or not.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is not a module.
+        ValueError: No layer has delayed scaling.
+    """
+    check_model("reset_delayed_scaling", model)
+    states = _states(model)
+    if not states:
+        raise ValueError(
+            "reset_delayed_scaling: no layer of the model has delayed scaling, so nothing is remembered. Convert it "
+            "by fp8compile.recipes.delayed() first."
+        )
+    for state in states:
+        state.reset()
+    return model
+
+
+_compat.when_imported("torch.distributed.pipelining.stage", lambda: _compat.keep_through_inference(_tensors))

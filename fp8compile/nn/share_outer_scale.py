@@ -1,0 +1,103 @@
+"""Which layers share an outer scale, because a server multiplies their weights as one.
+
+share_outer_scale=[("q_proj", "k_proj", "v_proj")]  --modules of one parent--> groups of layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fp8compile.nn.convertible_layers import is_layer
+from fp8compile.nn.linear import Linear
+from fp8compile.ops.layer.quantize_over_ranks import has_one_scale
+from fp8compile.quantizers import DelayedScaling, Recipe
+from fp8compile.tensor import shown
+
+__all__ = ["FUSED", "Groups", "scale_groups", "share_scales"]
+
+# Layers that vLLM and SGLang multiply as one, by their names in models of transformers. They take the largest of the
+# outer scales, and keep the codes.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
+
+Groups = bool | Sequence[Sequence[str]]
+
+
+def _names(given: object) -> tuple[tuple[str, ...], ...]:
+    """The layer names of each group of `share_outer_scale`; raises a TypeError if the argument has another form."""
+    if given is True:
+        return FUSED
+    groups = list(given) if isinstance(given, (list, tuple)) else []
+    found = [tuple(each) if isinstance(each, (list, tuple)) else () for each in groups]
+    if not found or not all(len(each) > 1 and all(type(name) is str for name in each) for each in found):
+        raise TypeError(
+            f"convert: share_outer_scale is {shown(given)}; it is True, for layers that servers multiply as one, or a "
+            "list of groups of names such as [('q_proj', 'k_proj', 'v_proj'), ('gate_proj', 'up_proj')]."
+        )
+    return tuple(found)
+
+
+def _refusal(name: str, members: Mapping[str, nn.Module], recipes: Mapping[nn.Module, Recipe]) -> str | None:
+    """The reason why some layers of one parent can't share an outer scale, or None."""
+    if left := [each for each, layer in members.items() if layer not in recipes]:
+        return f"{', '.join(left)} of {name} stays in high precision, and the others don't. Convert all or none"
+    given = {recipes[layer] for layer in members.values()}
+    if len(given) > 1:
+        return f"{', '.join(members)} of {name} have different recipes. Give them one"
+    (recipe,) = given
+    if not all(type(layer) is nn.Linear or isinstance(layer, nn.Linear) for layer in members.values()):
+        return f"{', '.join(members)} of {name} are not all nn.Linear"
+    if isinstance(recipe.weight, DelayedScaling):
+        return f"the recipe of {name} has delayed scaling, which keeps a scale for each layer. Take another recipe"
+    if recipe.weight is not None and recipe.weight.transform():
+        return f"the recipe of {name} transforms the weight, whose outer scale is that of transformed values"
+    return None
+
+
+def scale_groups(model: nn.Module, recipes: Mapping[nn.Module, Recipe], given: object) -> list[tuple[nn.Module, ...]]:
+    """The groups of layers that share an outer scale.
+
+    Groups with a recipe that has no outer scale, and no scale for the whole tensor, are left out: there is nothing to
+    share.
+
+    Args:
+        model: The model.
+        recipes: The recipe of each layer that is converted.
+        given: ``share_outer_scale`` of `fp8compile.convert`.
+
+    Raises:
+        TypeError: ``given`` names no groups.
+        ValueError: No module has two layers of a group, or layers of a group can't share a scale.
+    """
+    groups, matched = [], set()
+    for name, parent in model.named_modules():
+        layers = {own: layer for own, layer in parent.named_children() if is_layer(layer)}
+        for names in _names(given):
+            members = {own: layers[own] for own in names if own in layers}
+            if len(members) < 2 or not any(layer in recipes for layer in members.values()):
+                continue
+            matched.add(names)
+            if (reason := _refusal(name or "the model", members, recipes)) is not None:
+                raise ValueError(f"convert: share_outer_scale, and {reason}.")
+            recipe = recipes[next(iter(members.values()))]
+            slots = (recipe.weight, recipe.weight_for_grad_input)
+            if any(each is not None and has_one_scale(each) for each in slots):
+                groups.append(tuple(members.values()))
+    missing = [names for names in _names(given) if names not in matched]
+    if not matched or (given is not True and missing):
+        raise ValueError(
+            f"convert: share_outer_scale, and no module has two converted layers of {missing[0]}. Name layers of one "
+            "parent."
+        )
+    return groups
+
+
+def share_scales(groups: Iterable[tuple[nn.Module, ...]]) -> None:
+    """Tell converted layers with which layers they share an outer scale."""
+    for members in groups:
+        for each in members:
+            layer: Any = each
+            assert isinstance(layer, Linear), "scale_groups has checked it"
+            layer.share_scale(members)

@@ -1,0 +1,85 @@
+"""Adds up statistics of observed layers over all ranks of the default process group, with two messages in all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8compile.ops.collectives import all_reduce, all_reduce_extreme
+from fp8compile.ops.layer.statistics.observe import Observer
+
+__all__ = ["agreed", "num_ranks", "over_ranks", "rank"]
+
+Totals = tuple[Tensor, Tensor]  # sums and maxima
+
+
+def num_ranks() -> int:
+    """Number of ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's number in the default process group; 0 without one."""
+    return dist.get_rank() if num_ranks() > 1 else 0
+
+
+def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int]:
+    """The observed layers of all ranks together; pipelines give ranks different layers. All ranks call this once.
+
+    Args:
+        matrices: The layers of this rank by name, and how many matrices each has.
+        how: Arguments that have to be the same on all ranks.
+
+    Raises:
+        ValueError: On all ranks, if ranks have different arguments, or a layer with different numbers of matrices.
+    """
+    if num_ranks() == 1:
+        return dict(matrices)
+    every: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(every, (dict(matrices), dict(how)))
+    union: dict[str, int] = {}
+    for rank, (own, given) in enumerate(every):
+        if given != every[0][1]:
+            raise ValueError(f"Monitor: rank 0 has {every[0][1]} and rank {rank} {given}; all ranks read the same.")
+        for name, count in own.items():
+            if union.setdefault(name, count) != count:
+                raise ValueError(
+                    f"Monitor: {name} has {union[name]} matrices on one rank, and {count} on rank {rank}."
+                )
+    return union
+
+
+def over_ranks(observers: Mapping[str, Observer], matrices: Mapping[str, int]) -> dict[str, Totals]:
+    """Add up the sums of all ranks, and take the maxima over them.
+
+    Args:
+        observers: The observers of this rank's layers, which hold sums and maxima.
+        matrices: The layers of all ranks, as `agreed` returns them.
+    """
+    if num_ranks() == 1:
+        return {name: (each.sums, each.maxima) for name, each in observers.items()}
+    like = next(iter(observers.values()))
+    own = {
+        name: observers.get(name) or Observer.empty(like.totals, max(n, 1), like.sums.device)
+        for name, n in matrices.items()
+    }
+    group: Any = dist.group.WORLD
+    sums = all_reduce(torch.cat([each.sums.flatten() for each in own.values()]), "sum", group)
+    maxima = all_reduce_extreme(torch.cat([each.maxima.flatten() for each in own.values()]), "max", group)
+    return {
+        name: (one.view_as(each.sums), other.view_as(each.maxima))
+        for (name, each), one, other in zip(
+            own.items(),
+            _split(sums, [e.sums for e in own.values()]),
+            _split(maxima, [e.maxima for e in own.values()]),
+            strict=True,
+        )
+    }
+
+
+def _split(flat: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
+    return flat.split([each.numel() for each in like])

@@ -1,0 +1,154 @@
+"""Quantized weights under tensor parallelism: each rank has the codes of its part, and the scale of the whole weight.
+
+a DTensor of values --convert--> part --amax over its ranks--> codes, scale --+--> a DTensor of a QuantizedParameter
+whole codes --ColwiseParallel, RowwiseParallel--> codes of a part, same scale +
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile import _compat
+from fp8compile.layout.cuts import DimSharding, chunk_sizes, split_axes
+from fp8compile.layout.four_bit_packing import two_a_byte
+from fp8compile.layout.quantized import Quantized
+from fp8compile.nn.placed_like import wrapped_like
+from fp8compile.quantizers import DelayedScaling, Quantizer
+from fp8compile.tensor import (
+    QuantizedParameter,
+    in_place_of,
+    is_quantized_parameter,
+    quantize,
+    sharded_dims,
+    sharding_of,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "not_placed",
+    "place_codes",
+    "placements_of_outer_scale",
+    "placements_of_scale",
+    "quantized_part",
+    "unwritten",
+]
+
+
+def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantizer: Quantizer) -> str | None:
+    dims = sharded_dims(placements)
+    if len(dims) > 1 or any(each.is_partial() for each in placements):
+        return f"has placements {tuple(placements)}; codes are cut over one dim of a mesh"
+    for index, dim in dims:
+        sizes, block = chunk_sizes(shape[dim], mesh.size(index)), quantizer.block
+        own = [*shape[:dim], sizes[0], *shape[dim + 1 :]]
+        if any(split_axes(own, (DimSharding("", 0, dim, sizes),), block)):
+            return (
+                f"is cut along dim {dim} into {sizes}, which cuts blocks {block}; all ranks but the last one with any "
+                f"have a multiple of {block[dim]}"
+            )
+    return None
+
+
+def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
+    """The reason why a DTensor can't be quantized, for example because its parts cut blocks; None if it can."""
+    reasons = (_why_not(weight.shape, weight.device_mesh, weight.placements, each) for each in quantizers)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
+    """Placements of one set's scale on a DTensor's mesh: replicated if blocks span ranks, else cut like the codes."""
+    from torch.distributed.tensor import Replicate
+
+    found, cut = list(weight.placements), sharded_dims(weight.placements, weight.ndim)
+    for index, dim in cut:
+        # FSDP2 has the first mesh dims and may cut blocks; tensor parallelism has the last dims and may not
+        if _compat.local_itself(weight).block_along(own, dim) == -1 or (own.has_all_scales and index == cut[0][0]):
+            found[index] = Replicate()
+    return found
+
+
+def placements_of_outer_scale(weight: DTensor) -> list[Any]:
+    """Placements of outer scales on a DTensor's mesh: cut if a stack is cut between matrices, else replicated."""
+    from torch.distributed.tensor import Replicate
+
+    found = list(weight.placements)
+    for index, dim in sharded_dims(weight.placements, weight.ndim):
+        found[index] = found[index] if dim < weight.ndim - 2 else Replicate()
+    return found
+
+
+def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
+    """Quantize this rank's part of a DTensor of values to one or two sets of codes; no part cuts a block.
+
+    All ranks that share a scale call this.
+    """
+    local, mesh = _compat.local_itself(weight).detach(), weight.device_mesh
+    options = {}
+    for index, dim in sharded_dims(weight.placements):
+        sizes = chunk_sizes(weight.shape[dim], mesh.size(index))
+        options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
+    sets = [_codes_of(local, quantizer, options) for quantizer in quantizers]
+    options.pop("sizes", None)
+    return wrapped_like(QuantizedParameter.of_sets(sets, local.dtype, **options), weight)
+
+
+def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Quantized:
+    """Quantize a rank's part of a weight; codes of four bits are packed two to a byte if the shape allows it."""
+    q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
+    codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
+    return Quantized(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
+
+
+def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
+    """Make a quantized weight, or a rank's part of one, that has no values yet. The first write makes its codes."""
+    local, ones = _compat.local_itself(weight), torch.ones(quantizer.scale_shape(weight.shape), device=weight.device)
+    codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+    found = QuantizedParameter(codes, quantizer.scale_of(ones), quantizer, local.dtype)
+    cuts: Sequence[Any] = sharding_of(weight)
+    if cuts:
+        found.share_scale(cuts[0].group, cuts[0].dim, cuts[0].total)
+    return wrapped_like(found, weight)
+
+
+def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
+    """Cut a layer's quantized weight over the ranks of a mesh with one dim, all of which call this.
+
+    A weight that is not quantized is not cut. A stack of matrices is cut along its first dim. ``source`` is the rank
+    whose weight is sent to the others; None if all ranks have the same weight. Raises a ValueError if a block would be
+    cut.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    weight, dim = getattr(layer, name), placement.dim
+    if not is_quantized_parameter(weight):
+        return
+    for own in weight.sets() if weight.ndim == 2 else ():
+        if (reason := _why_not(weight.shape, mesh, [placement], own.quantizer)) is not None:
+            raise ValueError(
+                f"tensor parallel: a quantized weight {reason}. Leave this layer out of quantized_parameters."
+            )
+
+    def part(tensor: Tensor, where: Any) -> Tensor:
+        return distribute_tensor(tensor, mesh, [where], src_data_rank=source).to_local()
+
+    sets = []
+    for own in weight.sets():
+        scale = part(own.scale, Replicate() if weight.block_along(own, dim) == -1 else placement)
+        of_matrices = placement if dim < weight.batch else Replicate()
+        outer = None if own.outer_scale is None else part(own.outer_scale, of_matrices)
+        sets.append(replace(own, codes=part(own.codes, placement), scale=scale, outer_scale=outer))
+    local = QuantizedParameter.of_sets(sets, weight.dtype, batch=weight.batch)
+    local.gathers, local.state, local.frozen = weight.gathers, weight.state, weight.frozen
+    if weight.ndim == 2:  # ranks share no scale of an expert
+        local.share_scale(mesh.get_group(), dim, weight.shape[dim])
+    if weight.initial is not None:
+        local.initial = part(weight.initial.to(weight.device), placement)
+    whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride())
+    setattr(layer, name, in_place_of(weight, whole))

@@ -1,0 +1,124 @@
+"""What all grouped GEMMs that call `torch._scaled_grouped_mm` share: checks of the GPU, padding, and the two calls.
+
+A GPU needs rows of codes that are multiples of 16 bytes. Other sizes are padded with zeros along features, and the
+product is cut to its own size. Tokens are never padded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile import _compat
+from fp8compile.formats import E4M3
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemms.gpu_support import lacks_tensor_cores, why_not
+from fp8compile.ops.gemms.interface import GemmProblem
+from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT
+from fp8compile.ops.groups.padding import zero_behind, zero_where_empty
+
+__all__ = ["lacks_grouped", "padded_features", "scaled_outer", "scaled_rows"]
+
+
+def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
+    """Why a device does not run a grouped product for these operands, as an error text; None if it does.
+
+    Args:
+        product: A key of ``gpu_support.PRODUCTS``.
+        problem: The product's operands, target and dtype of the result.
+    """
+    if (lacking := lacks_tensor_cores(problem) or why_not(product, problem)) is not None:
+        return lacking
+    if {problem.a.gemm_format(), problem.b.gemm_format()} != {E4M3}:
+        return "has no grouped GEMM: it multiplies e4m3 by e4m3. Give gradients e4m3 too (grad_format='e4m3')."
+    return None
+
+
+def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float = 0) -> Tensor:
+    """Pad the last dims of a tensor with ``value`` to multiples of the given numbers."""
+    missing = [-size % multiple for size, multiple in zip(codes.shape[-len(multiples) :], multiples, strict=True)]
+    if _compat.statically_equal(missing, (0,) * len(missing)):
+        return codes
+    return pad(codes, [edge for each in reversed(missing) for edge in (0, each)], value=value)
+
+
+def _float8(operand: Quantized, multiples: tuple[int, ...]) -> Tensor:
+    stored: Any = operand.quantizer.gemm_format()  # which is why it is here
+    return padded_features(operand.codes, multiples).contiguous().view(stored.dtype)
+
+
+def scaled_rows(
+    a: Quantized,
+    b: Quantized,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    sum_to: int = ALIGNMENT,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Multiply each row by the matrix of its group.
+
+    Args:
+        a: (R, K), float8 codes.
+        b: (E, N, K), float8 codes.
+        a_scale: Scales of ``a`` in the GEMM's layout.
+        b_scale: Scales of ``b`` in the GEMM's layout; N is padded to a multiple of 16.
+        offsets: Ends of the groups among the rows.
+        out_dtype: Dtype of the product.
+        sum_to: K is padded to a multiple of this number.
+        fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.
+
+    Returns:
+        The product (R, N), zeros in rows after the last group.
+    """
+    product = torch.ops.aten._scaled_grouped_mm(
+        _float8(a, (sum_to,)),
+        _float8(b, (ALIGNMENT, sum_to)).transpose(-2, -1),
+        a_scale,
+        b_scale,
+        offsets,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    return zero_behind(product[:, : b.codes.shape[1]], offsets)
+
+
+def scaled_outer(
+    a: Quantized,
+    b: Quantized,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Multiply and sum over the tokens of each group.
+
+    Args:
+        a: (N, C), float8 codes.
+        b: (K, C), float8 codes.
+        a_scale: Scales of ``a`` in the GEMM's layout; N is padded to a multiple of 16.
+        b_scale: Scales of ``b`` in the GEMM's layout; K is padded to a multiple of 16.
+        ends: End of each group among the columns.
+        out_dtype: Dtype of the product.
+        fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.
+
+    Returns:
+        The products (E, N, K), zeros for a group without tokens.
+    """
+    product = torch.ops.aten._scaled_grouped_mm(
+        _float8(a, (ALIGNMENT, 1)),
+        _float8(b, (ALIGNMENT, 1)).t(),
+        a_scale,
+        b_scale,
+        ends,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    return zero_where_empty(product[:, : a.codes.shape[0], : b.codes.shape[0]], ends)

@@ -1,0 +1,27 @@
+"""Masks that replace the sizes of groups in exported programs, which can't read these sizes on the host.
+
+Each step computes all rows for every group, and a mask selects the rows of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from fp8compile.ops.groups.padding import group_of_rows
+
+__all__ = ["OF_BACKWARD", "ON_GPU", "masks_of_groups"]
+
+OF_BACKWARD = (
+    "it is a step of a backward, along the tokens of each group, and a program does not know how many they are. "
+    "Export the forward alone, under torch.no_grad()"
+)
+ON_GPU = "it is a kernel of this package for groups of rows on a GPU. Export the model on a CPU"
+
+
+def masks_of_groups(offsets: Tensor, rows: int) -> Iterator[Tensor]:
+    """Yield for each group the mask of its rows, (rows, 1) bool."""
+    group = group_of_rows(offsets, rows).unsqueeze(1)
+    for index in range(offsets.shape[0]):
+        yield group == index

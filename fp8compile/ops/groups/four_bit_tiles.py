@@ -1,0 +1,54 @@
+"""The layout of groups for a GPU's four-bit grouped product: each group has whole tiles of 128 columns, at least one.
+
+    tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
+    columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
+
+Scales lie in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). The tile of zeros for a group without
+tokens gives its grad_weight of zeros; without it the GEMM would leave the result unwritten.
+
+Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.groups.padding import group_to_read, padded_offsets, sizes_of_groups
+from fp8compile.scale_layouts import TILE_ROWS, untiled
+
+__all__ = ["scales_of_rows", "tile_columns", "tile_ends", "tile_spans"]
+
+
+def tile_columns(rows: int, groups: int) -> int:
+    """Number of columns that suffices for every split of ``rows`` tokens into ``groups`` groups."""
+    return (rows // TILE_ROWS + groups) * TILE_ROWS
+
+
+def tile_ends(offsets: Tensor) -> Tensor:
+    """End of each group among the columns, (E,) int32. A group begins where the group before it ends."""
+    tiles = ((sizes_of_groups(offsets) + (TILE_ROWS - 1)) // TILE_ROWS).clamp(min=1)
+    return (tiles * TILE_ROWS).cumsum(0, dtype=torch.int32)
+
+
+def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
+    """For each group, the slices of its rows and of its columns with padding; reads ``offsets`` on the host."""
+    start, column = 0, 0
+    for end, column_end in zip(offsets.tolist(), tile_ends(offsets).tolist(), strict=True):
+        yield slice(start, end), slice(column, column_end)
+        start, column = end, column_end
+
+
+def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Tensor:
+    """The scales of each row, (rows, blocks), from the tiles of all groups; the host reads no size of a group.
+
+    ``tiles`` are bytes (C, at least blocks), those of each group after those of the group before it. A row after the
+    last group gets an arbitrary scale.
+    """
+    group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
+    first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))
+    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    place = (first_place + row - first_row).clamp(max=tiles.shape[0] - 1)
+    return untiled(tiles.flatten(), tiles.shape[0], blocks)[place]

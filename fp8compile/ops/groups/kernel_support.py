@@ -1,0 +1,38 @@
+"""Which quantizers the GPU kernels over groups take. On a CPU any quantizer works, because its own steps run."""
+
+from __future__ import annotations
+
+from fp8compile.ops.groups.padding import alignment
+from fp8compile.ops.quantize_both import LARGEST_BLOCK
+from fp8compile.quantizers import CurrentScaling, Quantizer
+
+__all__ = ["check_has_kernel", "has_block_kernel", "has_group_kernel"]
+
+PER_GROUP = "(-1, 1), a scale for each column of a group, or (-1, -1), one a group"
+PER_BLOCK = f"(n, 1), n a divisor of {LARGEST_BLOCK}"
+
+
+def _is_nearest(quantizer: Quantizer) -> bool:
+    return type(quantizer) is CurrentScaling and quantizer.rounding == "nearest"
+
+
+def has_group_kernel(quantizer: Quantizer) -> bool:
+    """Whether `group_amax` and `group_cast` take a quantizer on a GPU."""
+    return _is_nearest(quantizer) and quantizer.block in ((-1, 1), (-1, -1))
+
+
+def has_block_kernel(quantizer: Quantizer) -> bool:
+    """Whether `group_quantize` takes a quantizer on a GPU."""
+    n, columns = quantizer.block
+    return _is_nearest(quantizer) and n > 1 and columns == 1 and LARGEST_BLOCK % alignment(quantizer) == 0
+
+
+def check_has_kernel(op: str, quantizer: Quantizer) -> None:
+    """Raise a ValueError if the kernel of ``op``, named without its namespace, does not take a quantizer."""
+    is_blocks = op == "group_quantize"
+    if not (has_block_kernel if is_blocks else has_group_kernel)(quantizer):
+        raise ValueError(
+            f"fp8compile::{op}: quantizer is {quantizer!r}; on a GPU it is CurrentScaling with rounding='nearest' and "
+            f"block {PER_BLOCK if is_blocks else PER_GROUP}. Choose such a one for this slot of the recipe, or None, "
+            "which leaves the product in high precision."
+        )

@@ -1,0 +1,180 @@
+"""Placements of layers with delayed scaling. Their fields hold the state, or tokens whose gradients are amaxes.
+
+Delayed           the layer's own backward updates the state
+DelayedOverFsdp   amaxes travel as gradients of tokens, see `fp8compile.ops.layer.fsdp_delayed_amaxes`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.inductor_hints import snapshot
+from fp8compile.ops.layer.delayed_scaling_state import (
+    amax_of,
+    check_repeated_forward,
+    check_state,
+    keep_used,
+    kept_amax,
+    update_state,
+)
+from fp8compile.ops.layer.fsdp_rows import Rows
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.placements import Placement, RowsOverFsdpBase
+from fp8compile.quantizers import DelayedScaling, Recipe
+
+__all__ = ["Delayed", "DelayedForGradient", "DelayedOverFsdp"]
+
+
+class _WithMultiplier:
+    """Methods that both placements with delayed scaling share; each of them has a field ``multiplier``."""
+
+    __slots__ = ()
+
+    has_state: ClassVar[bool] = True
+
+    # ``self: Any``, because subclasses define the fields
+    def begin(self: Any, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
+        """Fix the multipliers that the output uses, and compute amaxes.
+
+        Returns the operands with these multipliers, then further outputs of the op: the multipliers, and the amaxes of
+        x and of the weight.
+        """
+        used = snapshot(self.multiplier)
+        of_input, of_weight, _ = operands.recipe.delayed()
+        amaxes = amax_of(x, of_input), self._amax_of_weight(x, weight, operands, of_weight)
+        waits_for = amaxes if operands.phase is Phase.FORWARD else ()
+        return replace(operands, multiplier=used, waits_for=waits_for), (used, *amaxes)
+
+    def _amax_of_weight(
+        self, x: Tensor, weight: Tensor, operands: Operands, quantizer: DelayedScaling | None
+    ) -> Tensor:
+        return amax_of(weight, quantizer)
+
+    def empty_beside(self: Any) -> tuple[Tensor, ...]:
+        """For the op's fake kernel: uninitialized tensors like the extra outputs that `begin` returns."""
+        like = self.multiplier
+        return torch.empty_like(like), like.new_empty(()), like.new_empty(())
+
+    def keep_used(self: Any, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        """Save the multipliers that the output used for the backward, and return them."""
+        return keep_used(ctx, self.multiplier, output)
+
+
+@dataclass(slots=True)
+class Delayed(_WithMultiplier, Placement):
+    """Every tensor is whole on this rank, and so is the state of delayed scaling.
+
+    Attributes:
+        amax_history: The state's last L amaxes of input, weight and grad_output, (3, L) float32.
+        multiplier: The state's multipliers of input, weight and grad_output, (3,) float32.
+        group: Name of the group over which amaxes are reduced, or None.
+    """
+
+    updates: ClassVar[tuple[str, ...]] = ("amax_history", "multiplier")
+
+    amax_history: Tensor
+    multiplier: Tensor
+    group: str | None
+
+    def check(self, x: Tensor, recipe: Recipe) -> None:
+        """Raise a ValueError if the state does not fit the recipe."""
+        check_state(x, self.amax_history, self.multiplier, recipe)
+
+    def _amax_of_weight(
+        self, x: Tensor, weight: Tensor, operands: Operands, quantizer: DelayedScaling | None
+    ) -> Tensor:
+        if operands.weight is None:
+            return amax_of(weight, quantizer)
+        return amax_of(x, None) if quantizer is None else kept_amax(self.amax_history)
+
+    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
+        """Return this placement with its state, which is not saved, because the backward updates it in place."""
+        return self, ()
+
+    def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Update the state; returns the multipliers that the output used, and the gradients of this class's fields."""
+        check_repeated_forward(ctx, repeated)
+        # if a layer is spread over ranks, each rank updates its own copy of the same state
+        state = [_compat.replicated(each) for each in (self.amax_history, self.multiplier)]
+        every = [*ctx.amaxes, amax_of(grad_output, ctx.recipe.delayed()[2])]
+        amaxes = torch.stack([_compat.replicated(each) for each in every])
+        if self.group is not None:
+            amaxes = all_reduce_amax(amaxes, self.group)
+        update_state(state, amaxes, ctx.recipe)
+        return ctx.used, (None, None, None)
+
+    def for_grad_input(self, used: Tensor | None) -> Placement:
+        """The placement of the op for grad_input, which holds the multipliers that the output used."""
+        return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
+
+    def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
+        """The placement of the op for grad_weight, which holds the multipliers that the output used."""
+        return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
+
+
+@dataclass(slots=True)
+class DelayedForGradient(Placement):
+    """Placement of the gradients' ops for `Delayed`; ``multiplier``, (3,) float32, holds the output's multipliers."""
+
+    multiplier: Tensor
+
+    def given(self) -> dict[str, Any]:
+        """Keyword arguments of `Operands`: the multipliers that the forward used."""
+        return {"multiplier": self.multiplier}
+
+
+@dataclass(slots=True)
+class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
+    """A weight that FSDP cuts by rows, with the layer's multipliers.
+
+    A token is a tensor of zeros that nothing reads; its gradient carries amaxes to the state.
+
+    Attributes:
+        of_activations: Token (3,). Its gradient holds 1 if the layer's backward ran, the amax of x, and the amax of
+            grad_output.
+        of_weight: Token (1,). Its gradient is the amax of this rank's rows.
+        amax: Amax of the whole weight for the output, if it is known. If None, the op exchanges it.
+        amax_for_grad_input: Amax of the whole weight for grad_input, or None.
+        multiplier: Multipliers of the state, (3,) float32.
+        rows: The rows that each rank has.
+    """
+
+    of_activations: Tensor | None
+    of_weight: Tensor | None
+    amax: Tensor | None
+    amax_for_grad_input: Tensor | None
+    multiplier: Tensor
+    rows: Rows
+
+    def check(self, x: Tensor, recipe: Recipe) -> None:
+        """Check nothing, because the op that made the tokens has checked the state."""
+
+    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
+        """Returns this placement without tensors, and the amax for grad_input, which autograd saves."""
+        none: dict[str, Any] = dict.fromkeys(
+            ("of_activations", "of_weight", "amax", "amax_for_grad_input", "multiplier")
+        )
+        return replace(self, **none), (self.amax_for_grad_input,)
+
+    def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Returns the multipliers that the output used, and gradients of the fields: amaxes for the two tokens."""
+        place = 2 + ctx.has_bias
+        is_eager = type(_compat.local_itself(grad_output)) is Tensor  # in a graph the backward reaches all inputs
+        if is_eager and ctx.needs_input_grad[3] and not _compat.will_run(ctx, place):
+            raise RuntimeError(
+                "fp8compile::fsdp_delayed_linear: torch.autograd.grad was asked for gradients of some tensors only, "
+                "and its backward does not reach this layer's state, which would keep old amaxes. Ask for the "
+                "gradients of all trained parameters too, call backward(), or compile the model."
+            )
+        check_repeated_forward(ctx, repeated)
+        own = [_compat.replicated(amax_of(grad_output, ctx.recipe.delayed()[2]))]
+        of_x, of_weight = ctx.amaxes
+        activations = torch.stack([torch.ones_like(of_x), of_x, *own]) if ctx.needs_input_grad[3] else None
+        weight = of_weight.view(1) if ctx.needs_input_grad[4] else None
+        return ctx.used, (activations, weight, None, None, None, None)

@@ -1,0 +1,112 @@
+"""FLOP formulas of this package's products, for `torch.utils.flop_counter`.
+
+With them `FlopCounterMode`, and tools that measure utilization by it, count a converted model like the unconverted
+one. Quantizing counts nothing, because `FlopCounterMode` counts products only.
+
+PyTorch 2.11 to 2.15 have no formulas for their own grouped products and for ``_scaled_mm_v2``. Its partitioner takes
+operators without formula for free: with `torch._functorch.config.activation_memory_budget` below 1 it multiplies
+experts again in the backward. So those products get formulas here, unless PyTorch has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.groups.grouped_mm import grouped_mm
+from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
+from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
+from fp8compile.ops.layer.kept_input import features_of
+from fp8compile.ops.layer.layer_ops import LAYER_OPS, OPS_OF_LAYERS
+from fp8compile.ops.layer.register_layer import LayerOp
+from fp8compile.ops.nvfp4_mm import nvfp4_mm
+from fp8compile.ops.scaled_mm import scaled_mm
+
+__all__ = ["FLOP_FORMULAS", "FOUR_BIT_PRODUCTS"]
+
+Shape = Sequence[int]
+
+
+def _formula(op: LayerOp) -> Callable[..., int]:
+    """The FLOP formula of a layer's op: 2 * tokens * in_features * out_features on this rank.
+
+    Rows after the last group count too.
+    """
+
+    def formula(*args: Any, **_: Any) -> int:
+        tensors, ends, place, last = op.split(args)
+        left, right = tensors[:2]
+        tokens = 2 * prod(place.tokens_multiplied(left))
+        if op.kind == "output":
+            return tokens * place.out_features(right, ends)
+        if op.kind == "grad_weight_of_codes":
+            layout = place.layouts(len(left), ends).input
+            return tokens * features_of(right, last.quantizer_read("input_for_grad_weight"), layout)
+        return tokens * right[-1]
+
+    return formula
+
+
+def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
+    """FLOPs of `scaled_mm`, from the shapes of the values, because codes have smaller shapes if two share a byte."""
+    _, _, a_quantizer, b_quantizer, *_ = rest
+    return 2 * prod(a_quantizer.values_shape(a)) * b_quantizer.values_shape(b)[1]
+
+
+def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    """FLOPs of a grouped product. Every row counts, because only the data say how many rows belong to no group."""
+    return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
+
+
+def _in_pairs(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    """FLOPs of a product whose codes are packed in pairs along the summed dim, one pair a byte."""
+    return 2 * _grouped(a, b)
+
+
+def _grouped_in_high_precision(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(a) * b[-2 if len(b) == 3 else -1]
+
+
+FOUR_BIT_PRODUCTS = (nvfp4_mm, grouped_nvfp4_mm)
+FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
+    **{op: _formula(OPS_OF_LAYERS[op]) for op in LAYER_OPS},
+    scaled_mm: _scaled_mm,
+    scaled_grouped_mm: _grouped,
+    **dict.fromkeys(FOUR_BIT_PRODUCTS, _in_pairs),
+    grouped_mm: _grouped_in_high_precision,
+}
+
+
+def _by_pytorch(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of PyTorch's own product.
+
+    Shapes are (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n). An operand without
+    the dim g is split into groups along its rows, its columns or the contracted dim.
+    """
+    rows = a.shape[-2] if b.ndim == 2 else a.shape[:-1].numel()
+    packed = 2 if a.dtype is torch.float4_e2m1fn_x2 else 1  # codes a byte, along k
+    return 2 * rows * packed * a.shape[-1] * b.shape[-1]
+
+
+# Operators of PyTorch's that it multiplies by, and counts as nothing.
+UNCOUNTED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2")
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for op, formula in FLOP_FORMULAS.items():
+        register_flop_formula(op.overloadpacket)(formula)
+    for name in UNCOUNTED:
+        product = getattr(torch.ops.aten, name, None)
+        if product is not None and product not in flop_registry:
+            register_flop_formula(product, get_raw=True)(_by_pytorch)
+
+
+# importing torch.utils.flop_counter costs 0.15 s, which `import fp8compile` must not pay
+_compat.when_imported("torch.utils.flop_counter", _register)

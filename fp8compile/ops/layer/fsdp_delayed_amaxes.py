@@ -1,0 +1,111 @@
+"""fp8compile::fsdp_tokens and fsdp_amaxes_together: how amaxes travel to the state of delayed scaling under FSDP.
+
+    forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> fsdp_delayed_linear --> y
+    backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
+
+A token is a tensor of zeros that nothing reads; its gradient carries amaxes, so that autograd collects those of all
+layers before ranks send them. The token of activations, (3,), carries 1 if the layer's backward ran, the amax of x and
+the amax of grad_output. The weight's token, (1,), is separate because its amax is reduced over other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fp8compile.ops.collectives import all_reduce_amaxes, sent_in_backward
+from fp8compile.ops.layer.delayed_scaling_state import check_state, update_state
+from fp8compile.ops.layer.samples import delayed_samples
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Recipe
+from fp8compile.quantizers.constant import Constant
+
+__all__ = ["AmaxGroups", "fsdp_amaxes_together", "fsdp_tokens"]
+
+# ---------------------------------------------------------------------------------- tokens, and the state
+
+
+def _tokens_kernel(origin: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    check_state(origin, amax_history, multiplier, recipe)
+    return multiplier.new_zeros(3), multiplier.new_zeros(1)
+
+
+def _tokens_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, *ctx.state, ctx.recipe = inputs
+    ctx.set_materialize_grads(False)
+
+
+def _tokens_backward(ctx: Any, activations: Tensor | None, weight: Tensor | None) -> tuple[None, ...]:
+    if activations is not None and weight is not None:
+        ran, of_x, of_grad = activations.unbind()
+        update_state(ctx.state, torch.stack([of_x, weight.view(()), of_grad]), ctx.recipe, ran=ran)
+    return None, None, None, None
+
+
+def _tokens_samples() -> Iterator[tuple[Any, ...]]:
+    for x, _, _, amax_history, multiplier, _, recipe in delayed_samples():
+        yield x, amax_history, multiplier, recipe
+
+
+fsdp_tokens: OpOverload = register_op(
+    "fp8compile::fsdp_tokens",
+    _tokens_kernel,
+    fake=_tokens_kernel,
+    setup_context=_tokens_setup_context,
+    backward=_tokens_backward,
+    decompose=_tokens_kernel,
+    sharding=None,  # takes tensors of this rank alone, never DTensors
+    samples=_tokens_samples,
+    updates=("amax_history", "multiplier"),
+)
+
+# ---------------------------------------------------------------------------------- one message
+
+
+@dataclass(frozen=True, repr=False)
+class AmaxGroups(Constant):
+    """The process groups over which amaxes are reduced.
+
+    Attributes:
+        names: Names of the groups; amaxes are reduced over one after the other.
+    """
+
+    names: tuple[str, ...]
+
+
+def _together_kernel(tokens: Tensor, groups: AmaxGroups) -> Tensor:
+    return tokens.clone()
+
+
+def _together_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.groups = inputs
+
+
+def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
+    # amaxes of weights are known before the backward; without this mark compilers would send them in the forward
+    with sent_in_backward():
+        return all_reduce_amaxes([amaxes], [ctx.groups.names])[0], None
+
+
+def _together_samples() -> Iterator[tuple[Any, ...]]:
+    """Samples for one rank; more ranks need processes (tests/parallel/test_graph_fsdp_delayed.py)."""
+    yield torch.zeros(8), AmaxGroups(())
+    yield torch.zeros(12)[::3], AmaxGroups(())
+    yield torch.zeros(0), AmaxGroups(())
+
+
+fsdp_amaxes_together: OpOverload = register_op(
+    "fp8compile::fsdp_amaxes_together",
+    _together_kernel,
+    fake=_together_kernel,
+    setup_context=_together_setup_context,
+    backward=_together_backward,
+    decompose=_together_kernel,
+    sharding=None,
+    samples=_together_samples,
+)

@@ -1,0 +1,135 @@
+"""fp8compile::fsdp_gather: gather a parameter whose rows ranks share; its gradient is reduced and scattered back.
+
+    forward    shard --cast to dtype--> all-gather --> the parameter
+    backward   gradient --cast to reduce_dtype--> reduce-scatter, mean --> mean over replicas --> shard's dtype
+
+These are the steps of `torch.distributed.fsdp.fully_shard` around a module, as nodes of the graph. Compiled code keeps
+only the shard for the backward, and repeats the gather there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from fp8compile import _compat, inductor
+from fp8compile.ops.collectives import all_gather, all_reduce, reduce_scatter
+from fp8compile.ops.layer.fsdp_rows import Rows
+from fp8compile.ops.registry import register_op
+
+__all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
+
+
+def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
+    """Gather all rows in the shard's dtype.
+
+    Compiled code gathers them again in the backward instead of keeping them.
+    """
+    if len(rows.sizes) == 1:
+        return shard
+    with inductor.recomputed(in_backward=in_backward):
+        return all_gather(shard, 0, rows.sizes, rows.group)
+
+
+def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
+    """FSDP2's divisors before and after a sum over ranks, each about sqrt(ranks), so that the sum can't overflow."""
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return float(before), ranks / before
+
+
+def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    """Average the gradient over ranks and replicas, as FSDP2 does; returns this rank's rows of the mean."""
+    replicas: Any = rows.replicas  # the name of a group
+    copies = _resolve_process_group(replicas).size() if replicas else 1
+    ranks = len(rows.sizes) * copies
+    reduce_dtype = getattr(torch, rows.reduce_dtype)
+    # float32 and bfloat16 can't overflow in a sum; as in FSDP2, NCCL's mean divides for them, and we for other dtypes
+    has_room = reduce_dtype in (torch.float32, torch.bfloat16)
+    reduction = "avg" if has_room else "sum"
+    before, after = (1.0, 1.0) if has_room else _divisors(reduce_dtype, ranks)
+    part = grad.to(reduce_dtype)
+    if before != 1:
+        part = part / before
+    if len(rows.sizes) > 1:
+        part = reduce_scatter(part, reduction, 0, rows.sizes, rows.rank, rows.group)
+    if copies > 1:
+        part = all_reduce(part.contiguous(), reduction, rows.replicas)
+    if after != 1:
+        part = part / after
+    return part.to(dtype)
+
+
+# ---------------------------------------------------------------------------------- the gradient
+
+
+def _reduce_kernel(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    part = reduced(grad, dtype, rows)
+    return part.clone() if part is grad else part.contiguous()
+
+
+def _reduce_fake(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    return grad.new_empty((rows.sizes[rows.rank], *grad.shape[1:]), dtype=dtype)
+
+
+def _reduce_samples() -> Iterator[tuple[Any, ...]]:
+    for shard, dtype, rows in _samples():
+        yield torch.ones_like(shard, dtype=dtype), shard.dtype, rows
+
+
+fsdp_reduce: OpOverload = register_op(
+    "fp8compile::fsdp_reduce",
+    _reduce_kernel,
+    fake=_reduce_fake,
+    backward=None,
+    decompose=_reduce_kernel,
+    sharding=None,  # takes tensors of this rank alone, never DTensors
+    samples=lambda: _reduce_samples(),
+)
+
+# ---------------------------------------------------------------------------------- the gather
+
+
+def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    whole = gathered(shard.to(dtype), rows)
+    return whole.clone() if whole is shard else whole.contiguous()
+
+
+def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    return shard.new_empty((sum(rows.sizes), *shard.shape[1:]), dtype=dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, used, ctx.rows = inputs
+    ctx.dtype = shard.dtype
+    _compat.declare_grad_dtype(ctx, getattr(torch, ctx.rows.reduce_dtype), used)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return fsdp_reduce(grad, ctx.dtype, ctx.rows), None, None
+
+
+def _samples() -> Iterator[tuple[Any, ...]]:
+    """Sample arguments of the op for its tests, as if there were one rank (tests/parallel has more ranks)."""
+    for shape in ((6,), (3, 4), (0, 4)):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield torch.ones(shape), dtype, Rows.alone(shape[0])
+    yield torch.ones(4, 3).t(), torch.float16, Rows.alone(3, "float16")
+
+
+fsdp_gather: OpOverload = register_op(
+    "fp8compile::fsdp_gather",
+    _kernel,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    decompose=_kernel,
+    sharding=None,
+    samples=_samples,
+)

@@ -1,0 +1,108 @@
+"""The codes of a weight as its layer makes them, to be kept and given to a product later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fp8compile.layout.four_bit_packing import packed_dim, with_a_code_a_byte
+from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized
+from fp8compile.layout.shapes import codes_shape, scale_shapes
+from fp8compile.ops import samples
+from fp8compile.ops.layer.operands import WEIGHT_SLOTS, Operands, Phase, as_summed
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Quantizer, Recipe
+
+__all__ = ["Sets", "flat_sets", "sets_of_weight", "weight_codes"]
+
+Sets = tuple[Quantized, Quantized]  # what the output reads, and what grad_input reads; they may be the same
+
+
+def _set(weight: Tensor, slot: str, recipe: Recipe, phase: Phase) -> Quantized:
+    is_stack = weight.ndim == 3
+    operands = Operands(with_a_code_a_byte(recipe) if is_stack else recipe, phase)
+    return operands.of(Plain(weight, STACK if is_stack else WHOLE), slot)
+
+
+def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
+    """The codes of a matrix (N, K), or of a stack (E, N, K), with the bits that a layer makes for both products."""
+    first = _set(weight, WEIGHT_SLOTS[0], recipe, Phase.EAGER)
+    # on a GPU, each product of experts has its four-bit codes packed along the dim that it sums
+    if recipe.shares_weight_codes() and not (weight.ndim == 3 and packed_dim(first.quantizer) is not None):
+        return first, first
+    return first, _set(weight, WEIGHT_SLOTS[1], recipe, Phase.EAGER)
+
+
+def flat_sets(sets: Sets) -> tuple[Any, ...]:
+    """The fields of a `KnownCodes` placement, in order."""
+    first, second = sets
+    return (
+        *(first.codes, first.scale, first.outer_scale, first.quantizer),
+        *(second.codes, second.scale, second.outer_scale, second.quantizer),
+    )
+
+
+# ---------------------------------------------------------------------------------- the op that makes a set again
+
+
+def _parts(weight: Tensor, slot: str, recipe: Recipe, phase: Phase) -> tuple[Tensor, Tensor, Tensor]:
+    found = _set(weight, slot, recipe, phase)
+    outer = weight.new_empty(0, dtype=torch.float32) if found.outer_scale is None else found.outer_scale
+    return found.codes.contiguous(), found.scale.contiguous(), outer
+
+
+def _kernel(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
+    return _parts(weight, slot, recipe, Phase.EAGER)
+
+
+def _decompose(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
+    return _parts(weight, slot, recipe, Phase.INFERENCE)
+
+
+def _quantizer(weight: Tensor, slot: str, recipe: Recipe) -> Quantizer:
+    """The quantizer of a set, as its codes are packed."""
+    found: Any = (with_a_code_a_byte(recipe) if weight.ndim == 3 else recipe).quantizer_read(slot)
+    if weight.ndim == 2:
+        return found.for_shape(weight.shape)
+    if found.has_outer_scale():
+        return as_summed(Plain(weight, STACK), found, slot).for_shape(weight.shape[1:])
+    return found.unpacked() or found
+
+
+def _fake(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
+    quantizer = _quantizer(weight, slot, recipe)
+    blocks, *outer = scale_shapes(weight.shape, quantizer)
+    return (
+        weight.new_empty(codes_shape(weight.shape, quantizer), dtype=torch.uint8),
+        weight.new_empty(blocks, dtype=quantizer.scale_dtype()),
+        weight.new_empty(outer[0] if outer else 0, dtype=torch.float32),
+    )
+
+
+def _samples() -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    for recipe in samples.recipes():
+        for weight in (
+            torch.randn(40, 24, generator=generator).bfloat16(),
+            torch.randn(24, 40, generator=generator).t(),
+            torch.randn(3, 20, 24, generator=generator).bfloat16(),
+            torch.randn(0, 24, generator=generator),
+        ):
+            for slot in WEIGHT_SLOTS:
+                if getattr(recipe, slot) is not None:
+                    yield weight, slot, recipe
+
+
+weight_codes: OpOverload = register_op(
+    "fp8compile::weight_codes",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=None,  # codes that live for a step are those of whole weights
+    samples=_samples,
+)

@@ -1,0 +1,229 @@
+"""The GEMMs of the linear layer on operands that are spread over ranks.
+
+For C = A @ B, each group of ranks cuts A along m, along k or not at all, and B along k, along n or not at all. The
+cuts decide what the group does:
+
+    A     B     this rank computes               A     B     what is gathered first, as codes
+    -     -     all of C                         m     n     A
+    m     -     its rows                         m     k     A (in grad_weight: B)
+    -     n     its columns                      k     n     A
+    k     k     a summand of C                   k     k'    B, if A and B are cut at different places
+    k     -     a summand: B is cut as A is
+    -     k     a summand: A is cut as B is
+
+A weight is never gathered: a layer sends its activations and gradients, one byte an element. With groups, B is a stack
+of matrices, and each group of A's rows is multiplied by its own matrix.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import inductor
+from fp8compile.layout.cuts import SIDES, DimSharding, Sharding
+from fp8compile.layout.quantized import Plain, Quantized, as_operand
+from fp8compile.ops.collectives import sent_in_backward
+from fp8compile.ops.groups.grouped_mm import grouped_mm
+from fp8compile.ops.layer.gather_operands import Part, gather, narrow
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.rounding_barrier import rounded
+from fp8compile.quantizers import GEMMS, Gemm
+from fp8compile.quantizers.blocks import as_matrix
+
+__all__ = ["Product", "Step", "as_read", "multiply_parts", "steps_of"]
+
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one group of ranks does for a GEMM.
+
+    Attributes:
+        gather: ``"a"``, ``"b"`` or None: the operand whose parts are gathered before the product.
+        narrow: ``"a"``, ``"b"`` or None: the operand that a rank then narrows to the part that fits its part of the
+            other operand.
+        out: ``"m"``, ``"n"``, ``"sum"`` or None: whether a rank has rows, columns, a summand or all of the result.
+    """
+
+    gather: str | None = None
+    narrow: str | None = None
+    out: str | None = None
+
+
+def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
+    """Which dim of the GEMM a cut cuts: ``"m"``, ``"n"`` or ``"k"``; None without a cut."""
+    return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
+
+
+def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
+    if a is None or b is None:
+        if a == "k":
+            return Step(narrow="b", out="sum")
+        if b == "k":
+            return Step(narrow="a", out="sum")
+        return Step(out=a or b)
+    if a == b == "k":
+        return Step(out="sum") if same else Step(gather="b", narrow="b", out="sum")
+    if a == "m" and b == "k" and gemm is GRAD_WEIGHT:
+        return Step(gather="b", out="m")
+    after = _step(gemm, None, b, same=same)
+    return replace(after, gather="a")
+
+
+def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
+    """What one group of ranks does, after the groups before it have gathered and narrowed."""
+    (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
+    role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
+    role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
+    # grad_weight sums over tokens: both operands must have the same ones, so the cut dims must be equal too
+    same = (
+        cut_a is not None
+        and cut_b is not None
+        and cut_a.matches(cut_b)
+        and (gemm is not GRAD_WEIGHT or cut_a.dim == cut_b.dim)
+    )
+    return _step(gemm, role_a, role_b, same=same)
+
+
+@dataclass(frozen=True)
+class Product:
+    """This rank's part of a GEMM's result.
+
+    Attributes:
+        local: The part, (m, n).
+        steps: The step that each group took.
+        cuts: Cuts of the left operand when it was multiplied.
+        shape: Shape of this rank's part of the left operand when it was multiplied, with its leading dims.
+    """
+
+    local: Tensor
+    steps: list[Step]
+    cuts: Sharding
+    shape: torch.Size
+
+
+def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
+    """The dim of operand ``name`` that the GEMM sums over; ``cut`` cuts that dim of the other operand."""
+    if gemm is GRAD_WEIGHT:
+        return cut.dim  # both operands have the layer's tokens
+    if name == "a":
+        return ndim - 1
+    return ndim - 1 if gemm.b_transposed else ndim - 2
+
+
+def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
+    """Gather and narrow both operands, one group of ranks after the other. The steps say what each group did."""
+    operands = {"a": a, "b": b}
+    steps: list[Step] = []
+    for index in range(len(a.cuts)):
+        step = _step_of(gemm, index, operands["a"], operands["b"])
+        if step.gather is not None:
+            operands[step.gather] = gather(operands[step.gather], index)
+        if step.narrow is not None:
+            cut: Any = operands["b" if step.narrow == "a" else "a"].cuts[index]
+            dim = _summed_dim(gemm, step.narrow, operands[step.narrow].ndim, cut)
+            operands[step.narrow] = narrow(operands[step.narrow], index, replace(cut, dim=dim))
+        steps.append(step)
+    return operands["a"], operands["b"], steps
+
+
+def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
+    """Find what each group of ranks would do for a GEMM of two operands. Only shapes and layouts are read."""
+    without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
+    return _prepared(gemm, *without_data)[2]
+
+
+def _multiply_codes(
+    gemm: Gemm, a: Quantized, b: Quantized, steps: list[Step], out_dtype: torch.dtype, operands: Operands
+) -> Tensor:
+    (left, *left_windows), (right, *right_windows) = as_operand(a), as_operand(b)
+    # gathered codes are in memory already, so `laid_out` need not store them
+    gathered = [step.gather for step in steps]
+    left = left if "a" in gathered else operands.laid_out(left, gemm.a)
+    right = right if "b" in gathered else operands.laid_out(right, gemm.b)
+    product = operands.multiply(left, right, out_dtype, gemm)
+    # cut the windows' zeros off both sides of the result; along the summed dim zeros change nothing
+    windows = left_windows[gemm.a_transposed], right_windows[not gemm.b_transposed]
+    for dim, window in zip(SIDES, windows, strict=True):
+        product = product if window is None else window.extract(product, dim)
+    return product
+
+
+def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
+    """Multiply without quantizing, in the operands' own dtype.
+
+    `torch.addmm` adds a bias and rounds once, as in ``nn.Linear``.
+    """
+    weight = b.cuts
+    a, b, steps = _prepared(gemm, a, b)
+    if (ends := a.layout.ends) is not None:
+        right = b.local.transpose(-2, -1) if gemm is GRAD_INPUT else b.local
+        local = grouped_mm(a.local, right, ends, operands.recipe.gemm_config(gemm))
+        return Product(local, steps, a.cuts, a.local.shape)
+    left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
+    added = None if bias is None else _bias_of_columns(bias, steps, a.cuts, weight)
+    local = left @ right if added is None else torch.addmm(added, left, right)
+    return Product(local, steps, a.cuts, a.local.shape)
+
+
+def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
+    """Compute one GEMM of the layer from operands as the layer holds them; the result has the dtype of ``a``.
+
+    If the GEMM has no quantizers, operands are gathered and multiplied in their own dtype. The bias, which only
+    the output without groups has, is added to the rounded product; it is cut like the weight's rows or not at all.
+    """
+    if a.local.is_meta:
+        return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps
+    # A backward's collectives stay in the backward. If the partitioner hoisted them into the forward, a gather that
+    # two layers share would be sent in both passes, and ranks of different sizes would hoist different collectives and
+    # wait for each other.
+    in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
+    if not in_backward and not operands.weight_in_turns:
+        return _multiply_parts(gemm, a, b, operands, bias)
+    with (
+        sent_in_backward() if in_backward else nullcontext(),
+        inductor.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
+    ):
+        product = _multiply_parts(gemm, a, b, operands, bias)
+    if operands.weight_in_turns and gemm is OUTPUT:
+        inductor.never_recompute(product.local)
+    return product
+
+
+def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None) -> Product:
+    out_dtype = a.local.dtype
+    if operands.recipe.quantizers(gemm) is None:
+        left, right = (operands.in_high_precision(*each, out_dtype) for each in ((a, gemm.a), (b, gemm.b)))
+        return _product_as_is(gemm, left, right, operands, bias)
+    a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
+    product = _multiply_codes(gemm, a_codes, b_codes, steps, out_dtype, operands)
+    if bias is not None and (added := _bias_of_columns(bias, steps, a_codes.cuts, b.cuts)) is not None:
+        product = product + as_read(added, operands.phase)
+    return Product(product, steps, a_codes.cuts, a_codes.codes.shape)
+
+
+def as_read(tensor: Tensor, phase: Phase) -> Tensor:
+    """Round a tensor to its dtype, so that fused code reads the same value as eager mode and no further digits."""
+    return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
+
+
+def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
+    """The bias for this rank's columns of the output, or None if another rank adds it.
+
+    If each rank has a summand of the output, only the first rank adds the bias. ``a`` and ``weight`` say how ranks had
+    cut the two operands when they were multiplied.
+    """
+    for index, step in enumerate(steps):
+        if step.out == "n" and bias.cuts[index] is None:
+            cut: Any = weight[index]
+            bias = narrow(bias, index, replace(cut, dim=0))
+        elif step.out != "n" and bias.cuts[index] is not None:
+            bias = gather(bias, index)
+    summands: list[Any] = [cut for cut, step in zip(a, steps, strict=True) if step.out == "sum"]
+    return None if any(cut.rank for cut in summands) else bias.local

@@ -1,0 +1,170 @@
+"""Register an op of a linear layer for one placement: its schema, its kernels, and what it saves for the backward.
+
+The arguments of an op are tensors, the fields of the placement, and constants such as the recipe.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.layer.placements import Placement
+from fp8compile.ops.registry import Samples, register_op
+from fp8compile.quantizers import Gemm
+
+__all__ = ["PlacedDerivative", "PlacedOp", "fields_of", "given", "register_placed"]
+
+
+def given(ends: Tensor | None) -> tuple[Tensor, ...]:
+    """The argument for the ends of groups, if there is one."""
+    return () if ends is None else (ends,)
+
+
+def fields_of(place: Placement) -> list[Any]:
+    """The arguments of an op that are the fields of its placement."""
+    fields: tuple[str, ...] = place.__match_args__
+    return [getattr(place, name) for name in fields]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedOp:
+    """An op whose arguments are tensors, the fields of a placement, and constants.
+
+    Attributes:
+        names: Names of the tensor arguments before the placement.
+        placement: Class of the placement.
+        ends: Whether rows are in groups; the ends of groups are then the tensor argument ``offsets``.
+    """
+
+    num_constants: ClassVar[int] = 1  # constants behind the placement
+
+    names: tuple[str, ...]
+    placement: type[Placement]
+    ends: bool
+
+    def tensors(self) -> dict[str, Any]:
+        """Names and annotations of the tensor arguments in the schema."""
+        return dict.fromkeys(self.names, Tensor)
+
+    def constants(self) -> dict[str, Any]:
+        """Names and annotations of the constants."""
+        raise NotImplementedError
+
+    def run(self, phase: Phase, args: tuple[Any, ...]) -> Any:
+        """Run the op's computation."""
+        raise NotImplementedError
+
+    def empty(self, args: tuple[Any, ...]) -> Any:
+        """Results without values, for tracing."""
+        raise NotImplementedError
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """The op's parameters, from which its schema is inferred."""
+        hints = get_type_hints(self.placement)
+        fields: tuple[str, ...] = self.placement.__match_args__
+        found: dict[str, Any] = self.tensors()
+        found |= {name: hints[name] for name in fields}
+        found |= self.constants()
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
+
+    def split(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Split flat arguments; returns a list of the tensors, the offsets or None, the placement, the constants."""
+        tensors, last = list(args[: len(self.names)]), len(args) - self.num_constants
+        place = self.placement(*args[len(tensors) : last])
+        ends = tensors.pop(self.names.index("offsets")) if self.ends else None
+        return tensors, ends, place, *args[last:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedDerivative:
+    """The derivative of an op: what it saves, and how its backward gets that again.
+
+    Attributes:
+        op: The op.
+    """
+
+    op: PlacedOp
+
+    def kept(
+        self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
+    ) -> tuple[Tensor | None, ...]:
+        """The tensors that the backward reads, besides the ends of groups and those of the placement."""
+        raise NotImplementedError
+
+    def reads_placement(self, ctx: Any) -> bool:
+        """Whether the backward reads the placement's tensors."""
+        return True
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save what the backward reads."""
+        tensors, ends, place, *ctx.constants = self.op.split(inputs)
+        kept = self.kept(ctx, tensors, ends, place, output)
+        ctx.num_kept = len(kept)
+        ctx.place, of_place = place.saved()
+        if not self.reads_placement(ctx):
+            of_place = (None,) * len(of_place)
+        ctx.save_for_backward(*kept, ends, *of_place)
+
+    def restored(self, ctx: Any) -> tuple[Sequence[Tensor | None], Tensor | None, Placement]:
+        """What `kept` returned, the ends of groups or None, and the placement."""
+        count, saved = ctx.num_kept, ctx.saved_tensors
+        ends, *of_place = saved[count:]
+        return saved[:count], ends, ctx.place.restored(of_place)
+
+
+def _flat(
+    parameters: Sequence[inspect.Parameter], function: Callable[[tuple[Any, ...]], Any], returns: Any
+) -> Callable[..., Any]:
+    """Wrap a function of one tuple as a function that takes the entries as separate arguments.
+
+    PyTorch infers a schema from a signature, so an op needs one argument for each field of its placement.
+
+    Args:
+        parameters: The parameters of the result's signature, one for each entry of the tuple.
+        function: Takes the tuple.
+        returns: Annotation of the return value.
+    """
+
+    def wrapped(*args: Any) -> Any:
+        return function(args)
+
+    wrapped.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {**{each.name: each.annotation for each in parameters}, "return": returns}
+    return wrapped
+
+
+def register_placed(
+    name: str, op: PlacedOp, gemm: Gemm | None, returns: Any, samples: Samples, **derivative: Any
+) -> torch._ops.OpOverload:
+    """Register an op for one placement.
+
+    Args:
+        name: Its name.
+        op: What it does.
+        gemm: The GEMM in whose phase compiled code runs it; None if that is the forward.
+        returns: Annotation of its results.
+        samples: Yields sample arguments.
+        derivative: Further arguments of `register_op`, if it has a derivative.
+    """
+
+    def decompose(args: tuple[Any, ...]) -> Any:
+        return op.run(Phase.FORWARD if gemm is None else Phase.compiled(gemm), args)
+
+    parameters = op.parameters()
+    return register_op(
+        f"fp8compile::{name}",
+        _flat(parameters, partial(op.run, Phase.EAGER), returns),
+        fake=_flat(parameters, op.empty, returns),
+        decompose=_flat(parameters, decompose, returns),
+        sharding=None,  # `fp8compile.parallel.dtensor_layer` handles DTensors
+        samples=samples,
+        **{"backward": None, **derivative},
+    )

@@ -1,0 +1,275 @@
+"""The statistics of an operand: what is counted of each element, how counts are combined, what is made of totals.
+
+x is an element as it was cast, c its code, s its scale (times the outer scale), F the largest value of the format, u
+the step below F, n the number of elements of the whole tensor.
+
+    amax            max |x|; NaN if an element is NaN
+    underflow       the part of all elements with c = 0 and x != 0
+    saturation      the part with |x| > (F + u / 2) s and s > 0: a wider format would have rounded to more than F
+    subnormal       the part with 0 < |c| < the smallest normal number
+    nonfinite       the number of NaN and infinities
+    scale_min       smallest and largest scale
+    scale_max
+    scale_std       standard deviation of the scales, each as often as it has elements
+    square_error    sum of (x - c s)^2; mse is that by n
+    sqnr            10 log10(sum of x^2 / square_error), in dB
+    range           log2 amax - log2 of the smallest |x| that is not 0
+    exponents       how many codes have each exponent field, a list of 32; elements that are NaN are left out
+
+A statistic is made of totals. A total is a number of each element, added up (``"sum"``) or its maximum (``"max"``):
+over this rank's elements in the graph, over backwards in a buffer, over ranks when it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import limit_of
+from fp8compile.ops.layer.statistics.add_pieces import FIRST_SUMS, NUMEL, PASSES, VALUED
+from fp8compile.ops.layer.statistics.elements import Elements
+from fp8compile.quantizers.constant import salt_with
+
+__all__ = [
+    "FIRST_SUMS",
+    "NUMEL",
+    "PASSES",
+    "STATISTICS",
+    "VALUED",
+    "Statistic",
+    "Total",
+    "columns_of",
+    "counts_slot",
+    "is_sum",
+    "names_of_columns",
+    "register_statistic",
+    "totals_of",
+]
+
+EXPONENTS = 32  # of e5m2; other formats have fewer
+
+
+@dataclass(frozen=True)
+class Total:
+    """A number of each element, and how the numbers of all elements are combined.
+
+    Attributes:
+        name: Its name.
+        compute: Function of the operand's `Elements`, returns a tensor of the shape of its values: bool or int32 to be
+            counted, or float32.
+        combine: ``"sum"`` or ``"max"``.
+        of_codes: Whether it is known without values, as those of a weight that is kept as codes.
+        is_magnitude: Whether each number is the magnitude of a value.
+    """
+
+    name: str
+    compute: Callable[[Elements], Tensor]
+    combine: str
+    of_codes: bool = False
+    is_magnitude: bool = False
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic of an operand.
+
+    Attributes:
+        name: Its name in readings.
+        totals: Names of the totals that it is made of.
+        finish: Makes the statistic of a dict of these totals and ``"numel"``.
+    """
+
+    name: str
+    totals: tuple[str, ...]
+    finish: Callable[[Mapping[str, float]], Any]
+
+    def of_codes(self) -> bool:
+        """Whether it is known of an operand whose values are not."""
+        return all(TOTALS[name].of_codes for name in self.totals)
+
+
+def _beyond(seen: Elements) -> Tensor:
+    return (seen.magnitude() > seen.scale * limit_of(seen.format)) & (seen.scale > 0)
+
+
+def _is_subnormal(seen: Elements) -> Tensor:
+    found = seen.decoded().abs()
+    return (found > 0) & (found < 2.0**seen.format.min_exponent)
+
+
+def _field(seen: Elements) -> Tensor:
+    """The exponent field of each code, int32; -1 for NaN."""
+    sign = 1 << (seen.format.bits - 1)
+    found = (seen.codes.to(torch.int32) & (sign - 1)) >> seen.format.mantissa_bits
+    return torch.where(_is_nan(seen), -1, found)
+
+
+def _has_exponent(field: int) -> Callable[[Elements], Tensor]:
+    return lambda seen: seen.once(_field) == field
+
+
+def _is_nan(seen: Elements) -> Tensor:
+    decoded = seen.decoded()
+    return (decoded != decoded) | (seen.values != seen.values)
+
+
+def _scales(seen: Elements) -> Tensor:
+    return seen.scale.expand(seen.values.shape)
+
+
+def _smallest(seen: Elements) -> Tensor:
+    """Minus the smallest magnitude that is not 0, because totals are maxima."""
+    magnitude = seen.magnitude()
+    return -torch.where(magnitude == 0, torch.inf, magnitude)
+
+
+# codes of the exponent field 0 are the rest
+EACH_EXPONENT = tuple(f"exponent_{field}" for field in range(1, EXPONENTS))
+TOTALS: dict[str, Total] = {
+    total.name: total
+    for total in (
+        Total("amax", lambda seen: seen.magnitude(), "max", is_magnitude=True),
+        Total("underflow", lambda seen: (seen.decoded() == 0) & (seen.magnitude() > 0), "sum"),
+        Total("saturation", _beyond, "sum"),
+        Total("subnormal", _is_subnormal, "sum", of_codes=True),
+        Total("nonfinite", lambda seen: ~(seen.magnitude() < torch.inf), "sum"),
+        Total("nan", _is_nan, "sum", of_codes=True),
+        Total("scale_min", lambda seen: -_scales(seen), "max", of_codes=True),
+        Total("scale_max", _scales, "max", of_codes=True),
+        Total("scale", lambda seen: _scales(seen).double(), "sum", of_codes=True),
+        Total("scale_square", lambda seen: _scales(seen).double().square(), "sum", of_codes=True),
+        Total("scaled", lambda seen: torch.ones_like(seen.values, dtype=torch.bool), "sum", of_codes=True),
+        Total("square", lambda seen: seen.values * seen.values, "sum"),
+        Total("square_error", lambda seen: (seen.values - seen.dequantized()).square(), "sum"),
+        Total("smallest", _smallest, "max"),
+        *(Total(name, _has_exponent(field), "sum", of_codes=True) for field, name in enumerate(EACH_EXPONENT, 1)),
+    )
+}
+
+
+def _part_of_all(name: str) -> Statistic:
+    return Statistic(name, (name,), lambda totals: totals[name] / totals[NUMEL] if totals[NUMEL] else math.nan)
+
+
+def _as_it_is(name: str) -> Statistic:
+    return Statistic(name, (name,), lambda totals: totals[name])
+
+
+def _sqnr(totals: Mapping[str, float]) -> float:
+    square, error = totals["square"], totals["square_error"]
+    if error == 0:
+        return math.inf if square else math.nan
+    return 10 * math.log10(square / error) if square > 0 and math.isfinite(square / error) else math.nan
+
+
+def _scale_std(totals: Mapping[str, float]) -> float:
+    if not (count := totals["scaled"]):
+        return math.nan
+    variance = totals["scale_square"] / count - (totals["scale"] / count) ** 2
+    return math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else math.nan
+
+
+def _exponents(totals: Mapping[str, float]) -> list[float]:
+    others = [totals[name] for name in EACH_EXPONENT]
+    return [totals[NUMEL] - totals["nan"] - sum(others), *others]
+
+
+def _range(totals: Mapping[str, float]) -> float:
+    amax, smallest = totals["amax"], -totals["smallest"]
+    return math.log2(amax / smallest) if 0 < smallest < math.inf and amax < math.inf else math.nan
+
+
+STATISTICS: dict[str, Statistic] = {
+    each.name: each
+    for each in (
+        _as_it_is("amax"),
+        _part_of_all("underflow"),
+        _part_of_all("saturation"),
+        _part_of_all("subnormal"),
+        _as_it_is("nonfinite"),
+        Statistic("scale_min", ("scale_min",), lambda totals: -totals["scale_min"]),
+        _as_it_is("scale_max"),
+        Statistic("scale_std", ("scale", "scale_square", "scaled"), _scale_std),
+        _as_it_is("square_error"),
+        Statistic("mse", ("square_error",), lambda t: t["square_error"] / t[NUMEL] if t[NUMEL] else math.nan),
+        Statistic("sqnr", ("square", "square_error"), _sqnr),
+        Statistic("range", ("amax", "smallest"), _range),
+        Statistic("exponents", ("nan", *EACH_EXPONENT), _exponents),
+    )
+}
+
+
+def register_statistic(
+    name: str,
+    compute: Callable[[Elements], Tensor],
+    combine: str,
+    finish: Callable[[Mapping[str, float]], float] | None = None,
+) -> None:
+    """Add a statistic that `fp8compile.Monitor` takes by name.
+
+    ``compute`` is traced into the compiled graph beside the cast, so it is plain PyTorch, elementwise, and reads no
+    value on the host. Ranks and micro-batches add up or take maxima of what it returns, so a mean is a sum that
+    ``finish`` divides by ``totals["numel"]``. ``fp8compile.testing.check_statistic`` checks both.
+
+    Args:
+        name: The statistic's name, an identifier.
+        compute: Takes the operand's elements: ``.values`` and ``.scale`` (float32), ``.codes`` (uint8, one a byte),
+            ``.format``, ``.decoded()``, ``.dequantized()``. Returns a number of each element, of the shape of
+            ``values``: bool or int32 to be counted, or float32.
+        combine: ``"sum"`` or ``"max"``.
+        finish: Makes the statistic of a dict with ``name`` and ``"numel"``; by default the total itself.
+
+    Raises:
+        ValueError: The name is taken or is no identifier, or ``combine`` is neither of the two.
+        TypeError: ``compute`` or ``finish`` is no function.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"register_statistic: {name!r} is no name of a statistic; write an identifier.")
+    if name in TOTALS or name in STATISTICS or name in FIRST_SUMS:
+        raise ValueError(f"register_statistic: {name} is registered already; choose another name.")
+    if combine not in ("sum", "max"):
+        raise ValueError(f"register_statistic: {name}: combine is {combine!r}; it is 'sum' or 'max'.")
+    for what, given in (("compute", compute), ("finish", finish)):
+        if not callable(given) and (what == "compute" or given is not None):
+            raise TypeError(f"register_statistic: {name}: {what} is {given!r}; it is a function.")
+    TOTALS[name] = Total(name, compute, combine)
+    STATISTICS[name] = _as_it_is(name) if finish is None else Statistic(name, (name,), finish)
+    salt_with(compute.__module__, f"statistic {name}")  # a graph has only its name
+
+
+def totals_of(statistics: Sequence[str], slots: Sequence[str] | None = None) -> str:
+    """The totals that these statistics are made of, as ops take them.
+
+    They are ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if they are counted for ``slots`` alone.
+    """
+    names = ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
+    return names if slots is None else f"{names}@{','.join(slots)}"
+
+
+def counts_slot(totals: str, slot: str) -> bool:
+    """Whether totals are counted for a field of a recipe."""
+    _, restricted, slots = totals.partition("@")
+    return not restricted or slot in slots.split(",")
+
+
+@cache
+def columns_of(totals: str) -> tuple[tuple[Total, ...], tuple[Total, ...]]:
+    """The sums after `FIRST_SUMS`, and the maxima, in the order of a buffer's columns."""
+    found = [TOTALS[name] for name in totals.partition("@")[0].split(",") if name]
+    return tuple(t for t in found if t.combine == "sum"), tuple(t for t in found if t.combine == "max")
+
+
+def names_of_columns(totals: str) -> list[str]:
+    """Names of a buffer's columns: its sums, then its maxima."""
+    return [*FIRST_SUMS, *(total.name for each in columns_of(totals) for total in each)]
+
+
+def is_sum(name: str) -> bool:
+    """Whether the total with this name is a sum, and not a maximum."""
+    return name in FIRST_SUMS or TOTALS[name].combine == "sum"

@@ -1,0 +1,306 @@
+"""An operand's values with their codes and scales, for statistics of what a cast does to the values.
+
+    operand                     values, codes, scales                       pieces
+    a matrix                    (M, K)                                      (1, rows or blocks)
+    a stack                     (E, N, K)                                   (E, rows)
+    groups, codes along rows    (R, K), a row belongs to a group            (rows,)
+    groups, codes along tokens  (C, K), a column of codes is a row here     (rows,)
+
+Two codes that share a byte are read together, so their elements are two lanes: those at even places and those at odd
+ones. The numbers of both are combined before they are reduced.
+
+A sum goes through a matrix as the kernel that casts it does, so that Inductor makes one kernel of both: along rows, or
+within the blocks of a row. Tokens are cast along tokens by the kernel that makes their amaxes along features, if there
+is one; so their pieces are blocks of a row too. `fp8compile.ops.layer.statistics.add_pieces` adds the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile._compat import guard_or_false
+from fp8compile.formats import Float4Format, Float8Format, lanes_of, limit_of, magnitude_of_code
+from fp8compile.layout.cuts import SIDES
+from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim
+from fp8compile.layout.quantized import Plain, Quantized, as_operand
+from fp8compile.ops.count_cast import count_cast
+from fp8compile.ops.groups.padding import (
+    alignment,
+    group_of_rows,
+    group_to_read,
+    padded_offsets,
+    row_of_columns,
+    sizes_of_groups,
+)
+from fp8compile.ops.layer.quantize_groups import as_values_of_rows
+from fp8compile.ops.layer.quantize_over_ranks import expanded_scales
+from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.quantizers.hadamard import random_hadamard
+from fp8compile.scale_layouts import untiled
+
+__all__ = [
+    "Elements",
+    "counts_of_pieces",
+    "elements_of",
+    "elements_of_codes",
+    "numbers_of",
+    "numel_of_groups",
+    "pieces_of",
+]
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of an operand on this rank.
+
+    Attributes:
+        values: What was cast, float32: the values, after the quantizer's transform if it has one.
+        codes: The codes of the values, one per byte.
+        scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
+            broadcasts against ``values``.
+        format: Format of the codes.
+        batch: Number of leading dims over which matrices are stacked.
+        group: The group of each row; the number of groups for a row that belongs to none. None without groups.
+        numel: Number of elements of each matrix, padding left out; of groups (E,) float64.
+        has_values: Whether ``values`` were cast to these codes. If a weight is kept as codes, they are the values of
+            the codes.
+        lanes: The same elements in two halves, if the code of each of the first shares a byte with the code at the
+            same place of the second. Then statistics are computed of the lanes.
+    """
+
+    values: Tensor
+    codes: Tensor
+    scale: Tensor
+    format: Float8Format | Float4Format
+    batch: int
+    group: Tensor | None
+    numel: Tensor | int
+    has_values: bool = True
+    lanes: tuple[Elements, ...] = ()
+
+    def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
+        """The result of a function of these elements, cached, because several statistics need the same numbers."""
+        known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
+        if compute not in known:
+            known[compute] = compute(self)
+        return known[compute]
+
+    def decoded(self) -> Tensor:
+        """The numbers that the codes stand for before they are multiplied by scales, float32."""
+        return self.once(_decoded)
+
+    def magnitude(self) -> Tensor:
+        """The magnitudes of ``values``, computed once."""
+        return self.once(_magnitude)
+
+    def dequantized(self) -> Tensor:
+        """The values that the product multiplies: codes times scales, float32."""
+        return self.decoded() * self.scale
+
+
+def _decoded(elements: Elements) -> Tensor:
+    return elements.format.decode(elements.codes)
+
+
+def _magnitude(elements: Elements) -> Tensor:
+    return elements.values.abs()
+
+
+def elements_of(
+    part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool, by_rows: bool = False
+) -> Elements:
+    """Bring the values, codes and scales of an operand into one shape.
+
+    Args:
+        part: The values on this rank.
+        found: Their codes, before ranks gather them.
+        shape: Shape of the values without the rows that pad each matrix of a stack to whole blocks.
+        along_tokens: Whether codes of groups lie along tokens.
+        by_rows: Whether the kernel that casts goes through whole rows, whatever the blocks.
+    """
+    if part.layout.ends is not None:
+        return _of_groups(part, found, along_tokens=along_tokens)
+    values = part.local if part.layout.batch else as_matrix(part.local)
+    n = -1 if by_rows else _run(found.quantizer, along_tokens=along_tokens)
+    return _of_matrices(values, found, shape[-2] if part.layout.batch else None, n)
+
+
+def elements_of_codes(found: Quantized) -> Elements:
+    """The elements of a weight that is kept as codes, whose own values are not known; see `elements_of`."""
+    return _of_matrices(None, found, None, _run(found.quantizer, along_tokens=False))
+
+
+def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, n: int) -> Elements:
+    batch, (operand, *windows) = found.layout.batch, as_operand(found)
+    scale = operand.scale if batch or operand.scale.ndim != 1 else operand.grid()
+    codes, quantizer = one_a_byte(operand.codes if batch else as_matrix(operand.codes), operand.quantizer)
+    scale_grid, scales = quantizer.scale_values(scale), expanded_scales(codes, scale, quantizer)
+    if (outer := operand.outer_scale) is not None:
+        scales = scales * (outer.view(-1, 1, 1) if batch else outer)
+    for dim, window in zip(SIDES, windows, strict=True):
+        if window is not None:  # what is before this rank's elements belongs to other ranks
+            codes, scales = window.extract(codes, dim), window.extract(scales.expand(codes.shape), dim)
+    fmt, has_values = quantizer.element_format(), values is not None
+    if values is None:
+        values = fmt.decode(codes) * scales
+    elif quantizer.transform():  # fills the last sixteen
+        values = _transformed(values.float(), quantizer)
+    elif rows is not None:
+        scales = scales.expand(codes.shape)
+        values, codes, scales = (each[:, :rows] for each in (values, codes, scales))
+    numel = values.shape[batch:].numel()
+    if not batch and n > 1 and guard_or_false(values.shape[1] % n == 0) and guard_or_false(numel > 0):
+        # a block a row, as the cast reads it: PyTorch 2.13 fuses no two nodes if one reads a buffer in two forms
+        of_block = quantizer.block == (1, n) and not any(windows)
+        scales = scale_grid.reshape(-1, 1) if of_block else scales.expand(codes.shape).reshape(-1, n)
+        values, codes = values.reshape(-1, n), codes.reshape(-1, n)
+    lanes: tuple[Elements, ...] = ()
+    if (packed := packed_dim(operand.quantizer)) is not None and not batch and n == -1 and not any(windows):
+        parts = zip((0, 1), lanes_of(operand.codes), strict=True)
+        lanes = tuple(_lane(values, scales, packed, place, own, fmt) for place, own in parts)
+    return Elements(values.float(), codes, scales, fmt, batch, None, numel, has_values, lanes)
+
+
+def _lane(
+    values: Tensor, scales: Tensor, dim: int, place: int, codes: Tensor, fmt: Float8Format | Float4Format
+) -> Elements:
+    """Every second element along ``dim``, from a place on."""
+    own, factors = (
+        each.movedim(dim, -1)[..., place::2].movedim(-1, dim) for each in (values, scales.expand(values.shape))
+    )
+    return Elements(own.float(), codes, factors, fmt, 0, None, own.numel())
+
+
+def _run(quantizer: Quantizer, *, along_tokens: bool) -> int:
+    """How many neighbours in a row are counted together, because one kernel makes their amax and their codes; or -1.
+
+    With an outer scale every code waits for the amax of the whole tensor.
+    """
+    rows, columns = quantizer.block
+    if quantizer.has_outer_scale() or (columns == 1 and not along_tokens) or rows == columns:
+        return -1
+    return rows if columns == 1 else columns
+
+
+def _transformed(values: Tensor, quantizer: Quantizer) -> Tensor:
+    if not (signs := quantizer.transform()):
+        return values
+    dim = 0 if quantizer.block[1] == 1 else 1
+    if values.ndim == 2:
+        return random_hadamard(values, dim, signs)
+    stack = values.transpose(-2, -1) if dim == 0 else values  # along rows no group has elements of two matrices
+    found = random_hadamard(stack.flatten(0, 1), 1, signs).view(*stack.shape[:2], -1)
+    return found.transpose(-2, -1) if dim == 0 else found
+
+
+def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements:
+    ends: Any = part.layout.ends  # the caller has asked
+    x, groups = part.local, ends.shape[0]
+    numel = numel_of_groups(ends, found.quantizer, x.shape[1])
+    if not along_tokens:
+        operand, _, window = as_operand(as_values_of_rows(found, x.shape[1]))
+        values = x if window is None else window.embed(x, SIDES[1])
+        scale = expanded_scales(operand.codes, operand.scale, operand.quantizer)
+        if operand.outer_scale is not None:
+            scale = scale * operand.outer_scale[group_to_read(ends, x.shape[0])].unsqueeze(1)
+        group, codes, quantizer = group_of_rows(ends, x.shape[0]), operand.codes, operand.quantizer
+        values = torch.where((group < groups).unsqueeze(1), values, 0)  # rows behind the groups may hold anything
+    else:
+        if packed_dim(found.quantizer) is not None:  # in tiles of 128 tokens
+            raise ValueError(
+                "Monitor: on a GPU the kernel that makes four-bit codes along tokens of experts counts amax, "
+                "underflow and saturation, and other statistics of them are not known. Observe these three, or "
+                "operands= without grad_output_for_grad_weight and input_for_grad_weight."
+            )
+        codes, quantizer = one_a_byte(found.codes, found.quantizer)
+        codes, rows = codes.t(), quantizer.block[0]
+        row, group = row_of_columns(ends, alignment(quantizer), codes.shape[0])
+        values = torch.where((row >= 0).unsqueeze(1), pad(x, (0, 0, 0, 1))[row], 0)
+        place = group if rows == -1 else torch.arange(codes.shape[0], device=codes.device) // rows
+        scale = quantizer.scale_values(_grid_along_tokens(found, rows, codes.shape))[place]
+        if found.outer_scale is not None:
+            scale = scale * found.outer_scale[group].unsqueeze(1)
+        if quantizer.transform():
+            behind = torch.arange(codes.shape[0], device=ends.device) >= padded_offsets(ends, alignment(quantizer))[-1]
+            group = torch.where(behind, groups, group)
+        else:
+            group = torch.where(row >= 0, group, groups)
+    values = _transformed(values.float(), quantizer)
+    return Elements(values, codes, scale, quantizer.element_format(), 0, group, numel)
+
+
+def numel_of_groups(ends: Tensor, quantizer: Quantizer, features: int) -> Tensor:
+    """Number of elements that a quantizer casts of each group, (E,) float64; a transform fills the last sixteen."""
+    if quantizer.transform() and quantizer.block[1] == 1:
+        ends = padded_offsets(ends, alignment(quantizer))
+    return sizes_of_groups(ends).double() * features
+
+
+def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
+    """The scales of blocks of tokens with one row per block, (blocks, features), or per group, (E, features or 1)."""
+    if rows == -1 or found.scale.ndim == 2:
+        return found.scale
+    return untiled(found.scale, shape[1], shape[0] // rows).t()
+
+
+# ---------------------------------------------------------------------------------- pieces
+
+
+def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combine: str) -> Tensor:
+    """A number of each element, or of each pair of elements whose codes share a byte."""
+    if not elements.lanes:
+        return compute(elements)
+    first, second = (compute(lane) for lane in elements.lanes)
+    if combine == "max":
+        return torch.maximum(first, second)
+    return first.int() + second.int() if first.dtype == torch.bool else first + second
+
+
+def pieces_of(elements: Elements, numbers: Tensor, combine: str) -> Tensor:
+    """Reduce numbers of each element as the cast goes through memory: a piece for each row, or each block of a row.
+
+    Args:
+        elements: The elements.
+        numbers: `numbers_of` the elements: bool or int32 to be counted, float32 or float64.
+        combine: ``"sum"`` or ``"max"``.
+
+    Returns:
+        (E, pieces), and E is 1 for a matrix; (rows,) with groups.
+    """
+    return _pieces(elements, lambda: _reduced(numbers, combine))
+
+
+def counts_of_pieces(elements: Elements) -> Tensor:
+    """`count_cast` of elements without lanes, in the shapes of `pieces_of`."""
+    limit = torch.where(elements.scale > 0, elements.scale * limit_of(elements.format), torch.inf)
+    mask = magnitude_of_code(elements.format)
+    return _pieces(elements, lambda: count_cast(elements.magnitude(), elements.codes, limit, mask))
+
+
+def _pieces(elements: Elements, reduced: Callable[[], Tensor]) -> Tensor:
+    values = elements.values
+    if elements.group is not None:
+        return reduced()
+    matrices = values.shape[0] if elements.batch else 1
+    if guard_or_false(values.numel() == 0):
+        return values.new_empty((matrices, 0), dtype=torch.float32)
+    return reduced().reshape(matrices, -1)
+
+
+def _reduced(values: Tensor, combine: str) -> Tensor:
+    if combine == "max":
+        return values.amax(-1)
+    if values.dtype == torch.float64:
+        return values.sum(-1)
+    if values.dtype not in (torch.bool, torch.int32):
+        return values.sum(-1, dtype=torch.float32)
+    size = values.shape[-1]
+    fits = values.dtype == torch.bool and isinstance(size, int) and size < 256
+    return values.sum(-1, dtype=torch.uint8 if fits else torch.int32)

@@ -1,0 +1,316 @@
+"""Ops that look at the operands of a layer's products, beside the layer's own ops.
+
+    y = linear(x, weight, bias, recipe)                          the plain op, as ever
+    y, totals = observe(y, x, weight, ..., recipe)               y again; totals of input and weight
+        its backward: observe_gradient(grad_output, x, weight)   totals of grad_output, and of the codes of input and
+                                                                 weight that the backward makes; then all of them into
+                                                                 the buffer
+
+They ask `Operands` for the same codes that the products ask for. In a graph both make the same nodes, so codes are
+made once, and what is counted of them fuses with the cast. In eager mode codes are made a second time.
+
+A graph counts where it casts, or else it would read the tensor once more. What Inductor casts for gradients, it casts
+in the backward. In eager mode the forward counts everything, so that the backward needs neither input nor weight.
+
+The buffer is written in the backward, as the state of delayed scaling is: once, whatever checkpointing repeats.
+Without a backward nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile import inductor
+from fp8compile._compat import is_traced
+from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
+from fp8compile.ops.inductor_hints import after
+from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Phase
+from fp8compile.ops.layer.output_and_gradients import operands_of, part_of_tokens
+from fp8compile.ops.layer.placed_op import PlacedDerivative, PlacedOp, fields_of, given, register_placed
+from fp8compile.ops.layer.placements import Placement
+from fp8compile.ops.layer.statistics.add_pieces import FIRST_SUMS, Pieces, rows_of
+from fp8compile.ops.layer.statistics.definitions import columns_of
+from fp8compile.ops.layer.statistics.pieces import FOR_GRADIENTS, Seen, counted
+from fp8compile.quantizers import TENSORS, Recipe
+from fp8compile.quantizers.recipe import SLOTS
+
+__all__ = ["OBSERVE_OPS", "Observe", "ObserveOp", "Observer", "register_observe"]
+
+FORWARD_SLOTS = (*TENSORS["input"], *TENSORS["weight"])
+
+
+class Observer(NamedTuple):
+    """Where the totals of one product's operands go.
+
+    Attributes:
+        sums: (slots, sums, E) float64, a row for each of the recipe's fields: `FIRST_SUMS`, then the totals that are
+            added.
+        maxima: (slots, maxima, E) float32.
+        totals: Names of the totals, as `totals_of` returns them.
+        first: Index of this rank's first matrix among the E.
+        recipe: The recipe whose quantizers are observed; None for the layer's.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+    totals: str
+    first: int = 0
+    recipe: Recipe | None = None
+
+    @classmethod
+    def empty(cls, totals: str, matrices: int, device: torch.device, recipe: Recipe | None = None) -> Observer:
+        """A buffer without elements."""
+        sums, maxima = columns_of(totals)
+        shape = len(SLOTS), len(FIRST_SUMS) + len(sums), matrices
+        return cls(
+            torch.zeros(shape, dtype=torch.float64, device=device),
+            torch.full((len(SLOTS), len(maxima), matrices), -torch.inf, device=device),
+            totals,
+            recipe=recipe,
+        )
+
+    def placed(self, first: int) -> Observer:
+        """The same buffer, for a rank whose first matrix has this index."""
+        return self._replace(first=first)
+
+    def reset(self) -> None:
+        """Forget all elements."""
+        self.sums.zero_()
+        self.maxima.fill_(-torch.inf)
+
+
+# ---------------------------------------------------------------------------------- ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveOp(PlacedOp):
+    """An op that observes a layer's tensors.
+
+    Its constants are the index of the first matrix, whether the backward counts the codes that it makes of input and
+    weight, names of the totals, and the recipe.
+
+    Attributes:
+        gradient: Whether it is the backward's: it observes grad_output, and input and weight if it is given them.
+    """
+
+    num_constants: ClassVar[int] = 4
+
+    gradient: bool
+
+    def tensors(self) -> dict[str, Any]:
+        """Names and annotations of the tensor arguments in the schema."""
+        return super().tensors() | (dict.fromkeys(("x", "weight"), Tensor | None) if self.gradient else {})
+
+    def constants(self) -> dict[str, Any]:
+        """Names and annotations of the constants."""
+        return {"first": int, "later": bool, "totals": str, "recipe": Recipe}
+
+    def is_here(self, slot: str, found: Quantized | None, *, later: bool) -> bool:
+        """Whether this op counts the codes of a field, and not the other op of the same layer.
+
+        Args:
+            slot: The field.
+            found: Its codes; None if they are not made yet.
+            later: Whether the backward counts the codes that it makes of input and weight.
+        """
+        if slot not in FOR_GRADIENTS:
+            return self.gradient is (slot not in FORWARD_SLOTS)
+        if found is None:
+            return later or not self.gradient
+        if not later or not is_traced(found.codes):
+            return self.gradient is later
+        return self.gradient is (inductor.is_fusible(found.codes) or _is_made_in_backward(found.codes))
+
+    def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
+        """Run the op.
+
+        Args:
+            phase: The kind of code in which the op runs.
+            args: The op's arguments.
+            weight: The weight, if it is kept as codes.
+        """
+        (tokens, x, values, *_), ends, place, _, later, names, recipe = self.split(args)
+        operands = operands_of(recipe, phase, ends, place.given())
+        is_here = partial(self.is_here, later=later)
+        tokens = tokens if self.gradient else x
+        layouts = place.layouts(tokens.ndim, ends)
+        seen: dict[str, Seen] = {}
+        if self.gradient:
+            seen["grad_output"] = Seen(part_of_tokens(tokens, layouts.output), place.counts(layouts.output))
+        if x is not None:
+            seen["input"] = Seen(part_of_tokens(x, layouts.input), place.counts(layouts.input))
+        if weight is None and values is not None:
+            weight = Seen(Plain(place.cast(values, tokens.dtype), layouts.weight), place.counts(layouts.weight))
+        found = counted(seen, operands, names, is_here)
+        if weight is not None:
+            found |= counted({"weight": weight}, operands, names, is_here, place.first_matrix())
+        return self.results(args, args[0], found, phase)
+
+    def results(self, args: tuple[Any, ...], y: Tensor, found: Mapping[str, Pieces | None], phase: Phase) -> Any:
+        """The op's results, made of what is counted; ``y`` is what this rank has of the first argument."""
+        _, ends, *_, names, _ = self.split(args)
+        sums, maxima = columns_of(names)
+        slots, matrices = SLOTS if self.gradient else FORWARD_SLOTS, 1 if ends is None else ends.shape[0]
+        rows = rows_of(found, slots, (len(sums), len(maxima)), matrices, y)
+        if self.gradient:
+            return rows
+        if phase is Phase.EAGER:
+            return y.clone(), rows
+        # Only the backward reads the totals. Unless the forward needs them, the partitioner computes them there.
+        # With groups y is a product whose last rows are masked, which the backward does better again than to read it.
+        with nullcontext() if ends is None else inductor.recomputed():
+            return after(y, rows), rows
+
+    def empty(self, args: tuple[Any, ...]) -> Any:
+        """Results without values, for tracing."""
+        return self.results(args, args[0], {}, Phase.EAGER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observe:
+    """The ops that observe the layers of one placement.
+
+    Attributes:
+        output: Takes and returns the layer's output.
+        gradient: Observes grad_output.
+        op: What ``output`` does.
+    """
+
+    output: torch._ops.OpOverload
+    gradient: torch._ops.OpOverload
+    op: ObserveOp
+
+    def __call__(
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        *offsets_and_fields: Any,
+        observer: Observer,
+        recipe: Recipe,
+    ) -> Tensor:
+        """Observe one call of a layer; returns its output.
+
+        Args:
+            y: The output.
+            x: The input.
+            weight: The weight.
+            offsets_and_fields: The ends of groups if there are any, and the fields of the placement.
+            observer: Where totals go.
+            recipe: Recipe of the layer.
+        """
+        ends, fields = offsets_and_fields[: self.op.ends], offsets_and_fields[self.op.ends :]
+        tensors = y, x.detach(), weight.detach(), *ends, observer.sums, observer.maxima
+        recipe = recipe if observer.recipe is None else observer.recipe
+        later = torch.compiler.is_compiling()
+        return self.output(*tensors, *fields, observer.first, later, observer.totals, recipe)[0]
+
+
+def _is_made_in_backward(codes: Tensor) -> bool:
+    """Whether traced codes that a call has made are a backward's: the forward makes none with the same call."""
+    return inductor.is_left_in_backward(codes) or inductor.is_result_of(codes, (group_cast, group_cast_counted))
+
+
+OBSERVE_OPS: dict[torch._ops.OpOverload, ObserveOp] = {}
+
+
+def _largest(of_forward: Tensor, of_backward: Tensor, place: Sequence[int]) -> Tensor:
+    placed = (pad(of_forward, place, value=-torch.inf), pad(of_backward, place[:2], value=-torch.inf))
+    return torch.maximum(*placed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Derivative(PlacedDerivative):
+    gradient: torch._ops.OpOverload
+
+    def kept(
+        self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
+    ) -> tuple[Tensor | None, ...]:
+        """The forward's totals, and input and weight if the backward counts codes of them."""
+        _, x, weight, *ctx.buffers = tensors
+        _, later, *_ = ctx.constants
+        _, rows = output
+        ctx.mark_non_differentiable(rows)
+        ctx.set_materialize_grads(False)
+        inductor.never_recompute(rows)
+        return rows, *((x, weight) if later else (None, None))
+
+    @torch.no_grad()
+    def backward(self, ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        others = (None,) * (len(self.op.parameters()) - 1)
+        (rows, x, weight), ends, place = self.restored(ctx)
+        if grad_output is None or rows is None:
+            return None, *others
+        found = self.gradient(grad_output, x, weight, *given(ends), *fields_of(place), *ctx.constants)
+        first, *_ = ctx.constants
+        own_sums, own_maxima = ctx.buffers
+        behind, columns = own_sums.shape[-1] - first - rows.shape[-1], own_sums.shape[1]
+        within = first, behind, 0, 0, 0, len(SLOTS) - len(FORWARD_SLOTS)  # of the forward's rows in the buffer
+        sums = pad(rows[:, :columns], within) + pad(found[:, :columns], within[:2])
+        own_sums.copy_(own_sums + sums)
+        own_maxima.copy_(torch.maximum(own_maxima, _largest(rows[:, columns:], found[:, columns:], within).float()))
+        return grad_output, *others
+
+
+def register_observe(
+    prefix: str, placement: type[Placement], *, ends: bool, samples: Callable[[], Iterable[tuple[Any, ...]]]
+) -> Observe:
+    """Register the ops that observe the layers of one placement.
+
+    Args:
+        prefix: Prefix of the layer's ops.
+        placement: Class of the placement of the layer's op for grad_input, which has no state.
+        ends: Whether rows are in groups.
+        samples: Yields grad_output, x, the weight, offsets or None, the placement and the recipe.
+    """
+    groups = ("offsets",) if ends else ()
+    of_output = ObserveOp(
+        names=("y", "x", "weight", *groups, "sums", "maxima"), placement=placement, ends=ends, gradient=False
+    )
+    of_gradient = ObserveOp(
+        names=("grad_output", "x", "weight", *groups), placement=placement, ends=ends, gradient=True
+    )
+
+    def examples(op: ObserveOp) -> Iterator[tuple[Any, ...]]:
+        for grad, x, weight, offsets, place, recipe in samples():
+            ends_given, fields = given(offsets), fields_of(place)
+            # Compilers, and other strides, add in another order. Sums of counts, and of scales in float64, have the
+            # same bits in each; sums of float32 values, as those of "square", have not.
+            names = "amax,underflow,scale"
+            for values in (grad, grad.mT.contiguous().mT):
+                buffer = Observer.empty(names, 1 if offsets is None else offsets.shape[0], x.device)
+                # a graph counts codes of groups, which calls make, in the forward, and eager mode in the backward
+                for later in (False, True) if offsets is None else (False,):
+                    if op.gradient:
+                        own = (x, weight) if later else (None, None)
+                        yield values, *own, *ends_given, *fields, 0, later, names, recipe
+                    else:
+                        buffers = buffer.sums, buffer.maxima
+                        yield values, x, weight, *ends_given, *buffers, *fields, 0, later, names, recipe
+
+    def register(name: str, op: ObserveOp, gemm: Any, returns: Any, **derivative: Any) -> torch._ops.OpOverload:
+        found = register_placed(name, op, gemm, returns, partial(examples, op), **derivative)
+        OBSERVE_OPS[found] = op
+        return found
+
+    gradient = register(f"{prefix}observe_gradient", of_gradient, GRAD_INPUT, Tensor)
+    derivative = _Derivative(op=of_output, gradient=gradient)
+    output = register(
+        f"{prefix}observe",
+        of_output,
+        OUTPUT,
+        tuple[Tensor, Tensor],
+        setup_context=derivative.setup_context,
+        backward=derivative.backward,
+        updates=("sums", "maxima"),
+    )
+    return Observe(output=output, gradient=gradient, op=of_output)

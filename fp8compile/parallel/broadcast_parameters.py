@@ -1,0 +1,55 @@
+"""Broadcast one rank's parameters to all others, as DistributedDataParallel itself does with plain parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from fp8compile.nn.check_model import Model, check_model
+from fp8compile.tensor import count_write, has_codes, is_quantized_parameter
+
+__all__ = ["broadcast_parameters"]
+
+
+def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
+    """Let master weights start from the source rank's values: from those before quantization, if they were kept."""
+    parameter.written = True
+    if parameter.initial is not None:
+        values = parameter.initial.to(parameter.device)
+        distributed.broadcast(values, group=group, group_src=source)
+        parameter.initial.copy_(values)
+
+
+def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, source: int = 0) -> Model:
+    """Give all ranks one rank's parameters and buffers; quantized parameters travel as codes and scales.
+
+    ``DistributedDataParallel`` would send the values of all parameters in one message, and quantized ones have none.
+    Afterwards tell it that ranks agree: ``DistributedDataParallel(model, init_sync=False)``. Make optimizers
+    afterwards too: masters (``fp8compile.MasterWeights``) start from the source rank's values.
+
+    Args:
+        model: A model with the same parameters on all ranks; all of them call this.
+        group: The ranks; all ranks by default.
+        source: Number, in the group, of the rank whose parameters are sent.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is not a module.
+    """
+    check_model("broadcast_parameters", model)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            is_codes = has_codes(tensor)
+            parts: Any = tensor.parts() if has_codes(tensor) else [tensor.detach()]
+            for part in parts:
+                distributed.broadcast(part, group=group, group_src=source)
+            if is_codes:
+                count_write(tensor)
+            if is_quantized_parameter(tensor):
+                _take_initial(tensor, group, source)
+    return model

@@ -1,0 +1,124 @@
+"""Converts a DTensor to this rank's part and back. Each mesh dim's placement becomes a cut over its ranks, or None.
+
+Placements are read as DTensor defines them: if several mesh dims have Shard(d), each cuts the part that the mesh dim
+before it left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fp8compile import _compat
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.ops.layer.multiply_over_ranks import Step
+
+__all__ = ["check_one_mesh", "cuts_of", "part_of", "placements_of", "whole_of"]
+
+
+def _check_placement(function: str, tensor: DTensor, placement: Placement) -> None:
+    # exact types, because the placement of a flattened view is a subclass of Shard with another order of elements
+    if type(placement) not in (Shard, Replicate, Partial):
+        raise ValueError(
+            f"{function}: a tensor has placements {tensor.placements}; FP8 ops take Shard, Replicate and Partial. "
+            "Redistribute it to these; where a view flattened a sharded dim (_StridedShard), give the layer the "
+            "tensor as it was before."
+        )
+
+
+def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[ProcessGroup | None, int]:
+    """The process group of a mesh dim, and this rank's number in it.
+
+    The group is None for a tensor on the meta device whose mesh has no groups: tools that only check placements ask
+    for results on such meshes, and nothing is sent.
+    """
+    if is_meta and not _compat.has_groups(mesh):
+        return None, mesh.get_coordinate()[index]  # type: ignore[index]  # this rank is on the mesh
+    return mesh.get_group(index), mesh.get_local_rank(index)
+
+
+def cuts_of(tensor: DTensor) -> Sharding:
+    """How each mesh dim cuts a DTensor that `part_of` takes; None for a mesh dim that does not cut it.
+
+    Partial sums count as summed. On the meta device, the mesh needs no process groups.
+    """
+    mesh, sizes = tensor.device_mesh, list(tensor.shape)
+    cuts: list[DimSharding | None] = []
+    for index, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard):
+            cuts.append(None)
+            continue
+        dim, (group, rank) = placement.dim % tensor.ndim, _group_and_rank(mesh, index, is_meta=tensor.is_meta)
+        cut = DimSharding(group, rank, dim, chunk_sizes(sizes[dim], mesh.size(index)))
+        sizes[dim] = cut.length
+        cuts.append(cut)
+    return tuple(cuts)
+
+
+def part_of(function: str, tensor: DTensor) -> Plain:
+    """This rank's part of a DTensor and how it is cut. Partial sums are summed over ranks first.
+
+    Raise a ValueError that names ``function`` for placements other than Shard, Replicate and Partial.
+    """
+    for placement in tensor.placements:
+        _check_placement(function, tensor, placement)
+    if any(placement.is_partial() for placement in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    with torch.no_grad():  # else a view for autograd stands in the graph, and hides that two layers read one tensor
+        local = tensor.to_local()
+    return Plain(local, TensorLayout(cuts_of(tensor)))
+
+
+def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """The contiguous DTensor of shape ``shape`` that has ``local`` as its part on this rank."""
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        local.contiguous(), mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
+    """The placements of a product's result, one for each mesh dim, from what the ranks of each dim did for it.
+
+    ``dims`` has, for ``"m"`` (rows) and ``"n"`` (columns), the dim of the result that each group shards.
+    """
+    found: list[Placement] = []
+    for index, step in enumerate(steps):
+        if step.out is None:
+            found.append(Replicate())
+        elif step.out == "sum":
+            found.append(Partial())
+        else:
+            found.append(Shard(dims[step.out][index]))
+    return found
+
+
+def check_one_mesh(function: str, tensors: Mapping[str, Any]) -> DeviceMesh:
+    """The mesh that all tensors are on; None stands for a tensor that is not given.
+
+    Raise a TypeError if some are DTensors and some are not, and a ValueError if they are on different meshes.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]
+    placed = [name for name in given if name not in plain]
+    if plain:
+        raise TypeError(
+            f"{function}: {', '.join(placed)} {'is a DTensor' if len(placed) == 1 else 'are DTensors'} and "
+            f"{', '.join(plain)} {'is' if len(plain) == 1 else 'are'} not; a layer is spread over ranks as a whole or "
+            "not at all. Use torch.distributed.tensor.distribute_tensor, DTensor.from_local or parallelize_module."
+        )
+    mesh = given[placed[0]].device_mesh
+    for name in placed[1:]:
+        if given[name].device_mesh != mesh:
+            raise ValueError(
+                f"{function}: {placed[0]} is on mesh {mesh} and {name} on {given[name].device_mesh}; they are on one."
+            )
+    return mesh

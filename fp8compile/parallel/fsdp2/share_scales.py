@@ -1,0 +1,34 @@
+"""Quantized parameters that FSDP2 has sharded: which ranks share a scale."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
+
+from fp8compile._compat import local_itself
+from fp8compile.nn.check_model import Model, check_model
+from fp8compile.tensor import is_quantized_parameter, share_scale_of_part
+
+__all__ = ["share_scales"]
+
+
+def share_scales(model: Model) -> Model:
+    """Tell each shard of a quantized parameter which ranks share its scale.
+
+    A shard learns its ranks in the first forward, not in ``fully_shard``. Call this if weights are written to before
+    the first forward, such as by ``reset_parameters`` after a start on the meta device.
+
+    Args:
+        model: A model after ``fully_shard``.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is not a module.
+        RuntimeError: PyTorch 2.11, whose tensors can't hold a process group.
+    """
+    check_model("share_scales", model)
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and is_quantized_parameter(local_itself(parameter)):
+            share_scale_of_part(parameter)
+    return model

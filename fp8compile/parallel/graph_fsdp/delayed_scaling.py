@@ -1,0 +1,139 @@
+"""Delayed scaling of sharded layers: which ranks reduce which amaxes, in one message for all layers.
+
+An amax carrier is two tensors of zeros whose gradients are one layer's amaxes; see
+`fp8compile.ops.layer.fsdp_delayed_amaxes`. A second call of a layer in a forward, or a call outside of it, sends its
+own message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils import _pytree as pytree
+
+from fp8compile import _compat
+from fp8compile.nn import Linear
+from fp8compile.ops import fsdp_amaxes_together, fsdp_tokens
+from fp8compile.ops.layer.fsdp_delayed_amaxes import AmaxGroups
+from fp8compile.parallel.graph_fsdp.shards import ParameterSharding
+
+__all__ = ["AmaxCarrier", "AmaxReduction", "amax_reduction", "attach", "consume"]
+
+AmaxCarrier = tuple[Tensor | None, Tensor | None]  # tokens for a layer's activations, and for its weight
+
+
+class AmaxReduction(NamedTuple):
+    """The ranks over which a layer's backward reduces the amaxes of activations (first) and of the weight (second)."""
+
+    names: tuple[tuple[str, ...], tuple[str, ...]]  # names of the process groups
+    # the same groups as the op takes them, because PyTorch 2.11 traces no attribute of a constant; None if there is no
+    # group
+    groups: tuple[AmaxGroups | None, AmaxGroups | None]
+
+
+def _without_parts(names: Iterable[Any]) -> tuple[str, ...]:
+    """Names of the groups, without duplicates and without groups whose ranks are all in another group."""
+    ranks = {name: set(get_process_group_ranks(_resolve_process_group(name))) for name in dict.fromkeys(names)}
+    found: list[str] = []
+    for name, own in sorted(ranks.items(), key=lambda each: -len(each[1])):
+        if not any(own <= ranks[other] for other in found):
+            found.append(name)
+    return tuple(found)
+
+
+def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction | None:
+    """The reduction of a layer that was just sharded; None if it has no delayed scaling."""
+    if not layer.recipe.history():
+        return None
+    of_layer = () if layer.amax_group is None else (layer.amax_group,)
+    rows = (sharding.rows.group,) if len(sharding.rows.sizes) > 1 else ()
+    of_weight = (*of_layer, *rows, *sharding.tensor_parallel_groups())
+    names = _without_parts(of_layer), _without_parts(of_weight)
+    groups: Any = tuple(AmaxGroups(each) if each else None for each in names)
+    return AmaxReduction(names, groups)
+
+
+def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
+    """A tensor that requires grad, from which an amax carrier is made; None if there is no backward."""
+    weight = layer._parameters["weight"]
+    if weight.requires_grad:
+        return weight
+    every = (*module.parameters(), *pytree.tree_leaves(inputs))
+    return next((each for each in every if isinstance(each, Tensor) and each.requires_grad), None)
+
+
+def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tensor]:
+    """Pass tensors of carriers through an op whose backward reduces their gradients, the amaxes, over the groups."""
+    if groups is None:
+        return tokens
+    return fsdp_amaxes_together(torch.cat(tokens), groups).split([token.numel() for token in tokens])
+
+
+def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
+    """Make an amax carrier for each layer that a module's forward runs; the backward collects amaxes in the carriers.
+
+    A carrier is (None, None) if the layer has no delayed scaling or there is no backward.
+    """
+    found: list[AmaxCarrier] = [(None, None)] * len(layers)
+    messages: dict[tuple[str, ...], list[tuple[int, int, Tensor]]] = {}
+    kinds: dict[tuple[str, ...], AmaxGroups | None] = {}
+    for index, layer in enumerate(layers):
+        reduction = layer.graph_fsdp.amax_reduction
+        origin = _origin(layer, module, inputs) if reduction is not None and torch.is_grad_enabled() else None
+        if origin is None:
+            continue
+        state = layer.delayed_state()
+        history, multiplier = _compat.replicated(state.amax_history), _compat.replicated(state.multiplier)
+        tokens = fsdp_tokens(origin, history, multiplier, layer.recipe)
+        for place, names in enumerate(reduction.names):
+            kinds[names] = reduction.groups[place]
+            messages.setdefault(names, []).append((index, place, tokens[place]))
+    for names, entries in messages.items():
+        together = _together([token for _, _, token in entries], kinds[names])
+        for (index, place, _), token in zip(entries, together, strict=True):
+            found[index] = (token, None) if place == 0 else (found[index][0], token)
+    return found
+
+
+# ---------------------------------------------------------------------------------- the first call consumes them
+
+UNCONSUMED: set[int] = set()  # keys of layers with an attached, unused carrier; only while Dynamo traces
+
+
+@_compat.constant_when_traced
+def _mark_attached(keys: tuple[int, ...]) -> None:
+    UNCONSUMED.update(keys)
+
+
+@_compat.constant_when_traced
+def _mark_consumed(key: int) -> bool:
+    is_first = key in UNCONSUMED
+    UNCONSUMED.discard(key)
+    return is_first
+
+
+def attach(layers: Sequence[Any], module: nn.Module, inputs: Any) -> None:
+    """Attach to each layer a carrier for its first call, so that all amaxes travel in one message; see `assign`."""
+    for layer, carrier in zip(layers, assign(layers, module, inputs), strict=True):
+        layer.graph_fsdp.carrier = carrier
+    if torch.compiler.is_dynamo_compiling():
+        _mark_attached(tuple([layer.graph_fsdp.key for layer in layers]))
+
+
+def consume(layer: Any, x: Tensor) -> AmaxCarrier:
+    """The carrier for one call of a layer: the attached carrier for the first call, a new one for each later call.
+
+    A carrier is used once, because autograd would add the gradients of two uses.
+    """
+    state = layer.graph_fsdp
+    if torch.compiler.is_dynamo_compiling():
+        # code that activation checkpointing repeats must not change state that Dynamo sees
+        carrier = state.carrier if _mark_consumed(state.key) else None
+    else:
+        carrier, state.carrier = state.carrier, None
+    return assign([layer], layer, x)[0] if carrier is None else carrier

@@ -1,0 +1,73 @@
+"""Amaxes of sharded weights: those of all layers travel in one message at the start of a model's forward.
+
+If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.nn import Linear
+from fp8compile.ops import fsdp_amax
+from fp8compile.ops.collectives import all_reduce_amaxes
+from fp8compile.ops.layer.fsdp_rows import placed_cuts, rows_cut
+from fp8compile.ops.layer.quantize_over_ranks import is_aligned
+from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, used_dtype
+from fp8compile.quantizers import DelayedScaling
+
+__all__ = ["WeightAmaxPlan", "exchange", "weight_amax_plan"]
+
+SLOTS = ("weight", "weight_for_grad_input")
+
+
+@dataclass(frozen=True)
+class WeightAmaxPlan:
+    """Which amaxes of a layer's weight the ranks exchange."""
+
+    # shape of the amaxes, by the recipe's field; only for quantizers whose blocks span several ranks
+    grids: dict[str, tuple[int, ...]]
+    groups: tuple[str, ...]  # names of the process groups that reduce the amaxes
+    same: bool  # whether forward and backward multiply the same codes of the weight
+
+
+def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) -> WeightAmaxPlan:
+    """Plan the exchange for a layer whose weight on this rank is ``local``."""
+    every = (*placed_cuts(sharding.rows.placed, sharding.tensor_parallel_groups()), rows_cut(sharding.rows))
+    same = layer.recipe.quantizer_read("weight_for_grad_input") == layer.recipe.weight
+    shard, grids = Plain(local, TensorLayout(every)), {}
+    for slot in SLOTS:
+        quantizer = getattr(layer.recipe, slot)
+        if quantizer is None or isinstance(quantizer, DelayedScaling) or (same and slot == SLOTS[1]):
+            continue
+        if not is_aligned(shard, quantizer):
+            grids[slot] = tuple(quantizer.scale_shape(shard.whole_shape()))
+    groups: tuple[Any, ...] = tuple(cut.group for cut in every if cut is not None)
+    return WeightAmaxPlan(grids, groups, same)
+
+
+def _known(layer: Any, slot: str) -> Tensor:
+    state = layer.graph_fsdp
+    sharding, plan = state.shardings["weight"], state.weight_amax_plan
+    shard = layer._parameters["weight"].to_local().detach()  # inference mode can't detach a DTensor
+    dtype = used_dtype(sharding, shard.device.type)
+    return fsdp_amax(shard, dtype, sharding.rows, list(plan.grids[slot]), slot, layer.recipe)
+
+
+def exchange(layers: Iterable[Any]) -> None:
+    """Give each layer the amaxes of its whole weight; each group of ranks sends one message for all layers."""
+    entries = [
+        (layer, slot)
+        for layer in layers
+        for slot in layer.graph_fsdp.weight_amax_plan.grids
+        if slot == SLOTS[0] or torch.is_grad_enabled()
+    ]
+    known = [_known(layer, slot) for layer, slot in entries]
+    groups = [layer.graph_fsdp.weight_amax_plan.groups for layer, _ in entries]
+    for (layer, slot), amax in zip(entries, all_reduce_amaxes(known, groups), strict=True):
+        layer.graph_fsdp.amaxes[slot] = amax

@@ -1,0 +1,133 @@
+"""Grouped linear layers whose matrices are cut over ranks: tensor parallelism within experts.
+
+    column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, cut
+    row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, cut  ->  all rows
+
+Between the two, ranks send only the amaxes of blocks that span several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8compile.nn.functional import check_recipe
+from fp8compile.nn.grouped_linear import checked_groups
+from fp8compile.nn.ungathered_experts import UngatheredStack
+from fp8compile.ops import sharded_grouped_linear
+from fp8compile.ops.groups.checked_offsets import checked_offsets
+from fp8compile.ops.layer.layer_ops import SHARDED_GROUPED
+from fp8compile.ops.layer.statistics.observe import Observer
+from fp8compile.parallel.tensor_parallel_linear import check_group
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import check_agreement, own_sizes
+
+__all__ = ["column_parallel_grouped_linear", "row_parallel_grouped_linear"]
+
+
+def _parallel(
+    function: str,
+    weight_dim: int,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    group: ProcessGroup,
+    feature_sizes: Sequence[int] | None,
+    observer: Observer | None,
+) -> Tensor:
+    name = check_group(function, group, x, weight, offsets, bias)
+    check_recipe(function, recipe)
+    if isinstance(weight, UngatheredStack):
+        raise TypeError(f"{function}: graph_fsdp has cut weight by experts; cut experts one way, by it or by ranks.")
+    x, weight, bias = checked_groups(x, weight, offsets, bias)
+    if not torch.compiler.is_compiling():
+        offsets = checked_offsets(offsets, x.shape[0])
+    what = f"dim {weight_dim} of weight"
+    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[weight_dim], what)
+    check_agreement(function, x, group, feature_sizes=features)
+    place = weight_dim, features, group.rank(), name
+    y, given = sharded_grouped_linear(x, weight, offsets, bias, *place, recipe), (x, weight, offsets, *place)
+    return y if observer is None else SHARDED_GROUPED.observe(y, *given, observer=observer, recipe=recipe)
+
+
+def column_parallel_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    group: ProcessGroup,
+    feature_sizes: Sequence[int] | None = None,
+    observer: Observer | None = None,
+) -> Tensor:
+    """`fp8compile.grouped_linear` with the rows of each matrix cut over ranks; returns this rank's output features.
+
+    Codes and scales are the same as in one process, and so are the output and the weight's gradient, bit for bit. The
+    gradient of ``x`` is a sum over ranks. Differentiable once. All ranks of the group call this with the same rows.
+
+    Args:
+        x: (rows, in_features), sorted by group, the same on all ranks.
+        weight: (groups, out_features / R, in_features), this rank's rows of each matrix.
+        offsets: (groups,), int32: where each group ends, the same on all ranks.
+        bias: (groups, out_features / R), this rank's part, or None.
+        recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
+        group: The R ranks.
+        feature_sizes: Number of rows of each matrix for each rank; by default all ranks have as many as this one. If
+            a block has more than one row but not all, each part has to end where a block ends.
+        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
+
+    Returns:
+        (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros after the last group.
+
+    Raises:
+        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is not a process group.
+        ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
+            sizes.
+    """
+    return _parallel(
+        "column_parallel_grouped_linear", 1, x, weight, offsets, bias, recipe, group, feature_sizes, observer
+    )
+
+
+def row_parallel_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    group: ProcessGroup,
+    feature_sizes: Sequence[int] | None = None,
+    observer: Observer | None = None,
+) -> Tensor:
+    """`fp8compile.grouped_linear` with the columns of each matrix cut over ranks; returns the sum over ranks.
+
+    Codes and scales are the same as in one process, and so are both gradients, bit for bit. The output is a sum over
+    ranks, in the dtype of ``x``. Differentiable once. All ranks of the group call this with the same rows.
+
+    Args:
+        x: (rows, in_features / R), sorted by group, this rank's features.
+        weight: (groups, out_features, in_features / R), this rank's columns of each matrix.
+        offsets: (groups,), int32: where each group ends, the same on all ranks.
+        bias: (groups, out_features), the same on all ranks, or None. Added once.
+        recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
+        group: The R ranks.
+        feature_sizes: Number of columns of each matrix for each rank; by default all ranks have as many as this one.
+            If a block has more than one column but not all, each part has to end where a block ends.
+        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
+
+    Returns:
+        (rows, out_features), the dtype of ``x`` (or of autocast), zeros after the last group.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: In the cases of `column_parallel_grouped_linear`.
+    """
+    return _parallel(
+        "row_parallel_grouped_linear", 2, x, weight, offsets, bias, recipe, group, feature_sizes, observer
+    )

@@ -1,0 +1,99 @@
+"""Styles for `torch.distributed.tensor.parallel.parallelize_module` that send codes instead of bfloat16.
+
+    style              PyTorch's style gathers, in the tensor's dtype        this style gathers codes of it
+    ColwiseParallel    the input, if it is cut, in the forward               in the forward, and for grad_weight
+    RowwiseParallel    grad_output, if the output is sequence parallel       for grad_input and for grad_weight
+
+Arguments and defaults are PyTorch's, so a plan can be ported name by name. Without layouts, each rank has all tokens.
+A layer quantizes the part that its rank has. Compiled code makes equal calls once, so linears that read one tensor
+(q, k, v; gate, up) share one quantization and one gather (PyTorch 2.15 repeats the gather). Everything else is as in
+PyTorch's style: sums over ranks are in the output's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, parallel
+
+from fp8compile.nn import Linear
+from fp8compile.nn.experts.converted_class import ConvertedLinearLike
+from fp8compile.nn.tensor_parallel_weights import place_codes
+from fp8compile.ops import scatter_sum
+
+__all__ = ["ColwiseParallel", "RowwiseParallel"]
+
+
+def _check_linear(style: str, module: nn.Module) -> None:
+    if isinstance(module, ConvertedLinearLike):
+        raise TypeError(
+            f"{style}: given a {type(module).__name__}, a linear of a class of its own, which tensor parallelism has "
+            "no style for. Put a nn.Linear with the same weight in its place before fp8compile.convert."
+        )
+    if not isinstance(module, Linear):
+        raise TypeError(
+            f"{style}: given a {type(module).__name__}; it is for fp8compile.Linear, which fp8compile.convert makes. "
+            f"Convert first, or take torch.distributed.tensor.parallel.{style} for this module."
+        )
+
+
+class ColwiseParallel(parallel.ColwiseParallel):
+    """Cut the weight's out_features over the ranks, and gather codes of the input, whichever dim of it is cut.
+
+    Args:
+        input_layouts: Placement of an input that is a plain tensor; by default each rank has all of it. ``Shard(1)``
+            means that the sequence of (batch, sequence, features) is cut. A DTensor has its own placement.
+        output_layouts: Placement of the output; by default it is cut along the last dim.
+        use_local_output: Whether the output is a plain tensor with this rank's part; else it is a DTensor.
+
+    Raises:
+        TypeError: When the style is applied: the module is not a ``fp8compile.Linear``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.desired_input_layouts: Any = self.input_layouts  # equal layouts: PyTorch's style redistributes nothing
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_linear("ColwiseParallel", module)
+        place_codes(module, device_mesh, Shard(0), self.src_data_rank)  # PyTorch's style skips placed parameters
+        return super()._apply(module, device_mesh)
+
+
+class RowwiseParallel(parallel.RowwiseParallel):
+    """Cut the weight's in_features over the ranks, and gather codes of grad_output if the output's sequence is cut.
+
+    Args:
+        input_layouts: Placement of an input that is a plain tensor; by default it is cut along the last dim.
+        output_layouts: Placement of the sum over ranks; by default each rank has all of it. ``Shard(1)`` cuts the
+            sequence of (batch, sequence, features).
+        use_local_output: Whether the output is a plain tensor with this rank's part; else it is a DTensor.
+
+    Raises:
+        TypeError: When the style is applied: the module is not a ``fp8compile.Linear``.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: tuple[Placement, ...],
+        use_local_output: bool,
+        mod: Linear,
+        outputs: DTensor,
+        device_mesh: DeviceMesh,
+    ) -> Tensor:
+        if isinstance(output_layouts[0], Shard) and outputs.placements[0].is_partial():
+            outputs = scatter_sum(outputs, output_layouts[0].dim, mod.recipe)
+        return parallel.RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_linear("RowwiseParallel", module)
+        place_codes(module, device_mesh, Shard(1), self.src_data_rank)  # PyTorch's style skips placed parameters
+        return super()._apply(module, device_mesh)

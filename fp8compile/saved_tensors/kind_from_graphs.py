@@ -1,0 +1,219 @@
+"""Finds out what a saved tensor is, from the forward graph that saves it and the backward graph that reads it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile._compat import is_unbacked, module_path, statically_true
+from fp8compile.inductor import noted_block
+from fp8compile.saved_tensors.graph_walks import (
+    NEAR,
+    functions_of,
+    is_copy,
+    is_pointwise,
+    is_region,
+    is_view,
+    name_of,
+    readers_of,
+    same_memory,
+    tensor_inputs,
+    users_of,
+    value_of,
+)
+from fp8compile.saved_tensors.operator_tables import (
+    NONLINEAR,
+    NORMS,
+    READS_ONCE,
+    REDUCTIONS,
+    SOFTMAX,
+    SPLITS,
+    SUMS,
+    kind_of_call,
+)
+from fp8compile.saved_tensors.saved_tensor import SavedTensor
+
+__all__ = ["block_beside", "described"]
+
+
+def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
+    """Describe a saved tensor; None if it is never packed.
+
+    Never packed are statistics, arguments of the forward, and tensors of other dtypes than float32, bfloat16, float16.
+
+    Args:
+        node: The node of the forward graph that makes it.
+        place: The placeholder of the backward graph that stands for it.
+    """
+    value = value_of(node)
+    if not isinstance(value, Tensor) or value.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    nodes = same_memory(node)
+    source = nodes[-1]
+    if source.op != "call_function" or _is_statistic(source):
+        return None
+    return SavedTensor(
+        kind=_kind(nodes, place),
+        shape=tuple(_hint(size) for size in value.shape),
+        dtype=value.dtype,
+        module=_module(source),
+        made_by=name_of(source),
+    )
+
+
+def block_beside(node: fx.Node, place: fx.Node) -> tuple[int, int] | None:
+    """The block of the nearest cast that is computed from a saved tensor, in the forward or else in the backward."""
+    starts = (*same_memory(node), place)
+    return next((block for start in starts if (block := _nearest_block(start)) is not None), None)
+
+
+def _nearest_block(start: fx.Node) -> tuple[int, int] | None:
+    pending, seen = [start], {start}
+    for current in pending:  # the list grows: nearer nodes come first
+        for user in users_of(current):
+            if user in seen or len(seen) > NEAR:
+                continue
+            seen.add(user)
+            if (block := noted_block(user)) is not None:
+                return block
+            if user.op == "placeholder" or is_pointwise(user) or name_of(user) in REDUCTIONS:
+                pending.append(user)
+    return None
+
+
+# ---------------------------------------------------------------------------------- kinds
+
+
+def _kind(nodes: Sequence[fx.Node], place: fx.Node) -> str:
+    """The kind of a saved tensor; ``nodes`` are the one that is saved and those of the same memory."""
+    if any(map(_is_checkpoints_input, nodes)):
+        return "checkpoint"
+    if (called := _call_that_reads(place, through_copies=False)) is not None:
+        return called
+    if any(map(_is_softmaxs_input, _functions(nodes, past_nonlinear=True))):
+        return "other"
+    functions = _functions(nodes, past_nonlinear=False)
+    if any(map(_is_norms_input, functions)):
+        return "norm"
+    made = any(name_of(each) in NONLINEAR for each in functions if each.op == "call_function" and each not in nodes)
+    if made or any(map(_is_factor, functions)):
+        return "activation"
+    return _call_that_reads(place, through_copies=True) or "other"
+
+
+def _functions(nodes: Sequence[fx.Node], *, past_nonlinear: bool) -> list[fx.Node]:
+    return [each for node in nodes for each in functions_of(node, past_nonlinear=past_nonlinear)]
+
+
+def _is_checkpoints_input(node: fx.Node) -> bool:
+    """Whether a checkpointed region, in which the node is not, reads it. PyTorch numbers regions from 1 on."""
+    own = node.meta.get("ac_graph_id")
+    return any((user.meta.get("ac_graph_id") or own) != own for user in readers_of(node, through_copies=True))
+
+
+def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
+    """The kind of a tensor, told by the first library call that reads it; None if only generated kernels read it."""
+    for user in readers_of(place, through_copies=through_copies):
+        if is_pointwise(user):
+            continue
+        if (called := kind_of_call(user.target)) is not None:
+            return called
+        if name_of(user) not in REDUCTIONS | READS_ONCE:
+            return "other"
+    return None
+
+
+def _is_softmaxs_input(node: fx.Node) -> bool:
+    """Whether a softmax reads a node: its exp enlarges rounding errors. An amax of magnitudes belongs to a scale."""
+    if node.op == "call_function" and name_of(node) == "abs":
+        return False
+    users = [user for user in users_of(node) if user.op == "call_function" and name_of(user) in SOFTMAX]
+    return any(not _is_reduction(user) or _reduces_last_dim(user) for user in users)
+
+
+def _is_norms_input(node: fx.Node) -> bool:
+    for user in users_of(node):
+        if user.op == "call_function":
+            name = name_of(user)
+            if (name in NORMS and user.args[0] is node) or (name in SUMS and _reduces_last_dim(user)):
+                return True
+    return False
+
+
+def _is_factor(node: fx.Node) -> bool:
+    """Whether a node is multiplied, element by element, by another tensor that is not one number or one row."""
+    for user in users_of(node):
+        if user.op == "call_function" and name_of(user) == "mul":
+            others = [each for each in tensor_inputs(user) if each is not node]
+            if any(value_of(each).ndim > 1 for each in others):
+                return True
+    return False
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return name_of(node) in REDUCTIONS
+
+
+def _reduces_last_dim(node: fx.Node) -> bool:
+    """Whether a node reduces the last dim of its input, and not all dims to one number."""
+    source = value_of(node.args[0])
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if not isinstance(source, Tensor) or not isinstance(dims, (int, list, tuple)):
+        return False
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    reduced = {dim % source.ndim for dim in dims if isinstance(dim, int)}
+    return source.ndim - 1 in reduced and len(reduced) < source.ndim
+
+
+def _has_values_of_first(node: fx.Node) -> bool:
+    return is_view(node) or is_copy(node) or name_of(node) in {"index", "index_select", "gather"}
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    """Whether a node has one value for each row, computed from the row, or is a second or later result of a call."""
+    current = node
+    while current.op == "call_function" and name_of(current) != "realize" and _has_values_of_first(current):
+        current = current.args[0]  # type: ignore[assignment]
+    sizes = value_of(node).shape
+    if len(sizes) < 2 or (isinstance(sizes[-1], int) and sizes[-1] == 1):
+        return True
+    if current.target is operator.getitem:
+        call: Any = current.args[0]
+        return bool(not is_region(call) and name_of(call) not in SPLITS and current.args[1] != 0)
+    pending, seen = [current], {current}
+    while pending and len(seen) < NEAR:
+        each = pending.pop()
+        if each.op != "call_function":
+            continue
+        # what we realize is a multiplier or a scale
+        if name_of(each) == "realize" or (_is_reduction(each) and _reduces_last_dim(each)):
+            return True
+        if is_pointwise(each):
+            size = value_of(each).numel()
+            inputs = (one for one in tensor_inputs(each) if one not in seen)
+            alike = [one for one in inputs if statically_true(value_of(one).numel() == size)]
+            seen.update(alike)
+            pending += alike
+    return False
+
+
+# ---------------------------------------------------------------------------------- shape and place
+
+
+def _hint(size: Any) -> int:
+    """A size as an int: a dynamic size as in the first call; one that depends on data counts as 8192."""
+    if is_unbacked(size):
+        return 8192
+    found: Any = size.node.hint if isinstance(size, torch.SymInt) else size
+    return int(found)
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the module that was called when a node was traced; empty if there is none."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    path = module_path(next(reversed(stack.values()))[0]) if stack else ""
+    return path.removeprefix("_orig_mod.")

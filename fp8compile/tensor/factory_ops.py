@@ -1,0 +1,118 @@
+"""Ops that make a new tensor like a QuantizedParameter: empty copies, FSDP2's shards, and optimizer state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.layout.four_bit_packing import packed_dim
+from fp8compile.layout.quantized import Quantized
+from fp8compile.tensor.parameter_attributes import moved
+from fp8compile.tensor.quantized_parameter import BLANK, WHOLE, WRITES, QuantizedParameter
+from fp8compile.tensor.requantize import shared_with
+from fp8compile.tensor.scale_without_values import scale_without_values
+from fp8compile.tensor.shards import cut_dim
+
+aten: Any = torch.ops.aten
+
+
+def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
+    """Make a parameter with uninitialized codes. Its scales are NaN until values are written to it."""
+    if kwargs.pop("dtype", None) not in (None, x.dtype):
+        raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
+    sets = []
+    for own in x.sets():
+        codes, outer = func(own.codes, **kwargs), own.outer_scale
+        scale = scale_without_values(own.quantizer, own.scale.shape, torch.nan, codes.device)
+        outer = None if outer is None else torch.full(outer.shape, torch.nan, device=codes.device)
+        sets.append(replace(own, codes=codes, scale=scale, outer_scale=outer))
+    found = x.like(sets).alone()
+    found.gathers = copy.deepcopy(x.gathers)
+    if x.initial is not None:
+        found.initial = torch.tensor(torch.nan)
+    return found
+
+
+def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
+    """Make a plain tensor of the parameter's shape and dtype, because optimizers keep their state unquantized."""
+    values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return func(values, *args, **{"device": x.device, **kwargs})
+
+
+def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> bool:
+    """Whether a tensor of this size is a shard that FSDP2 allocates and that would end within a block."""
+    if x.extent != WHOLE or len(size) != x.ndim:
+        return False
+    dim = cut_dim(x, size)
+    is_part = size[dim] < x.shape[dim] and (x.batch or dim == 0)
+    is_part = is_part and tuple(size[dim + 1 :]) == tuple(x.shape[dim + 1 :])
+    block = x.block_along(own, dim)
+    return bool(is_part and block not in (1, -1) and size[dim] % block)
+
+
+def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
+    """Make one set of zero codes of a given size, with new memory for its scales.
+
+    A rank without elements needs the scales of the whole weight too, so the new set gets a copy of them if ``own`` has
+    them.
+    """
+    if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
+        raise TypeError(
+            f"{func} {tuple(size)} of a QuantizedParameter whose codes share a byte with the next row's, by "
+            f"{own.quantizer!r}. If this is fully_shard: give each rank an even number of rows, take "
+            "fp8compile.recipes.nvfp4() with weight_block=(16, 16), or leave quantized_parameters out."
+        )
+    batch, outer = tuple(size[: x.batch]), own.outer_scale
+    codes = own.codes.new_zeros((*batch, *own.quantizer.codes_shape(size[x.batch :])), **kwargs)
+    if outer is not None:
+        is_same = not x.batch or size[0] == x.shape[0]
+        outer = outer.to(codes.device).clone() if is_same else torch.ones(size[0], device=codes.device)
+    found = replace(own, codes=codes, outer_scale=outer)
+    dim = cut_dim(x, size) if len(size) == x.ndim else 0
+    if not own.has_all_scales and _cuts_blocks(x, own, size):
+        is_column = dim == x.ndim - 1
+        found = replace(found, has_scales_of_whole=(not is_column, is_column))
+    shape = (*batch, *own.quantizer.scale_shape(size[x.batch :]))
+    if found.has_all_scales or (x.block_along(own, dim) == -1 and own.scale.shape == shape):
+        return replace(found, scale=own.scale.to(codes.device).clone())
+    return replace(found, scale=scale_without_values(own.quantizer, shape, 1.0, codes.device))
+
+
+def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
+    """Make a parameter of zero codes, into which FSDP2 or other code will copy values."""
+    if x.batch and len(size) != x.ndim:  # FSDP2 does this for a rank without elements
+        return x.flat([own.codes.new_empty(size, **kwargs) for own in x.sets()])
+    if kwargs.pop("dtype", None) not in (None, x.dtype):
+        raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
+    sets = [_blank_set(func, x, own, size, **kwargs) for own in x.sets()]
+    found = QuantizedParameter.of_sets(sets, x.dtype, batch=x.batch)
+    if x.extent == WHOLE:  # FSDP2 is about to cut `x`
+        found.outer = tuple(shared_with(x, own) for own in x.stored())
+    else:
+        found.group, found.shard_dim, found.outer = x.group, x.shard_dim, x.outer
+    found.sizes = x.sizes if found.has_all_scales else None
+    found.extent = BLANK if not x.batch or cut_dim(x, size) else WHOLE  # each rank has whole matrices
+    found.written, found.gathers, found.state, found.frozen = x.written, x.gathers, x.state, x.frozen
+    found.blank = True
+    if x.initial is not None:
+        found.initial = torch.zeros(())
+    return found
+
+
+def _made(make: Callable[..., Tensor]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]:
+    return lambda func, args, kwargs: moved(func, args[0], make(func, *args, **kwargs))
+
+
+WRITES.update(
+    {
+        aten.empty_like.default: _made(_empty_like),
+        **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), _made(_plain_like)),
+        aten.new_zeros.default: _made(_new_zeros),
+        aten.new_empty.default: _made(_new_zeros),  # FSDP2 calls it for a rank without elements
+    }
+)

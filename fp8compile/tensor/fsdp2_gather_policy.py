@@ -1,0 +1,111 @@
+"""What FSDP2 gathers for a weight with different codes for forward and backward, and which codes memory then holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fp8compile import _compat, inductor
+from fp8compile.quantizers import GEMMS, Gemm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "GatherPolicy", "PassInMemory"]
+
+GATHERED = "gathered"  # attribute of a layer: text that says what FSDP2 gathers for its weight
+PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
+OWN, BOTH, PLAIN = "own", "codes", "param_dtype"
+IN_WORDS = {
+    OWN: "codes, each pass its own",
+    BOTH: "codes of both passes at once",
+    PLAIN: "param_dtype: one gather serves both passes, which multiply different codes",
+}
+
+
+REPEATED = (
+    "fp8compile.parallel.fsdp_float8_all_gather: {what}, and FSDP2 has gathered for that pass the codes that "
+    "grad_input multiplies, and no others. This is activation checkpointing, which repeats a forward in the backward: "
+    "pass checkpointed=True, so that gathers serve both."
+)
+TOO_EARLY = (
+    "fp8compile.parallel.fsdp_float8_all_gather: grad_input reads a weight of which FSDP2 has gathered the codes for "
+    "the output, and no others: something called unshard() between forward and backward, or kept the weight. Leave "
+    "that to FSDP2, or pass checkpointed=True, so that gathers serve both."
+)
+
+
+class PassInMemory:
+    """Records the name of the GEMM whose codes were gathered last; None before the first gather and while tracing."""
+
+    def __init__(self) -> None:
+        self.gemm: str | None = None
+
+    def check_forward(self) -> None:
+        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds the other set of codes."""
+        if self.gemm == GRAD_INPUT.name:
+            raise RuntimeError(REPEATED.format(what="a forward reads a weight in the backward"))
+
+    def check(self, gemm: Gemm) -> None:
+        """Raise a RuntimeError if the codes that ``gemm`` reads are not in memory."""
+        if gemm is not OUTPUT:
+            if self.gemm == OUTPUT.name:
+                raise RuntimeError(TOO_EARLY)
+            return
+        if inductor.is_repeated_in_backward():
+            raise RuntimeError(REPEATED.format(what="a checkpointed region of a compiled forward reads a weight"))
+        self.check_forward()
+
+
+@dataclass
+class GatherPolicy:
+    """What all gathers of one weight send. The first gather decides, because FSDP2 allocates its buffers only once.
+
+    Attributes:
+        for_both: What is gathered if one gather serves both passes: ``"codes"`` or ``"param_dtype"``.
+        checkpointed: Whether the backward repeats the forward.
+        kind: ``OWN``, ``BOTH`` or ``PLAIN``; None before the first gather.
+        in_memory: Records which codes were gathered last, if each pass gathers its own.
+        name: Name of the weight in its module.
+    """
+
+    for_both: str
+    checkpointed: bool
+    kind: str | None = None
+    in_memory: PassInMemory = field(default_factory=PassInMemory)
+    name: str = "weight"
+    _parameter: _compat.FsdpParameter | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatherPolicy:
+        """The policy for a copy of the weight: the same settings, but nothing was gathered yet."""
+        return GatherPolicy(self.for_both, self.checkpointed, name=self.name)
+
+    def now(self, module: nn.Module) -> tuple[str, tuple[Gemm, ...]]:
+        """Decide the kind of the gather that is about to start, and the GEMMs whose codes it sends."""
+        if self._parameter is None:
+            self._parameter = next(
+                each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, self.name)
+            )
+        kind = self._kind_for(self._parameter)
+        own_pass = (GRAD_INPUT,) if self._parameter.is_in_backward else (OUTPUT,)
+        return kind, PAIR if kind == BOTH else own_pass
+
+    def _kind_for(self, parameter: _compat.FsdpParameter) -> str:
+        """The kind of gather that fits how FSDP2 treats the parameter now; raises if that has changed."""
+        kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN
+        if self.kind is None:
+            self.kind = kind
+            for module in parameter.modules:
+                setattr(module, GATHERED, IN_WORDS[kind])
+        if self.kind == OWN != kind:
+            raise RuntimeError(
+                "fsdp_float8_all_gather: each pass has gathered its own codes so far, and weights are now to stay "
+                "from the forward to the backward, which needs others. Call set_reshard_after_forward(False) before "
+                "the first forward."
+            )
+        return self.kind
+
+    def in_words(self) -> str:
+        """The text for a report before the first gather, when FSDP2's settings are not known yet."""
+        for_both = IN_WORDS[self.for_both]
+        return for_both if self.checkpointed else f"{IN_WORDS[OWN]}; or, if FSDP2 keeps the weight, {for_both}"

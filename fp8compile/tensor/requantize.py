@@ -1,0 +1,176 @@
+"""Write new values to quantized weights; each scale uses the amax over all ranks that share it.
+
+values of each weight --amax--> amaxes --(one maximum over the ranks for all of them)--> scales --> codes, in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8compile import ops
+from fp8compile._compat import local_itself
+from fp8compile.layout.cuts import Sharding
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.collectives import all_reduce_amaxes
+from fp8compile.ops.layer.quantize_over_ranks import Scales, outer_amax_of, scales_of
+from fp8compile.quantizers import DelayedScaling, Quantizer
+
+if TYPE_CHECKING:
+    from fp8compile.tensor.quantized_parameter import QuantizedParameter
+
+__all__ = ["assign", "count_write", "shared_with", "stand_for"]
+
+
+def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
+    """The ranks that share the outer scale of the set ``own``, or block scales if it has one level; else None."""
+    return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
+
+
+def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
+    """The ranks that have parts of the same matrix, and so share its outer scale; None if no other rank does."""
+    return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
+
+
+def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
+    """The ranks that have parts of the same blocks, and so share their scales; None if no other rank does."""
+    if weight.group is None or weight.shard_dim is None:
+        return None
+    return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
+
+
+def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Reduce the amaxes of all sets over the ranks that share their scales.
+
+    Returns the amaxes of blocks for each set, and the amax of each matrix for sets with two levels, else None. For
+    those sets, tensor parallel ranks send only the matrices' amaxes, because tensor parallelism never cuts their
+    blocks.
+    """
+    two_levels = [index for index, each in enumerate(sets) if each.codes.quantizer.has_outer_scale()]
+    of_two = ((amaxes[index], sets[index].codes.quantizer, sets[index].weight.batch) for index in two_levels)
+    found = [*amaxes, *(outer_amax_of(*each) for each in of_two)]
+    ranks = [_share_blocks(each.weight, each.codes) for each in sets]
+    ranks += [_share_outer(sets[index].weight) for index in two_levels]
+    outer = [None if each.codes.quantizer.has_outer_scale() else each.outer for each in sets]
+    outer += [sets[index].outer for index in two_levels]
+    for groups in (ranks, outer):
+        found = all_reduce_amaxes(found, [() if group is None else (group,) for group in groups])
+    of_whole = dict(zip(two_levels, found[len(amaxes) :], strict=True))
+    return found[: len(amaxes)], [of_whole.get(index) for index in range(len(amaxes))]
+
+
+def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
+    """Multiplier and scales of a set's blocks, from the amaxes; with delayed scaling, from the layer's state."""
+    quantizer = each.codes.quantizer
+    if not isinstance(quantizer, DelayedScaling):
+        return scales_of(amax, quantizer, outer_amax=outer_amax, batch=each.weight.batch)
+    _, multiplier = each.weight.row()
+    multiplier = multiplier.view(amax.shape)
+    return multiplier, quantizer.scale_of(multiplier), None
+
+
+@dataclass(frozen=True)
+class _Set:
+    """One set of codes of a weight, and the tensor parallel ranks that share its scale, or None."""
+
+    weight: QuantizedParameter
+    codes: Quantized
+    outer: ProcessGroup | None
+
+
+def _quantized_anew(
+    weights: Sequence[QuantizedParameter],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype] | None,
+    rounding: Callable[[Quantizer], Quantizer],
+    cuts: Sequence[Sharding] | None,
+) -> Iterator[tuple[_Set, Tensor, Quantized, Tensor]]:
+    """Quantize new values for each set of codes of each weight, without writing them. For the arguments see `assign`.
+
+    Yields the set, the values, the new codes and scales, and the amaxes from which the scales were computed.
+    """
+    dtypes = dtypes or [value.dtype for value in values]
+    sets: list[_Set] = []
+    given: list[tuple[Tensor, torch.dtype, Sharding]] = []
+    for weight, value, dtype, cut in zip(weights, values, dtypes, cuts or [()] * len(weights), strict=True):
+        for own, outer in zip(weight.sets(), weight.outer, strict=False):
+            sets.append(_Set(weight, own, outer))
+            given.append((value, dtype, cut))
+    amaxes = [
+        each.weight.amax_of(each.codes, value.to(dtype)) for each, (value, dtype, _) in zip(sets, given, strict=True)
+    ]
+    found = zip(sets, given, *_over_ranks(sets, amaxes), strict=True)
+    for each, (value, dtype, cut), amax, outer_amax in found:
+        multiplier, scale, outer_scale = _scales(each, amax, outer_amax)
+        value = value.to(dtype)
+        codes = each.weight.codes_of(each.codes, value, multiplier, rounding(each.codes.quantizer), cut)
+        yield each, value, replace(each.codes, codes=codes, scale=scale, outer_scale=outer_scale), amax
+
+
+def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
+    """The multipliers from which this float32 scale can have been computed.
+
+    The scale is the rounded reciprocal of the multiplier, so that its own reciprocal is the multiplier or a neighbour.
+    """
+    near = (1.0 / scale.double()).float()
+    return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
+
+
+def stand_for(
+    weights: Sequence[QuantizedParameter],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    rounding: Callable[[Quantizer], Quantizer],
+    cuts: Sequence[Sharding],
+) -> list[bool]:
+    """For each weight, whether quantizing these values would give the codes it has. Arguments are like `assign`'s."""
+    same = dict.fromkeys(map(id, weights), True)
+    for each, value, new, _ in _quantized_anew(weights, values, dtypes, rounding, cuts):
+        own, quantizer = each.codes, each.codes.quantizer
+        if isinstance(quantizer, DelayedScaling):  # the layer's multiplier has changed since these codes were made
+            is_same = any(torch.equal(ops.cast(value, m, quantizer), own.codes) for m in _made_by(own.scale))
+        else:
+            is_same = all(torch.equal(*pair) for pair in zip(new.parts(), own.parts(), strict=True))
+        same[id(each.weight)] &= is_same
+    return list(same.values())
+
+
+def count_write(parameter: Tensor) -> None:
+    """Increment the version counters of a parameter that was written to, so that a backward notices the write.
+
+    An eager layer saves the parameter for its backward, and a compiled layer saves codes and scale. Each has a
+    counter.
+    """
+    local: Any = local_itself(parameter)
+    torch.autograd.graph.increment_version((parameter, local, *local.parts()))
+
+
+def assign(
+    weights: Sequence[QuantizedParameter],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype] | None = None,
+    rounding: Callable[[Quantizer], Quantizer] = lambda quantizer: quantizer,
+    cuts: Sequence[Sharding] | None = None,
+) -> None:
+    """Quantize new values and write all codes and scales of the weights in place.
+
+    Args:
+        weights: The weights. If ranks share their scales, all ranks call this with their parts.
+        values: One tensor for each weight, with its shape; bfloat16, float16 or float32.
+        dtypes: Dtypes that the values are rounded to first, one for each weight; by default the values' own.
+        rounding: Given a quantizer of the weights, returns one that rounds differently but has its format and block.
+        cuts: How ranks cut each weight, for rounding that depends on a value's place in the whole weight.
+    """
+    for each, _, new, amax in _quantized_anew(weights, values, dtypes, rounding, cuts):
+        for old, part in zip(each.codes.parts(), new.parts(), strict=True):
+            old.copy_(part)
+        if isinstance(new.quantizer, DelayedScaling):
+            history, _ = each.weight.row()
+            history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
+    for weight in weights:
+        count_write(weight)
