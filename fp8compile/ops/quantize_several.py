@@ -171,4 +171,4 @@ quantize_several: OpOverload = _register("fp8compile::quantize_several", _kernel
 quantize_several_counted: OpOverload = _register(
     "fp8compile::quantize_several_counted", _counted_kernel, _counted_fake, _counted_steps, counts=True
 )
-"""Returns what `quantize_several` returns, and behind each matrix's results `fp8compile.ops.counting_kernels` of it."""
+"""Returns what `quantize_several` returns, and each matrix's counts behind its results."""
