@@ -88,9 +88,8 @@ def test_codes_along_columns_alone_are_counted_where_they_are_cast():
     for x in (values(130, 150), values(130, 150).view(2, 65, 150)):
         codes, scale, expected = column_steps(x, quantizer)
         counts = torch.zeros_like(expected)
-        interpreted(
-            lambda x=x, own=(codes.transpose(-2, -1), scale, counts): along_columns(x, quantizer, own[:2], own[2])
-        )
+        own = x, quantizer, (codes.transpose(-2, -1), scale), counts
+        interpreted(lambda own=own: along_columns(*own))
         check(counts, expected)
 
 
