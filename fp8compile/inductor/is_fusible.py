@@ -95,7 +95,9 @@ def leaves_of(node: torch.fx.Node) -> set[torch.fx.Node]:
         each = left.pop()
         shown = behind_views(each)
         is_pointwise = _is_pointwise(shown)
-        if not is_pointwise and shown.meta["val"].numel() == size:
+        value = shown.meta.get("val")
+        is_whole = isinstance(value, torch.Tensor) and statically_true(value.numel() == size)
+        if not is_pointwise and is_whole:
             leaves.add(shown)
         below = shown.all_input_nodes if is_pointwise else []
         left += [further for further in below if further not in seen]
