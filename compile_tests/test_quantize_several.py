@@ -177,6 +177,26 @@ def test_layers_that_cast_one_gradient_by_two_recipes_get_codes_of_their_own():
     assert not run.differences, str(run.differences)
 
 
+class Halves(nn.Module):
+    """Two layers that read a half each of one activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(DIM, 2 * HIDDEN, bias=False, dtype=torch.bfloat16)
+        self.left, self.right = (nn.Linear(HIDDEN, DIM, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x):
+        left, right = silu(self.up(x)).chunk(2, -1)
+        return self.left(left) * self.right(right)
+
+
+def test_parts_of_a_matrix_get_codes_of_their_own():
+    torch.manual_seed(0)
+    model = f8.convert(Halves(), f8.recipes.blockwise(), filter="*")
+    run = run_gpu_program(model, torch.randn(48, DIM, dtype=torch.bfloat16).requires_grad_())
+    assert not run.differences, str(run.differences)
+
+
 # ---------------------------------------------------------------------------------- in other compiled code
 
 KEY = """

@@ -1,7 +1,14 @@
 """Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
 
 from fp8compile.inductor.inlining import inlined, traced
-from fp8compile.inductor.is_fusible import behind_views, is_fusible, is_made_by_rows, is_result_of, leaves_of
+from fp8compile.inductor.is_fusible import (
+    behind_reshapes,
+    is_fusible,
+    is_made_by_rows,
+    is_pointwise,
+    is_result_of,
+    leaves_of,
+)
 from fp8compile.inductor.lower_row_counts import lower_counts_of_rows
 from fp8compile.inductor.lower_row_groups import lower_largest_of_sums
 from fp8compile.inductor.noted_blocks import block_noted, noted_block
@@ -30,13 +37,14 @@ __all__ = [
     "TileKernel",
     "TileLaunch",
     "TileMatrix",
-    "behind_views",
+    "behind_reshapes",
     "block_noted",
     "constant",
     "inlined",
     "is_fusible",
     "is_left_in_backward",
     "is_made_by_rows",
+    "is_pointwise",
     "is_repeated_in_backward",
     "is_result_of",
     "leaves_of",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
 from fp8compile._compat import nodes_of, statically_true
 
-__all__ = ["VIEWS", "behind_views", "is_fusible", "is_made_by_rows", "is_result_of", "leaves_of"]
+__all__ = ["VIEWS", "behind_reshapes", "is_fusible", "is_made_by_rows", "is_pointwise", "is_result_of", "leaves_of"]
 
 VIEWS = {
     getattr(torch.ops.aten, name).default
@@ -37,12 +38,13 @@ def is_fusible(tensor: torch.Tensor) -> bool:
     for node in nodes_of(tensor):
         while node.op == "call_function" and node.target in VIEWS:
             node = node.args[0]
-        if _is_pointwise(node):
+        if is_pointwise(node):
             return True
     return False
 
 
-def _is_pointwise(node: torch.fx.Node) -> bool:
+def is_pointwise(node: torch.fx.Node) -> bool:
+    """Whether Inductor computes a node by pointwise code."""
     tags = getattr(node.target, "tags", ())
     return node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES)
 
@@ -71,35 +73,58 @@ def is_made_by_rows(tensor: torch.Tensor) -> bool:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.ndim > 1 and statically_true(value.shape[-1] == 1):
             return True
-        if _is_pointwise(node) or node.target in VIEWS:
+        if is_pointwise(node) or node.target in VIEWS:
             waiting += node.all_input_nodes
     return False
 
 
 # ---------------------------------------------------------------------------------- in a graph that is traced already
 
-BARRIERS = {torch.ops.aten.view.dtype, torch.ops.aten.bitwise_xor.Scalar}  # as `rounding_barrier.made_of_kept` traces
+RESHAPES = {
+    getattr(torch.ops.aten, name).default
+    for name in ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "detach")
+}
 
 
-def behind_views(node: torch.fx.Node) -> torch.fx.Node:
-    """The node whose values a node shows, through views of it and through a rounding barrier."""
-    while node.op == "call_function" and node.target in VIEWS | BARRIERS:
-        node = node.args[0]  # type: ignore[assignment]  # the first argument of each of these is a tensor
+def behind_reshapes(node: torch.fx.Node) -> torch.fx.Node:
+    """The node whose elements a node shows in the same order, through other sizes and through rounding barriers."""
+    while (shown := _before_barrier(node) or _before_view(node, RESHAPES)) is not None:
+        node = shown
     return node
 
 
+def _before_view(node: torch.fx.Node, views: Collection[Any]) -> Any:
+    return node.args[0] if node.op == "call_function" and node.target in views else None
+
+
+def _before_barrier(node: torch.fx.Node) -> Any:
+    """The node before a barrier as `rounding_barrier.made_of_kept` traces it: bits, changed by 0, as values again."""
+    steps: list[Any] = [node]
+    for target in (torch.ops.aten.view.dtype, torch.ops.aten.bitwise_xor.Scalar, torch.ops.aten.view.dtype):
+        if steps[-1].op != "call_function" or steps[-1].target is not target:
+            return None
+        steps.append(steps[-1].args[0])
+    _, changed, _, before = steps
+    return before if changed.args[1] == 0 and before.meta["val"].dtype == node.meta["val"].dtype else None
+
+
 def leaves_of(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """The nodes that a kernel reads which computes this node by pointwise code, without those of fewer elements."""
+    """The nodes that a kernel reads which computes this node by pointwise code, without those of fewer elements.
+
+    Empty if no pointwise code computes the node.
+    """
+    if not is_pointwise(node):
+        return set()
     size, leaves, seen, left = node.meta["val"].numel(), set(), {node}, [node]
     while left:
         each = left.pop()
-        shown = behind_views(each)
-        is_pointwise = _is_pointwise(shown)
-        value = shown.meta.get("val")
-        is_whole = isinstance(value, torch.Tensor) and statically_true(value.numel() == size)
-        if not is_pointwise and is_whole:
-            leaves.add(shown)
-        below = shown.all_input_nodes if is_pointwise else []
-        left += [further for further in below if further not in seen]
-        seen.update(below)
+        while (shown := _before_barrier(each) or _before_view(each, VIEWS)) is not None:
+            each = shown
+        if is_pointwise(each):
+            left += [further for further in each.all_input_nodes if further not in seen]
+            seen.update(each.all_input_nodes)
+            continue
+        value = each.meta.get("val")
+        if isinstance(value, torch.Tensor) and statically_true(value.numel() == size):
+            leaves.add(each)
     return leaves

@@ -68,11 +68,13 @@ def fuse_noted(graph: fx.Graph) -> None:
 
     Matrices that are quantized in both directions and computed from a common tensor form a set. Matrices quantized
     along columns alone join a set whose tensors suffice for them. Inductor reads a set's tensors twice; the kernel
-    reads them once. A matrix that other nodes read too stays as it was, because the kernel would have to store it.
+    reads them once. A matrix that other nodes read too stays as it was, because the kernel would have to store it; so
+    does a part of a matrix, or a transposed one.
     """
     matrices = _matrices(graph)
     used = _read_beside(graph, {note for each in matrices for note in each.notes()})
-    for members in _sets([each for each in matrices if each.source not in used or not each.rows]):
+    computed = [each for each in matrices if inductor.is_pointwise(each.source)]
+    for members in _sets([each for each in computed if each.source not in used or not each.rows]):
         _replace(graph, members)
     for op in (noted_codes, noted_counts):
         for note in graph.find_nodes(op="call_function", target=op):
@@ -83,12 +85,12 @@ def _matrices(graph: fx.Graph) -> list[_Matrix]:
     found: dict[fx.Node, _Matrix] = {}
     for note in graph.find_nodes(op="call_function", target=noted_codes):
         _, _, seen, quantizer = note.args
-        source = inductor.behind_views(seen)
+        source = inductor.behind_reshapes(seen)
         matrix = found.setdefault(source, _Matrix(source, seen))
         (matrix.columns if is_along_columns(quantizer) else matrix.rows).append(note)
     for note in graph.find_nodes(op="call_function", target=noted_counts):
         _, seen, quantizer, _ = note.args
-        of_counts = found.get(inductor.behind_views(seen))
+        of_counts = found.get(inductor.behind_reshapes(seen))
         if of_counts is not None and of_counts.direction_of(quantizer) is not None:
             of_counts.counts.append(note)
     return list(found.values())
