@@ -230,14 +230,14 @@ def test_kernels_compile_for_sm_90_without_spills():
 
 @pytest.mark.parametrize(("n", "scale", "stored"), [(128, "fp32", "*fp32"), (32, "e8m0_rceil", "*u8")])
 def test_the_kernel_of_both_directions_has_no_spills(n, scale, stored):
-    from fp8compile.kernels.both_directions import WARPS, both_kernel, constants
+    from fp8compile.kernels.both_directions import WARPS, both_kernel, of_one_matrix
 
     rows, columns = (f8.CurrentScaling(block=block, scale=scale) for block in ((1, n), (n, 1)))
     kinds = {
         "x_ptr": "*bf16", "rows_ptr": "*u8", "row_scales_ptr": stored, "columns_ptr": "*u8",
-        "column_scales_ptr": stored, "M": "i32", "K": "i32",
+        "column_scales_ptr": stored, "M": "i32", "K": "i32", "stride_m": "i32",
     }  # fmt: skip
-    found = jit_resources(both_kernel, kinds, constants(rows, columns), num_warps=WARPS, gpu=GPUS["h200"])
+    found = jit_resources(both_kernel, kinds, of_one_matrix(rows, columns), num_warps=WARPS, gpu=GPUS["h200"])
     assert 0 < found.registers <= 128, found
     assert found.spilled_bytes == 0, found
 

@@ -131,7 +131,7 @@ def own_kernels(x_type, rule, n, eps):
     )
     x = {"x_ptr": x_type}
     codes = {"rows_ptr": "*u8", "row_scales_ptr": stored, "columns_ptr": "*u8", "column_scales_ptr": stored}
-    yield both.both_kernel, x | codes | SIZES, both.constants(row, column), both.WARPS
+    yield both.both_kernel, x | codes | SIZES | {"stride_m": "i32"}, both.of_one_matrix(row, column), both.WARPS
     one_way = x | {"codes_ptr": "*u8", "scales_ptr": stored}
     yield (
         quantize_weight.tiles_kernel,

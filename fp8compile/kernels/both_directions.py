@@ -22,10 +22,19 @@ from fp8compile.kernels.programs import TILE, several_programs, several_tile, ti
 from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
-__all__ = ["BOTH", "WARPS", "along_columns", "both_directions", "both_kernel", "constants", "tiles_of_several"]
+__all__ = [
+    "BOTH",
+    "WARPS",
+    "along_columns",
+    "both_directions",
+    "both_kernel",
+    "constants",
+    "of_one_matrix",
+    "tiles_of_several",
+]
 
 WARPS = 16  # a thread then has 120 registers on sm_90; with 8 warps it has 209
-STRIP = 32  # columns that a program computes at once; in 64 or 128 the gradient of GELU spills registers
+STRIP = 16  # columns that a program computes at once; in 32 or more the gradients of a feed-forward spill registers
 SEVERAL_WARPS = 8  # a thread has 254 registers for SwiGLU's gradients; with 16 warps it would spill some of 128
 RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 
@@ -230,9 +239,14 @@ BOTH = TileKernel(
 BOTH_COUNTED = replace(BOTH, outputs=(*BOTH.outputs, COUNTS))
 
 
-def constants(rows: CurrentScaling, columns: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of `both_kernel`."""
-    return {"TILE": TILE, "BLOCK": rows.block[1], **_of_direction("R", rows), **_of_direction("C", columns)}
+def constants(rows: CurrentScaling | None, columns: CurrentScaling) -> dict[str, object]:
+    """Compile-time constants of kernels that make codes of a tile in both directions, or along columns alone."""
+    return {"TILE": TILE, "BLOCK": columns.block[0], **_of_direction("R", rows), **_of_direction("C", columns)}
+
+
+def of_one_matrix(rows: CurrentScaling | None, columns: CurrentScaling) -> dict[str, object]:
+    """Compile-time constants of `both_kernel` for a contiguous matrix in memory."""
+    return {"STRIP": TILE, "stride_k": 1, **constants(rows, columns)}
 
 
 def _of_direction(prefix: str, quantizer: CurrentScaling | None) -> dict[str, object]:
@@ -265,8 +279,8 @@ def both_directions(
         counts: `fp8compile.ops.counting_kernels` of both directions, to be written; None to count nothing.
     """
     *_, m, k = x.shape
-    chosen = {"STRIP": TILE, **constants(rows, columns)}
-    both_kernel[tile_programs(x.shape)](x, *outputs, m, k, k, 1, **chosen, counts_ptr=counts, num_warps=WARPS)
+    chosen = of_one_matrix(rows, columns)
+    both_kernel[tile_programs(x.shape)](x, *outputs, m, k, k, **chosen, counts_ptr=counts, num_warps=WARPS)
 
 
 def along_columns(
@@ -281,10 +295,8 @@ def along_columns(
         counts: `fp8compile.ops.counting_kernels` of the one direction, to be written; None to count nothing.
     """
     *_, m, k = x.shape
-    shared = {"TILE": TILE, "STRIP": TILE, "BLOCK": quantizer.block[0]}
-    chosen = {**shared, **_of_direction("R", None), **_of_direction("C", quantizer)}
-    grid = tile_programs(x.shape)
-    both_kernel[grid](x, None, None, *outputs, m, k, k, 1, **chosen, counts_ptr=counts, num_warps=WARPS)
+    chosen, grid = of_one_matrix(None, quantizer), tile_programs(x.shape)
+    both_kernel[grid](x, None, None, *outputs, m, k, k, **chosen, counts_ptr=counts, num_warps=WARPS)
 
 
 def tiles_of_several(
