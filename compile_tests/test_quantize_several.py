@@ -254,14 +254,13 @@ def targets(graph):
 @pytest.mark.parametrize(
     ("recipe", "arch", "how", "most"),
     [
-        ("blockwise", "h100", {}, 255),
         ("blockwise", "h100", {"is_gated": False}, 255),
-        ("blockwise", "h100", {"dtype": torch.float32}, 255),
         ("mxfp8", "b200", {}, 128),
     ],
     ids=str,
 )
 def test_no_register_is_spilled(recipe, arch, how, most):
+    """SwiGLU in blockwise, at the sizes of a Llama, is a case of test_gpu_resources.py."""
     names, backward = kernels_of_several(*model_and_input(recipe, size=(256,), **how), arch=arch)
     (found,) = [each for each in kernel_resources(backward.source, GPUS[arch]) if each.name in names]
     assert found.spilled_bytes == 0
