@@ -43,7 +43,7 @@ from fp8compile.ops.layer.quantize_over_ranks import part_amax
 from fp8compile.ops.layer.register_layer import LayerOp
 from fp8compile.ops.layer.statistics.observe import OBSERVE_OPS, ObserveOp
 from fp8compile.ops.layer.statistics.pieces import Seen, counted
-from fp8compile.parallel.dtensor_parts import check_one_mesh, part_of, placements_of, whole_of
+from fp8compile.parallel.dtensor_placements import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.tensor import check_serves, codes_seen, has_codes
 

@@ -24,7 +24,7 @@ from fp8compile.ops.collectives import all_reduce_extreme
 from fp8compile.ops.layer.gather_operands import gather, narrow
 from fp8compile.ops.registry import Op
 from fp8compile.ops.sharding_rules import Cut, Split
-from fp8compile.parallel.dtensor_parts import check_one_mesh, part_of, whole_of
+from fp8compile.parallel.dtensor_placements import check_one_mesh, part_of, whole_of
 
 __all__ = ["dispatch_by_rule"]
 

@@ -22,7 +22,7 @@ from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.layer.gather_operands import gather, narrow
 from fp8compile.ops.layer.quantize_over_ranks import quantize_part
-from fp8compile.parallel.dtensor_parts import part_of
+from fp8compile.parallel.dtensor_placements import part_of
 from fp8compile.quantizers import GemmConfig
 from fp8compile.testing.bits import bits
 

@@ -27,7 +27,7 @@ from fp8compile.nn.experts.known_modules import holds_no_stacks
 from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.nn.placed_like import wrapped_like
 from fp8compile.nn.warn_if_not_sharded import MARK
-from fp8compile.parallel.dtensor_parts import part_of
+from fp8compile.parallel.dtensor_placements import part_of
 from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
 from fp8compile.parallel.fsdp2.weight_scales import WeightScales

@@ -23,7 +23,7 @@ from fp8compile import _compat
 from fp8compile.layout.cuts import Sharding, chunk_sizes
 from fp8compile.ops import fsdp_gather
 from fp8compile.ops.layer.fsdp_rows import Rows, placed_of
-from fp8compile.parallel.dtensor_parts import part_of
+from fp8compile.parallel.dtensor_placements import part_of
 from fp8compile.tensor import in_place_of
 
 if TYPE_CHECKING:

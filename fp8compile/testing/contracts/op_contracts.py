@@ -38,7 +38,7 @@ from fp8compile.testing.contracts.op_samples import (
     tensors_of,
     without_nan,
 )
-from fp8compile.testing.contracts.shards import check_shards, splits_of
+from fp8compile.testing.contracts.run_on_shards import check_shards, splits_of
 from fp8compile.testing.graphs.recording import BACKENDS
 
 __all__ = ["check_op"]

@@ -34,7 +34,7 @@ from fp8compile.testing.contracts.product_contracts import (
     gemms_read_what_dequantize_gives,
     products_are_those_of_dequantize,
 )
-from fp8compile.testing.contracts.shards import check_shards
+from fp8compile.testing.contracts.run_on_shards import check_shards
 from fp8compile.testing.graphs.recording import BACKENDS
 
 __all__ = ["check_quantizer"]

@@ -209,7 +209,7 @@ class _Places:
 
 def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
     """The name of the operand that each group of ranks gathers for a product, by the group's name."""
-    from fp8compile.parallel.dtensor_parts import cuts_of
+    from fp8compile.parallel.dtensor_placements import cuts_of
 
     given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors
     parts = {side: Plain(t.to_local(), TensorLayout(cuts_of(t))) for side, t in given}
