@@ -35,7 +35,7 @@ __all__ = [
 
 WARPS = 16  # a thread then has 120 registers on sm_90; with 8 warps it has 209
 STRIP = 16  # columns that a program computes at once; in 32 or more the gradients of a feed-forward spill registers
-SEVERAL_WARPS = 8  # a thread has 254 registers for SwiGLU's gradients; with 16 warps it would spill some of 128
+SEVERAL_WARPS = 8  # a thread then has 255 registers for gradients of SwiGLU; with 16 warps it would spill some of 128
 RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 
 MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
