@@ -27,7 +27,8 @@ def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLa
     """Let Inductor call ``op``; on a GPU, fuse the pointwise code that computes its matrix into its kernel.
 
     Args:
-        op: The operator. Its first argument is the matrix that it reads; it returns one tensor or several.
+        op: The operator. Its first argument is the matrix that it reads, or a list of matrices of one shape. It
+            returns one tensor or several.
         launch: Takes the operator's arguments, as fake tensors, and returns the launch of its kernel, or None to call
             the operator. The matrix is not empty, and the other tensors will be contiguous.
     """
