@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8compile as f8
 from fp8compile.ops.registry import OPS
-from fp8compile.testing.bits import difference
+from fp8compile.testing.bits import difference, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")  # torch.export uses what PyTorch deprecates
 
@@ -130,7 +130,7 @@ def test_what_stands_in_the_place_of_an_op_has_its_bits(name):
         if refusal(op, given) is not None:
             continue
         found, expected = (each(*given) for each in (op.portable, op.impl))
-        found, expected = ((each,) if isinstance(each, torch.Tensor) else each for each in (found, expected))
+        found, expected = results(found), results(expected)
         if name == "fp8compile::grouped_mm" and found[0].dtype == torch.float32:
             # a group of one row is a product of a matrix and a vector, which sums 24 products in another order
             a, b, offsets, _ = given
