@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ __all__ = [
     "assert_on_device",
     "new_dynamic_size",
     "constant_when_traced",
+    "faking_as",
     "graph_tracer",
     "guard_or_false",
     "is_fake",
@@ -129,6 +130,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def faking_as(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Context in which new tensors are fake too, if a tensor is."""
+    from torch._subclasses import FakeTensor
+
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext()
 
 
 def is_faking() -> bool:

@@ -161,15 +161,16 @@ def _make_at_trace(autocast: torch.dtype | None) -> None:
     It is those of all layers, because a graph that was traced for one block runs for the others, too. Fake weights,
     such as those of reports, get fake codes.
     """
-    if _compat.is_exporting():
+    if _compat.is_exporting() or _compat.is_faking():
         return
     for module, weight, is_turned in _every(list(CONVERTED)):
-        if not (_compat.is_fake(weight) if _compat.is_faking() else _can_count(weight)):
+        if not (_compat.is_fake(weight) or _can_count(weight)):
             continue
         how: Any = module.recipe, autocast or weight.dtype
         found = known_codes(weight)
         if found is None or not (found.holds() or found.fits(*how, is_turned=is_turned)):
-            found = codes_of(weight, *how, is_turned=is_turned)
+            with _compat.faking_as(weight):
+                found = codes_of(weight, *how, is_turned=is_turned)
         found.is_compiled = True
 
 
