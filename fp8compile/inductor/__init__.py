@@ -12,6 +12,7 @@ from fp8compile.inductor.partitioner_marks import (
     recomputed,
     repeat_in_backward,
 )
+from fp8compile.inductor.partitioners import min_cut_then, traced_function
 from fp8compile.inductor.prologues import register_tile_kernel
 from fp8compile.inductor.registration import register_decomposition, register_fallback, register_lowering
 from fp8compile.inductor.row_counts import lower_counts_of_rows
@@ -34,6 +35,7 @@ __all__ = [
     "lower_counts_of_rows",
     "lower_largest_of_sums",
     "make_in_backward",
+    "min_cut_then",
     "never_recompute",
     "noted_block",
     "once_a_graph",
@@ -44,5 +46,6 @@ __all__ = [
     "register_lowering",
     "register_tile_kernel",
     "repeat_in_backward",
+    "traced_function",
     "with_counts",
 ]

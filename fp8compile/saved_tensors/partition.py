@@ -7,13 +7,13 @@ AOTAutograd calls the same partitioner for compiled regions, so tensors inside t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
+from fp8compile.inductor import min_cut_then, traced_function
 from fp8compile.saved_tensors.choice import SavedAsCodes
 from fp8compile.saved_tensors.packing import Packing
 from fp8compile.saved_tensors.reading import block_beside, described
@@ -127,25 +127,12 @@ def _unused_names(stem: str, count: int, graphs: Sequence[fx.Graph]) -> list[str
 
 def packing_graph(packing: Packing, node: fx.Node) -> fx.GraphModule:
     """The graph that packs the tensor of a node."""
-    return _traced(lambda x: packing.pack(x), node.meta["val"])
+    return traced_function(lambda x: packing.pack(x), node.meta["val"])
 
 
 def unpacking_graph(packing: Packing, parts: Sequence[fx.Node]) -> fx.GraphModule:
     """The graph that makes values of the codes and scales that `packing_graph` returns."""
-    return _traced(lambda *each: packing.unpack(each), *(each.meta["val"] for each in parts))
-
-
-def _traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
-    """The graph of a function, with Inductor's decompositions."""
-    from torch._inductor.compile_fx import select_decomp_table
-    from torch._subclasses import FakeTensor
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.traceback import preserve_node_meta
-
-    first = values[0]
-    assert isinstance(first, FakeTensor), "values of a traced graph are fake"
-    with first.fake_mode, preserve_node_meta(enable=False), torch.no_grad():
-        return make_fx(function, decomposition_table=select_decomp_table())(*values)
+    return traced_function(lambda *each: packing.unpack(each), *(each.meta["val"] for each in parts))
 
 
 def inlined(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
@@ -166,32 +153,13 @@ def partitioner(saved: SavedAsCodes) -> Any:
 
     Equal values have the same partitioner.
     """
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    class Partitioner(CustomPartitionerFn):
-        """Inductor's min-cut partitioner, then `pack_saved`."""
+    def change(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:
+        pack_saved(forward, backward, returned, saved)
 
-        def uuid(self) -> str:
-            """The text that keys of compile caches contain."""
-            return saved.uuid()
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            # keys of compile caches pickle it, and a function may have no name to be pickled by
-            if callable(saved.filter):
-                return _named, (saved.uuid(),)
-            return partitioner, (saved,)
-
-        def __call__(
-            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            """Cut a joint graph, with the arguments of PyTorch's own partitioner."""
-            from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-            pack_saved(forward, backward, kwargs["num_fwd_outputs"], saved)
-            return forward, backward
-
-    made = NAMED[saved.uuid()] = Partitioner()
+    # keys of compile caches pickle it, and a function may have no name to be pickled by
+    reduced = (_named, (saved.uuid(),)) if callable(saved.filter) else (partitioner, (saved,))
+    made = NAMED[saved.uuid()] = min_cut_then(change, uuid=saved.uuid(), reduced=reduced)
     return made
 
 
