@@ -103,7 +103,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = [moved_row(name) for name in args.recipes]
     if args.page:
-        PAGE.write_text(page(rows))
+        _, head, others = PAGE.read_text().partition("\n## ")  # sections that other scripts write
+        PAGE.write_text(page(rows) + head + others)
     emit("GB moved: a feed-forward of Llama 3 8B, 8192 tokens", rows, as_json=args.json, digits=3)
 
 

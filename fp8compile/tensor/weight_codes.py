@@ -51,6 +51,7 @@ class WeightCodes(QuantizedTensor):
     _weight: weakref.ref[Tensor] | None = None
     _made_of: tuple[Any, ...] = ()
     _storage: StorageWeakRef | None = None  # while it lives, no other storage has the address of the weight's
+    _flattened: tuple[list[str], tuple[Any, ...]] | None = None
     _holds: bool | None = None  # of a tracer's copy, which has no weight
 
     @staticmethod
@@ -78,7 +79,8 @@ class WeightCodes(QuantizedTensor):
     def fits(self, recipe: Recipe | None, dtype: torch.dtype, *, is_turned: bool) -> bool:
         """Whether these are the codes that a layer with this recipe reads, of this version of the weight or not."""
         weight = None if self._weight is None else self._weight()
-        same = self.dtype == dtype and self.is_turned == is_turned and self.recipe == recipe
+        is_same = self.recipe is recipe or self.recipe == recipe
+        same = is_same and self.dtype == dtype and self.is_turned == is_turned
         return same and weight is not None and weight.device == self.device and weight.shape == self._made_of[0]
 
     @torch.inference_mode(mode=False)  # training reads them too
@@ -94,7 +96,10 @@ class WeightCodes(QuantizedTensor):
     # ------------------------------------------------------------------ what torch.compile asks
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names, metadata = super().__tensor_flatten__()
+        # guards of compiled code ask twice a call, and only `holds` ever has another answer
+        if self._flattened is None:
+            self._flattened = super().__tensor_flatten__()
+        names, metadata = self._flattened
         return names, (metadata, self.holds(), self.is_turned)
 
     @staticmethod
@@ -116,10 +121,9 @@ class WeightCodes(QuantizedTensor):
 def _version(weight: Tensor) -> tuple[Any, ...]:
     """What changes if something writes to a weight, or if it gets other memory, as by ``.to`` of its module.
 
-    The storage has an entry of its own, because other memory may come to lie at an address that was freed.
+    The storage tells more than an address, at which other memory may come to lie after it was freed.
     """
-    address = 0 if _compat.is_fake(weight) else weight.data_ptr()
-    return weight.shape, weight._version, weight.untyped_storage()._cdata, address, weight.dtype
+    return weight.shape, weight._version, weight.untyped_storage()._cdata, weight.storage_offset(), weight.dtype
 
 
 def _values(weight: Tensor, dtype: torch.dtype, is_turned: bool) -> Tensor:
@@ -142,17 +146,16 @@ def _compiled(recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Any:
     return _compat.compiled_alone(_renew, (recipe, dtype, is_turned), "inductor")
 
 
-@torch.inference_mode(mode=False)
-@torch.no_grad()
 def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
     """The codes that are kept beside a plain parameter; made now if it has none that fit a layer.
 
     They may be of a former version of the weight, see `WeightCodes.holds`.
     """
-    _listen()
     found = known_codes(weight)
     if found is None or not found.fits(recipe, dtype, is_turned=is_turned):
-        found = WeightCodes.of(weight, recipe, dtype, is_turned=is_turned)
+        _listen()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            found = WeightCodes.of(weight, recipe, dtype, is_turned=is_turned)
         setattr(weight, ATTRIBUTE, found)
     return found
 

@@ -567,6 +567,21 @@ def test_moves_and_loads_that_swap_tensors():
     assert same(*found)
 
 
+def test_guards_ask_no_more_than_whether_codes_hold(monkeypatch):
+    """They run in Python for each weight and call; what is the same for ever is told once."""
+    torch._dynamo.reset()
+    model = model_of()
+    call = COMPILED["compiled"](model)
+    call(tokens(0))
+    told, asked = [], []
+    monkeypatch.setattr(weight_codes.WeightCodes, "sets", lambda self: told.append(self))
+    plain = weight_codes.WeightCodes.holds
+    monkeypatch.setattr(weight_codes.WeightCodes, "holds", lambda self: asked.append(self) or plain(self))
+    call(tokens(0))
+    assert told == []
+    assert len(asked) == 2 * 4  # of each weight, for the names of its parts and for what else it says
+
+
 def test_a_graph_never_reads_the_codes_of_a_transposed_layer_that_shares_its_weight():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     found = []
