@@ -86,8 +86,8 @@ def _section(rows: list[Row], layers: int, width: int) -> list[str]:
         for each in rows
     ]
     return [
-        f"Microseconds of a layer and call, for a chain of {layers} layers of width {width}, {TOKENS} tokens, rowwise,",
-        "without gradients. Others used the CPU too, so ratios say more than numbers. Layers are so small",
+        f"Microseconds of a layer and call, for a chain of {layers} layers of width {width}, {TOKENS} tokens,",
+        "rowwise, without gradients. Others used the CPU too: read ratios. Layers are so small",
         "that the time is the host's: in eager mode finding codes costs less than making them; a compiled",
         'call asks for each weight whether its codes hold. A "graph" that computes nothing has guards and',
         "inputs alone.",
