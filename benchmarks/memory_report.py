@@ -30,11 +30,12 @@ from benchmarks.mlp import mlp
 from benchmarks.table import Row, emit
 from fp8compile.testing import MemoryReport, memory_report
 
-__all__ = ["RUN", "real_peaks", "report_row", "run_row", "small_block"]
+__all__ = ["CACHED", "RUN", "real_peaks", "report_row", "run_row", "small_block"]
 
 TOKENS = 8192
+CACHED = "rowwise(cache_weights=True)"
 RUN = {  # blocks that really run, and their recipes
-    "mlp": ("bf16", "tensorwise", "rowwise", "blockwise"),
+    "mlp": ("bf16", "tensorwise", "rowwise", "blockwise", "tensorwise(cache_weights=True)", CACHED),
     "experts": ("bf16", "rowwise_bf16_wgrad", "rowwise", "blockwise"),
 }
 OPERATORS = ("aten::", "fp8compile::", "mkldnn::")
@@ -61,12 +62,12 @@ def small_block(kind: str, recipe: str) -> tuple[Callable[..., Tensor], tuple[Te
 
     Args:
         kind: "mlp" or "experts".
-        recipe: Name of a recipe, or "bf16".
+        recipe: Name of a recipe, or the text of its call, or "bf16".
     """
     torch.manual_seed(0)
     if kind == "mlp":
-        model, x = mlp(recipe, 256, 128, 384)
-        return _Loss(model), (x,)
+        model, x = mlp("bf16", 256, 128, 384)
+        return _Loss(model if recipe == "bf16" else f8.convert(model, f8.recipes.by_name(recipe), filter="*")), (x,)
     *tensors, ends = experts_arguments(256, 128, 64, 4)
     values = [torch.randn_like(each).requires_grad_() for each in tensors]
     return partial(_mean_square, CONTENDERS[recipe]()), (*values, torch.tensor([64, 100, 200, 240], dtype=ends.dtype))
@@ -105,7 +106,10 @@ def _leaves(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
 
 
 def run_row(kind: str, recipe: str) -> Row:
-    """The largest moments of a small block by a run and by the report: bytes beyond parameters and inputs."""
+    """The largest moments of a small block by a run and by the report.
+
+    Bytes beyond parameters, the codes of them that live from micro-batch to micro-batch, and inputs.
+    """
     torch._dynamo.reset()
     call, args = small_block(kind, recipe)
     compiled = torch.compile(call, fullgraph=True)
@@ -115,7 +119,7 @@ def run_row(kind: str, recipe: str) -> Row:
     loss, forward_calls, forward, left = real_peaks(lambda: compiled(*args))
     _, backward_calls, backward, _ = real_peaks(loss.backward)
     report = memory_report(call, *args, arch="cpu")
-    outside = report.forward.parameters + report.forward.inputs
+    outside = report.forward.parameters + report.forward.weight_codes + report.forward.inputs
     return {
         "block": kind,
         "recipe": recipe,

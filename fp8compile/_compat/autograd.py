@@ -21,6 +21,7 @@ __all__ = [
     "as_kernel",
     "counting_versions",
     "impl_autograd",
+    "is_written_in_graph",
     "keep_grad_dtype",
     "lost_by_hooks",
     "plain_alias",
@@ -106,6 +107,15 @@ def impl_autograd(
             return function.apply(*args, keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()))
 
     lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def is_written_in_graph(tensor: torch.Tensor) -> bool:
+    """Whether the graph that AOTAutograd traces now has written to a tensor's memory so far, by whatever name."""
+    if type(tensor) is torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, FunctionalTensor) and torch._functionalize_has_data_mutation(tensor.elem)
 
 
 def _records_nothing() -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
+import torch._guards
 from torch import fx
 from torch.autograd import forward_ad
 
@@ -19,6 +20,7 @@ __all__ = [
     "assert_on_device",
     "new_dynamic_size",
     "constant_when_traced",
+    "faking_as",
     "graph_tracer",
     "guard_or_false",
     "is_fake",
@@ -28,6 +30,7 @@ __all__ = [
     "is_traced_as_subgraph",
     "is_transformed",
     "is_unbacked",
+    "is_written_in_trace",
     "module_path",
     "no_dispatch",
     "nodes_of",
@@ -60,6 +63,17 @@ def nodes_of(tensor: torch.Tensor) -> list[Any]:
     from torch.fx.experimental.proxy_tensor import _get_proxies
 
     return [proxy.node for proxy in _get_proxies(tensor)]
+
+
+def is_written_in_trace(tensor: torch.Tensor) -> bool:
+    """Whether the graph that Dynamo traces now has written to one of its inputs so far, in place.
+
+    Only writes that the tensor's version counts are known.
+    """
+    context = torch._guards.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    fake = None if mode is None else mode.fake_tensor_converter._get_memo(tensor)
+    return fake is not None and fake._version > 0  # that of an input starts at 0
 
 
 def is_traced_as_subgraph() -> bool:
@@ -116,6 +130,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def faking_as(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Context in which new tensors are fake too, if a tensor is."""
+    from torch._subclasses import FakeTensor
+
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext()
 
 
 def is_faking() -> bool:

@@ -23,6 +23,7 @@ from fp8compile.inductor.partitioner_marks import (
     recomputed,
     repeat_in_backward,
 )
+from fp8compile.inductor.partitioners import min_cut_then
 from fp8compile.inductor.prologue_fusion import register_tile_kernel
 from fp8compile.inductor.registration import (
     register_decomposition,
@@ -53,6 +54,7 @@ __all__ = [
     "lower_counts_of_rows",
     "lower_largest_of_sums",
     "make_in_backward",
+    "min_cut_then",
     "never_recompute",
     "noted_block",
     "once_a_graph",

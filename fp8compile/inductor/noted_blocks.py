@@ -16,9 +16,9 @@ KEY = "fp8compile_block"
 
 
 @contextmanager
-def block_noted(block: tuple[int, int]) -> Iterator[None]:
-    """Note the block on all nodes that are traced in this context, unless its elements lie in a column."""
-    if block[1] == 1:
+def block_noted(block: tuple[int, int] | None) -> Iterator[None]:
+    """Note the block, if there is one, on all nodes that are traced in this context."""
+    if block is None:
         yield
         return
     from torch.fx import traceback

@@ -7,8 +7,8 @@ compiled   tracing makes the first ones, and the end of `optimizer.step` all oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fp8compile.nn.layer_registry import CONVERTED
 from fp8compile.ops.layer.make_weight_codes import Sets
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import has_codes
-from fp8compile.tensor.weight_codes import codes_of, known_codes, pair
+from fp8compile.tensor.weight_codes import codes_of, forget_codes, known_codes, pair
 
 if TYPE_CHECKING:
     from torch.nn import Module  # the mixin is always combined with a Module
@@ -86,15 +86,31 @@ class KeepsCodes(Module):
         if torch.compiler.is_compiling():
             _make_at_trace(autocast)
             found = known_codes(weight)
-            if found is None or not _are_read(found, self.recipe, autocast or weight.dtype, is_turned):
+            if found is None or not _are_read(weight, found, self.recipe, autocast or weight.dtype, is_turned):
                 return None
             return pair(found)
         if not _can_count(weight):
             return None
         found = codes_of(weight, self.recipe, autocast or weight.dtype, is_turned=is_turned)
+        if found.is_in_step:
+            return None
         if not found.holds():
             found.renew()
         return pair(found)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._forget_before_a_swap()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._forget_before_a_swap()
+        super()._load_from_state_dict(*args)
+
+    def _forget_before_a_swap(self) -> None:
+        """Drop codes if moves and loads swap tensors: PyTorch swaps none to which there are weak references."""
+        if torch.__future__.get_swap_module_params_on_conversion():
+            for weight in self._parameters.values():
+                forget_codes(weight)
 
     def check_gathered_as_codes(self, weight: Tensor) -> None:
         """Raise a ValueError if weights are cached and a method is given values, without the name of a parameter."""
@@ -134,7 +150,7 @@ def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
             continue
         for name, is_turned in module.cached_weights().items():
             weight = module._parameters.get(name)
-            if weight is not None and not has_codes(weight) and not _compat.is_dtensor(weight) and _can_count(weight):
+            if weight is not None and not has_codes(weight) and not _compat.is_dtensor(weight):
                 yield module, weight, is_turned
 
 
@@ -142,22 +158,31 @@ def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
 def _make_at_trace(autocast: torch.dtype | None) -> None:
     """Make the codes of all weights that have none, before the first graph that may read them is traced.
 
-    It is those of all layers, because a graph that was traced for one block runs for the others, too.
+    It is those of all layers, because a graph that was traced for one block runs for the others, too. Fake weights,
+    such as those of reports, get fake codes.
     """
     if _compat.is_exporting() or _compat.is_faking():
         return
     for module, weight, is_turned in _every(list(CONVERTED)):
+        if not (_compat.is_fake(weight) or _can_count(weight)):
+            continue
         how: Any = module.recipe, autocast or weight.dtype
         found = known_codes(weight)
         if found is None or not (found.holds() or found.fits(*how, is_turned=is_turned)):
-            found = codes_of(weight, *how, is_turned=is_turned)
+            with _compat.faking_as(weight):
+                found = codes_of(weight, *how, is_turned=is_turned)
         found.is_compiled = True
 
 
 @_compat.constant_when_traced
-def _are_read(codes: Any, recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> bool:
-    """Whether a graph may read codes; the guard on their metadata asks again before each call."""
-    return codes.holds() and codes.fits(recipe, dtype, is_turned=is_turned) and not _compat.is_exporting()
+def _are_read(weight: Tensor, codes: Any, recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> bool:
+    """Whether a graph may read codes; the guard on their metadata asks again before each call.
+
+    A graph that has written to the weight before may not.
+    """
+    if _compat.is_exporting() or _compat.is_written_in_trace(weight):
+        return False
+    return codes.holds() and codes.fits(recipe, dtype, is_turned=is_turned)
 
 
 def renew_weight_codes(model: Model) -> Model:
@@ -187,6 +212,8 @@ def renew_weight_codes(model: Model) -> Model:
         if (scales := getattr(layer, "weight_scales", None)) is not None:
             scales.forget()
     for module, weight, is_turned in _every(layers):
-        how: Any = module.recipe, _autocast(weight) or weight.dtype
-        codes_of(weight, *how, is_turned=is_turned).renew()
+        if _can_count(weight):
+            codes = codes_of(weight, module.recipe, _autocast(weight) or weight.dtype, is_turned=is_turned)
+            codes.is_in_step = False
+            codes.renew()
     return model

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import compiled_alone, is_dtensor, local_itself, untraced
+from fp8compile._compat import compiled_alone, is_dtensor, is_fake, local_itself, plain_alias, untraced
 from fp8compile.optim.compiled_step import Job, Rule, advance
 from fp8compile.optim.moments import CODES, STORED, MomentRows, StoredMoment
 from fp8compile.quantizers.stochastic_rounding import check_rounding
@@ -65,11 +65,7 @@ class MomentOptimizer(Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Check the options and the parameters of a group."""
         owner = type(self).__name__
-        for option in self._dtype_options():
-            if group[option] not in STORED:
-                allowed = ", ".join(map(str, STORED))
-                raise ValueError(f"{owner}: {option} is {group[option]}; it is one of {allowed}.")
-        check_rounding(owner, group["rounding"], group["seed"])
+        self._check_options(group)
         for p in group["params"]:
             if has_codes(local_itself(p)):
                 raise TypeError(
@@ -80,6 +76,14 @@ class MomentOptimizer(Optimizer):
                 raise TypeError(f"{owner}: a parameter is {p.dtype}; it is float32, bfloat16 or float16.")
             if any(each.dtype == CODES for each in self._stored(group)):
                 MomentRows.of(p).check_blocks()
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        owner = type(self).__name__
+        for option in self._dtype_options():
+            if group[option] not in STORED:
+                allowed = ", ".join(map(str, STORED))
+                raise ValueError(f"{owner}: {option} is {group[option]}; it is one of {allowed}.")
+        check_rounding(owner, group["rounding"], group["seed"])
 
     def _dtype_options(self) -> list[str]:
         return [f"{name}_dtype" for name in self.moments]
@@ -130,6 +134,8 @@ class MomentOptimizer(Optimizer):
         for first, last, rate in rates:  # without a synchronization, if the rate is on the device
             scalars[first:last, 2] = rate
         self.advance(scalars, [each.arguments() for each in jobs])
+        if self._backend is not None:  # a graph that reads and writes one memory by two names counts no version
+            torch.autograd.graph.increment_version([each.target for each in jobs])
 
     def _with_state(self, group: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
         """The group's parameters that have a gradient now or had one before; gives a state to those without one."""
@@ -139,16 +145,33 @@ class MomentOptimizer(Optimizer):
             if p.grad is not None and p.grad.is_sparse:
                 raise TypeError(f"{type(self).__name__}: a gradient is sparse; it is dense.")
             if not self.state.get(p):
+                self._check_options(group)  # they may have been changed since
                 rows = MomentRows.of(p)
                 self.state[p] = {"step": torch.tensor(0.0)}
                 for each in self._stored(group):
                     self.state[p].update(each.zeros(p, rows))
             yield p
 
+    def _store_anew(self, p: Tensor, group: dict[str, Any], rows: MomentRows) -> None:
+        """Turn the state of a parameter into what its group's options say now."""
+        self._check_options(group)
+        stored, state = self._stored(group), self.state[p]
+        if any(each.dtype == CODES for each in stored):
+            rows.check_blocks()
+        found = [each.loaded(state, p, rows) for each in stored]
+        for each, parts in zip(stored, found, strict=True):
+            for key in (each.name, *each.keys_of_codes()):
+                state.pop(key, None)
+            state.update(parts)
+
     def job(self, p: Tensor, group: dict[str, Any]) -> Job:
         """What a step reads and writes for a parameter."""
         rows, local, state = MomentRows.of(p), local_itself(p), self.state[p]
+        if not is_fake(local):  # a graph of the step takes plain tensors, and FSDP2 may gather shards as codes
+            local = plain_alias(local)
         stored = self._stored(group)
+        if not all(each.is_in(state, rows) for each in stored):
+            self._store_anew(p, group, rows)
         quantizers = tuple(each.quantizer_for(rows) for each in stored)
         is_local = all(each is None or each.is_local() for each in quantizers) and not group["bf16_stochastic_round"]
         if not is_local and p not in self._places:

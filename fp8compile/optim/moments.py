@@ -169,6 +169,16 @@ class StoredMoment:
         """The keys of the moment's tensors in the state."""
         return (self.name,) if self.quantizer_for(rows) is None else self.keys_of_codes()
 
+    def is_in(self, state: dict[str, Any], rows: MomentRows) -> bool:
+        """Whether a parameter's state has this moment with this dtype: a group's options may change between steps."""
+        keys = self.keys(rows)
+        if not all(key in state for key in keys):
+            return False
+        return len(keys) > 1 or state[self.name].dtype == self._dtype_of_values(rows)
+
+    def _dtype_of_values(self, rows: MomentRows) -> torch.dtype:
+        return torch.float32 if rows.are_small() else self.dtype
+
     def keys_of_codes(self) -> tuple[str, str]:
         """The keys of the moment's codes and of its scales in the state."""
         return f"{self.name}_codes", f"{self.name}_scale"
@@ -182,8 +192,7 @@ class StoredMoment:
         return self._of_codes(codes, torch.ones(grid_shape(rows.local, BLOCK), device=local.device), parameter, rows)
 
     def _of_values(self, values: Tensor, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        dtype = torch.float32 if rows.are_small() else self.dtype
-        return {self.name: wrapped_like(values.to(dtype, copy=True), parameter)}
+        return {self.name: wrapped_like(values.to(self._dtype_of_values(rows), copy=True), parameter)}
 
     def _of_codes(self, codes: Tensor, scale: Tensor, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
         whole = torch.empty(grid_shape(rows.whole, BLOCK), device="meta")

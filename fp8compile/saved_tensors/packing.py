@@ -5,8 +5,10 @@ x --amax, scale, cast--> codes, scales --saved--> codes times scales, rounded on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ from fp8compile.formats import Float8Format
 from fp8compile.layout.quantized import Plain
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.layer.quantize_over_ranks import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_part
-from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers import CurrentScaling, Quantizer, with_block
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks, from_matrix
 from fp8compile.target import target_of
 
 __all__ = ["OPS_OF_STEPS", "PYTHON_OF_STEPS", "Packing"]
+
+MOST_ROWS = 16  # of a block that lies in a column: a graph has some nodes for each
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,32 @@ class Packing:
 
         Scales that are powers of two are stored in bfloat16, which has all of them.
         """
-        found = quantize_part(Plain(x.permute(self.order)), self.quantizer, steps)
+        ordered = x.permute(self.order)
+        if self._takes_rows_one_by_one(ordered):
+            return self._packed_by_rows(ordered, steps)
+        found = quantize_part(Plain(ordered), self.quantizer, steps)
         if _is_exact(self.quantizer):
             return found.codes, found.scale_values().to(torch.bfloat16)
         return found.parts()
+
+    def _takes_rows_one_by_one(self, x: Tensor) -> bool:
+        """Whether blocks are groups of rows in one column, whole ones, so that groups need no reduction."""
+        rows, columns = self.quantizer.block
+        is_column = columns == 1 and 1 < rows <= MOST_ROWS and _is_exact(self.quantizer)
+        return is_column and statically_true(math.prod(x.shape[:-1]) % rows == 0)
+
+    def _packed_by_rows(self, x: Tensor, steps: Steps) -> tuple[Tensor, ...]:
+        """What `pack` returns, computed in a loop over groups of rows.
+
+        A recipe that transforms groups of tokens reads them in such a loop, and Inductor packs there what it reads.
+        """
+        one_by_one = with_block(self.quantizer, (1, 1))
+        rows = x.reshape(-1, self.quantizer.block[0], x.shape[-1]).unbind(1)
+        amax = reduce(torch.maximum, (row.abs() for row in rows)).float()
+        multiplier, scale = steps.scale(amax, one_by_one)
+        codes = torch.stack([steps.cast(row, multiplier, one_by_one) for row in rows], 1)
+        values = one_by_one.scale_values(scale)
+        return codes.view(x.shape), values.to(torch.bfloat16)
 
     def unpack(self, parts: Sequence[Tensor]) -> Tensor:
         """The values of codes and scales that `pack` returned: ``quantizer.dequantize``, rounded once to the dtype.
@@ -83,12 +109,15 @@ def _is_exact(quantizer: Quantizer) -> bool:
 
 def _times(numbers: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """Multiply each number by the scale of its block."""
-    columns = block[1]
-    if block[0] == 1 and columns == -1:
+    rows, columns = block
+    if columns == 1 and statically_true(math.prod(numbers.shape[:-1]) % rows == 0):
+        groups = numbers.reshape(-1, rows, numbers.shape[-1])
+        return (groups * scale.view(-1, 1, scale.shape[-1])).view(numbers.shape)
+    if rows == 1 and columns == -1:
         return numbers * scale
     size = numbers.shape[-1]
     # Inductor's C++ backend can't split a loop at the end of a block, see `quantizers.blocks`
-    if block[0] == 1 and statically_true(size % columns == 0) and target_of(numbers.device).type != "cpu":
+    if rows == 1 and statically_true(size % columns == 0) and target_of(numbers.device).type != "cpu":
         return (numbers.unflatten(-1, (-1, columns)) * scale.unsqueeze(-1)).flatten(-2)
     values = as_matrix(numbers) * expand_blocks(scale, numbers.shape, block)
     return from_matrix(values, numbers.shape)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8compile.inductor import inlined, traced
+from fp8compile.inductor import inlined, min_cut_then, traced
 from fp8compile.saved_tensors.choice import SavedAsCodes
 from fp8compile.saved_tensors.graph_walks import source_of
 from fp8compile.saved_tensors.kind_from_graphs import block_beside, described
@@ -134,32 +134,13 @@ def partitioner(saved: SavedAsCodes) -> Any:
 
     Equal values have the same partitioner.
     """
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    class Partitioner(CustomPartitionerFn):
-        """Inductor's min-cut partitioner, then `pack_saved`."""
+    def change(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:
+        pack_saved(forward, backward, returned, saved)
 
-        def uuid(self) -> str:
-            """The text that keys of compile caches contain."""
-            return saved.uuid()
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            # keys of compile caches pickle it, and a function may have no name to be pickled by
-            if callable(saved.filter):
-                return _named, (saved.uuid(),)
-            return partitioner, (saved,)
-
-        def __call__(
-            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            """Cut a joint graph, with the arguments of PyTorch's own partitioner."""
-            from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-            pack_saved(forward, backward, kwargs["num_fwd_outputs"], saved)
-            return forward, backward
-
-    made = NAMED[saved.uuid()] = Partitioner()
+    # keys of compile caches pickle it, and a function may have no name to be pickled by
+    reduced = (_named, (saved.uuid(),)) if callable(saved.filter) else (partitioner, (saved,))
+    made = NAMED[saved.uuid()] = min_cut_then(change, uuid=saved.uuid(), reduced=reduced)
     return made
 
 

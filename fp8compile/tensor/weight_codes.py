@@ -11,12 +11,15 @@ codes of another version of the weight. So it is decided outside of the graph, a
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8compile import _compat
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
@@ -25,7 +28,7 @@ from fp8compile.ops.layer.operands import WEIGHT_SLOTS
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["WeightCodes", "codes_of", "known_codes", "pair"]
+__all__ = ["WeightCodes", "codes_of", "forget_codes", "known_codes", "pair"]
 
 ATTRIBUTE = "_fp8compile_codes"  # of a parameter
 
@@ -37,13 +40,18 @@ class WeightCodes(QuantizedTensor):
         recipe: The recipe of the layer that multiplies by them.
         is_turned: Whether they are codes of the transposed matrices.
         is_compiled: Whether a compiled graph reads them, so that they are made by compiled code too.
+        is_in_step: Whether an optimizer's step runs, which may write to the weight past its version counter, and then
+            call a closure: until it ends, each forward makes codes itself.
     """
 
     recipe: Recipe | None = None
     is_turned = False
     is_compiled = False
+    is_in_step = False
     _weight: weakref.ref[Tensor] | None = None
     _made_of: tuple[Any, ...] = ()
+    _storage: StorageWeakRef | None = None  # while it lives, no other storage has the address of the weight's
+    _flattened: tuple[list[str], tuple[Any, ...]] | None = None
     _holds: bool | None = None  # of a tracer's copy, which has no weight
 
     @staticmethod
@@ -53,20 +61,26 @@ class WeightCodes(QuantizedTensor):
         own = sets[:1] if sets[0] is sets[1] else sets
         found = WeightCodes.of_sets(own, dtype, batch=weight.ndim - 2)
         found.recipe, found.is_turned = recipe, is_turned
-        found._weight, found._made_of = weakref.ref(weight), _version(weight)
+        found._weight = weakref.ref(weight)
+        found._made_now(weight)
         return found
+
+    def _made_now(self, weight: Tensor) -> None:
+        self._made_of = _version(weight)
+        self._storage = StorageWeakRef(weight.untyped_storage())
 
     def holds(self) -> bool:
         """Whether nothing was written to the weight since the codes were made."""
         if self._holds is not None:
             return self._holds
         weight = None if self._weight is None else self._weight()
-        return weight is not None and self._made_of == _version(weight)
+        return weight is not None and not self.is_in_step and self._made_of == _version(weight)
 
     def fits(self, recipe: Recipe | None, dtype: torch.dtype, *, is_turned: bool) -> bool:
         """Whether these are the codes that a layer with this recipe reads, of this version of the weight or not."""
         weight = None if self._weight is None else self._weight()
-        same = self.dtype == dtype and self.is_turned == is_turned and self.recipe == recipe
+        is_same = self.recipe is recipe or self.recipe == recipe
+        same = is_same and self.dtype == dtype and self.is_turned == is_turned
         return same and weight is not None and weight.device == self.device and weight.shape == self._made_of[0]
 
     @torch.inference_mode(mode=False)  # training reads them too
@@ -77,32 +91,39 @@ class WeightCodes(QuantizedTensor):
         how: Any = self.recipe, self.dtype, self.is_turned
         run = _compiled(*how) if self.is_compiled else partial(_renew, how)
         run(weight, [own.parts() for own in self.sets()])
-        self._made_of = _version(weight)
+        self._made_now(weight)
 
     # ------------------------------------------------------------------ what torch.compile asks
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names, metadata = super().__tensor_flatten__()
-        return names, (metadata, self.holds())
+        # guards of compiled code ask twice a call, and only `holds` ever has another answer
+        if self._flattened is None:
+            self._flattened = super().__tensor_flatten__()
+        names, metadata = self._flattened
+        return names, (metadata, self.holds(), self.is_turned)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Any], metadata: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> WeightCodes:
         found = WeightCodes._unflattened(inner, metadata[0])
-        found._holds = metadata[1]
+        _, found._holds, found.is_turned = metadata
         return found
 
     def _stable_hash_for_caching(self) -> str:
         return f"{super()._stable_hash_for_caching()} {self.holds()}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(None), ()  # a copy of the parameter makes its own
+        # a copy of the parameter makes its own; torch.load(weights_only=True) takes this class, and not that of None
+        return OrderedDict, ()
 
 
 def _version(weight: Tensor) -> tuple[Any, ...]:
-    """What changes if something writes to a weight, or if it gets other memory, as by ``.to`` of its module."""
-    return weight.shape, weight._version, weight.data_ptr(), weight.dtype
+    """What changes if something writes to a weight, or if it gets other memory, as by ``.to`` of its module.
+
+    The storage tells more than an address, at which other memory may come to lie after it was freed.
+    """
+    return weight.shape, weight._version, weight.untyped_storage()._cdata, weight.storage_offset(), weight.dtype
 
 
 def _values(weight: Tensor, dtype: torch.dtype, is_turned: bool) -> Tensor:
@@ -125,24 +146,24 @@ def _compiled(recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Any:
     return _compat.compiled_alone(_renew, (recipe, dtype, is_turned), "inductor")
 
 
-@torch.inference_mode(mode=False)
-@torch.no_grad()
 def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
     """The codes that are kept beside a plain parameter; made now if it has none that fit a layer.
 
     They may be of a former version of the weight, see `WeightCodes.holds`.
     """
-    _listen()
-    found = getattr(weight, ATTRIBUTE, None)
+    found = known_codes(weight)
     if found is None or not found.fits(recipe, dtype, is_turned=is_turned):
-        found = WeightCodes.of(weight, recipe, dtype, is_turned=is_turned)
+        _listen()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            found = WeightCodes.of(weight, recipe, dtype, is_turned=is_turned)
         setattr(weight, ATTRIBUTE, found)
     return found
 
 
 def known_codes(weight: Any) -> WeightCodes | None:
     """The codes that are kept beside a parameter, or None."""
-    return getattr(weight, ATTRIBUTE, None)
+    found = getattr(weight, ATTRIBUTE, None)
+    return found if isinstance(found, WeightCodes) else None  # a parameter out of a file has an empty dict there
 
 
 def pair(codes: WeightCodes) -> Sets:
@@ -163,16 +184,34 @@ def pair(codes: WeightCodes) -> Sets:
     return first, second
 
 
+def forget_codes(weight: Tensor | None) -> None:
+    """Drop the codes that are kept beside a parameter, if there are any."""
+    if known_codes(weight) is not None:
+        delattr(weight, ATTRIBUTE)
+
+
+def _codes_of_parameters(optimizer: Optimizer) -> Iterator[WeightCodes]:
+    every = (known_codes(p) for group in optimizer.param_groups for p in group["params"])
+    return (codes for codes in every if codes is not None)
+
+
+@_compat.untraced
+def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for codes in _codes_of_parameters(optimizer):
+        codes.is_in_step = True
+
+
 @_compat.untraced
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make codes again of all parameters of an optimizer, also where its kernels count no version."""
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        codes = known_codes(p)
-        if codes is not None and codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):
+    for codes in _codes_of_parameters(optimizer):
+        codes.is_in_step = False
+        if codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):
             codes.renew()  # else the parameter has other memory since, and the next forward makes others
 
 
 @cache
 def _listen() -> None:
-    """Register the hook on all optimizers, once."""
+    """Register the hooks on all optimizers, once."""
+    register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)

@@ -32,7 +32,7 @@ from fp8compile.testing.graphs import (
     graph_report,
     snapshot,
 )
-from fp8compile.testing.memory import KeptTensor, MemoryReport, Moment, memory_report
+from fp8compile.testing.memory import CachedCodes, KeptTensor, MemoryReport, Moment, memory_report
 from fp8compile.testing.numerics import (
     Advice,
     Comparison,
@@ -49,6 +49,7 @@ from fp8compile.testing.numerics import (
 __all__ = [
     "Advice",
     "CacheBypass",
+    "CachedCodes",
     "Call",
     "CallReport",
     "Collective",

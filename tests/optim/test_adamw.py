@@ -116,6 +116,41 @@ def test_a_group_says_how_its_moments_are_kept():
     assert torch.equal(params[1], parameter(64, 128, seed=1))  # its rate is 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_group_whose_dtypes_change_goes_on_as_a_loaded_state_would(dtype, assert_bits_equal):
+    """From codes to values and back: once each, as `load_state_dict` turns one into the other."""
+    params, others = ([parameter(64, 160), parameter(7)] for _ in range(2))
+    optimizer, other = adamw(params), adamw(others)
+    train(params, optimizer, 0, 2)
+    train(others, other, 0, 2)
+    for step, now in enumerate((dtype, torch.float8_e4m3fn)):
+        optimizer.param_groups[0].update(exp_avg_dtype=now, exp_avg_sq_dtype=now)
+        state = other.state_dict()
+        other = adamw(others, exp_avg_dtype=now, exp_avg_sq_dtype=now)
+        other.load_state_dict(state)
+        train(params, optimizer, 2 + step, 3 + step)
+        train(others, other, 2 + step, 3 + step)
+        for p, expected in zip(params, others, strict=True):
+            assert_bits_equal(p.detach(), expected.detach())
+            assert set(optimizer.state[p]) == set(other.state[expected])
+            for key, value in other.state[expected].items():
+                assert_bits_equal(optimizer.state[p][key], value, key)
+    optimizer.param_groups[0]["exp_avg_dtype"] = torch.float16
+    with pytest.raises(ValueError, match=r"AdamW: exp_avg_dtype is torch.float16; it is one of torch.float32"):
+        train(params, optimizer, 4, 5)
+
+
+def test_a_backward_of_a_forward_before_a_compiled_step_raises():
+    """As behind a step of torch.optim: its gradients would be those of other weights."""
+    p = parameter(64, 128)
+    optimizer = adamw([p], backend="aot_eager")
+    p.grad = gradient(p, 0)
+    loss = p.square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_strides_of_a_parameter_do_not_matter(assert_bits_equal):
     plain, turned = parameter(64, 160), nn.Parameter(parameter(64, 160).detach().t().contiguous().t())
     assert turned.stride() == (1, 64)

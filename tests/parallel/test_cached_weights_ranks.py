@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8compile as f8
-from fp8compile._compat import TORCH_VERSION
+from fp8compile._compat import TORCH_VERSION, local_itself, plain_alias
 from fp8compile.parallel import fsdp_float8_all_gather, graph_fsdp
 from fp8compile.parallel.fsdp2 import sharded_weight
 
@@ -99,6 +99,42 @@ def on_a_mesh(name, mesh):
     return [*differing(weights, again), *(["losses"] if one != other else [])]
 
 
+class Kernel(torch.optim.SGD):
+    """Writes as kernels do that are given an address: no version counts it."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            local = plain_alias(local_itself(p))
+            with torch.autograd._unsafe_preserve_version_counter(local):
+                local.mul_(0.5)
+
+
+STEPS_OF = {
+    "kernels": lambda params: Kernel(params, lr=0.1),
+    "eager": lambda params: f8.optim.AdamW(params, lr=0.1, backend=None),
+    "compiled": lambda params: f8.optim.AdamW(params, lr=0.1, backend="aot_eager"),
+}
+
+
+def stepped(name, ways):
+    """The losses of each way of a step, without and with cached weights; all have to be equal."""
+    found = []
+    for cached in (False, True):
+        for way in ways:
+            model = models.model_of("uneven", replace(models.recipe_of(name), cache_weights=cached))
+            model = models.shard(fsdp_float8_all_gather(model), models.mesh_1d("pair"), models.BF16)
+            optimizer, losses = STEPS_OF[way](model.parameters()), []
+            for step in range(3):
+                loss = model(models.batch(step, rank()))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            found.append(losses)
+    return found
+
+
 def sets_of(kind, name):
     """The sets of codes of all weights that travel as codes."""
     weights = {"dense": 6, "turned": 4, "experts": 4}[kind]
@@ -147,6 +183,12 @@ def test_shards_make_their_codes_once_a_step_and_have_the_same_bits(ranks, kind,
         assert min(without) > max(cached)
         # behind the edit by hand between steps, which is before the next one, codes are made once too
         assert cached == [sets_of(kind, recipe)] * STEPS
+
+
+@pytest.mark.parametrize(("recipe", "ways"), [("rowwise", ["kernels"]), ("tensorwise", ["eager", "compiled"])])
+def test_what_a_step_writes_is_seen_though_no_version_counts_it(ranks, recipe, ways):
+    for found in ranks.run(stepped, recipe, ways, within="pair"):
+        assert found == found[:1] * len(found)
 
 
 @pytest.mark.parametrize(("recipe", "mesh"), [("rowwise", "FSDP + TP"), ("blockwise", "HSDP")])

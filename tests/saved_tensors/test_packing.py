@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8compile as f8
 from fp8compile.saved_tensors.packing import OPS_OF_STEPS, PYTHON_OF_STEPS, Packing
 from fp8compile.testing.bits import difference
 
-POWERS = [f8.CurrentScaling(block=block, scale="pow2") for block in ((1, -1), (1, 128), (1, 32), (-1, -1))]
+BLOCKS = ((1, -1), (1, 128), (1, 32), (-1, -1), (16, 1), (2, 1))
+POWERS = [f8.CurrentScaling(block=block, scale="pow2") for block in BLOCKS]
 QUANTIZERS = [
     *POWERS,
     f8.CurrentScaling(block=(1, 32), scale="e8m0_rceil"),
@@ -30,7 +32,7 @@ def values(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("steps", [OPS_OF_STEPS, PYTHON_OF_STEPS], ids=["ops", "python"])
 def test_unpacked_values_are_those_that_the_quantizer_gives(quantizer, dtype, steps):
-    for shape in ((3, 256), (2, 3, 144), (5, 7)):
+    for shape in ((3, 256), (2, 3, 144), (5, 7), (4, 8, 40)):
         x = values(shape, dtype)
         packing = Packing.of(x, quantizer)
         parts = packing.pack(x, steps)
@@ -41,6 +43,14 @@ def test_unpacked_values_are_those_that_the_quantizer_gives(quantizer, dtype, st
         scale = own.block_scale(amax, own.outer_amax(amax)) if own.has_outer_scale() else own.scale_of(multiplier)
         expected = (own.dequantize(own.cast(x, multiplier), scale) * outer).to(dtype)
         assert difference(packing.unpack(parts), expected) is None
+
+
+def test_groups_of_rows_are_packed_in_the_loop_that_reads_them():
+    """Without a reduction, which Inductor would put into a kernel of its own."""
+    packing = Packing.of(torch.empty(64, 96), POWERS[4])
+    nodes = [str(node.target) for node in make_fx(lambda x: packing.pack(x))(torch.empty(64, 96)).graph.nodes]
+    assert nodes.count("aten.maximum.default") == 15
+    assert "fp8compile.amax.default" not in nodes
 
 
 def test_codes_and_scales_take_the_bytes_that_the_blocks_say():

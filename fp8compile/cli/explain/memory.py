@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fp8compile.cli.section import Section
-from fp8compile.testing.memory.report import KEPT_NUMBERS, kept_cells, moment_cells
+from fp8compile.testing.memory.report import (
+    CODES_NUMBERS,
+    CODES_TEXT,
+    CODES_TITLE,
+    KEPT_NUMBERS,
+    codes_cells,
+    kept_cells,
+    moment_cells,
+)
 
 if TYPE_CHECKING:
     from fp8compile.testing.memory import MemoryReport
@@ -41,3 +49,7 @@ def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
     yield Section(
         title="kept for the backward", lines=(KEPT,), columns=tuple(map(str, heads)), rows=kept, numbers=KEPT_NUMBERS
     )
+    if first.weight_codes:
+        heads, *codes = codes_cells(first)
+        columns = tuple(map(str, heads))
+        yield Section(title=CODES_TITLE, lines=(CODES_TEXT,), columns=columns, rows=codes, numbers=CODES_NUMBERS)

@@ -147,9 +147,19 @@ class Operands:
             read: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
             if self.phase is Phase.EAGER:
                 return self._quantized(part, read, slot)
-            with inductor.block_noted(read.block):
+            with inductor.block_noted(self._block_in_kernels(part, read)):
                 return self._quantized(part, read, slot)
         return self.weight if self.weight is not None else self._of_weight(part, slot)
+
+    def _block_in_kernels(self, part: Plain, read: Quantizer) -> tuple[int, int] | None:
+        """The block of elements that a kernel has at hand where it reads an operand; None for a whole column.
+
+        If grad_weight's operand is transformed in groups of tokens, one kernel reads such groups for both products.
+        """
+        other: Any = self.recipe.quantizer_read(GRAD_WEIGHT.b)
+        if isinstance(other, TwoLevelScaling) and other.transform() and part.layout.ends is None:
+            return other.block
+        return None if read.block[1] == 1 else read.block
 
     def _of_weight(self, part: Plain, slot: str) -> Quantized:
         quantizer: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes

@@ -171,6 +171,21 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
     return replace(recipe, grad_output_for_grad_weight=None, input_for_grad_weight=None)
 
 
+def for_unwritten_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+    """Return a layer op's arguments, among which are codes of its weight, the second argument.
+
+    Raises:
+        ValueError: The graph that is being traced has written to the weight, so that its codes are of older values.
+    """
+    if _compat.is_written_in_graph(args[1]):
+        raise ValueError(
+            "cache_weights: a compiled function writes to a weight, through .data or by a torch._foreach op, and then "
+            "multiplies by its codes, which were made before. Write to weights outside of the compiled function, or "
+            "leave cache_weights out of this layer's recipe."
+        )
+    return args
+
+
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
     """Return a layer op's arguments, with a recipe that makes no codes for grad_weight if the weight is frozen.
 

@@ -80,6 +80,7 @@ class Placement:
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
+    has_codes: ClassVar[bool] = False  # whether the weight's codes are given, made before
     updates: ClassVar[tuple[str, ...]] = ()  # fields that the backward writes to
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
@@ -225,6 +226,7 @@ class _Known:
 
     __slots__ = ()
 
+    has_codes: ClassVar[bool] = True
     batch: ClassVar[int] = 0
 
     # ``self: Any``, because subclasses define the fields

@@ -11,7 +11,7 @@ Each op has a kernel, which computes in Phase.EAGER, and a decomposition for com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -263,12 +263,26 @@ def register_layer(
         samples,
         setup_context=derivative.setup_context,
         backward=derivative.backward,
-        prepare=output_and_gradients.for_trained_weight
-        if ends
-        else None,  # layers without groups make these codes in the backward
+        prepare=_prepare(placement, ends=ends),
         updates=placement.updates,
     )
     return Layer(placement=placement, observe=observe, output=output, keep=keep, **grads)
+
+
+def _prepare(placement: type[Placement], *, ends: bool) -> Callable[..., Sequence[Any]] | None:
+    """The ``prepare`` of a layer's output op, or None."""
+    steps: list[Callable[..., Sequence[Any]]] = []
+    if placement.has_codes:
+        steps.append(output_and_gradients.for_unwritten_weight)
+    if ends:  # layers without groups make these codes in the backward
+        steps.append(output_and_gradients.for_trained_weight)
+
+    def every(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+        for step in steps:
+            args = step(needs_input_grad, args)
+        return args
+
+    return every if len(steps) > 1 else next(iter(steps), None)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8compile import _compat
 from fp8compile.layout.quantized import Plain, TensorLayout
@@ -64,6 +66,20 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
     return local.edits, (parameter.sharded._version, local._version, local.plain._version, local.edits.count)
 
 
+@_compat.untraced
+def _end_of_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count a write to all weights of an optimizer, whose kernels may count no version."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(local := _compat.local_itself(p), ShardedWeight):
+            local.edits.count += 1
+
+
+@cache
+def _listen_to_optimizers() -> None:
+    """Register the hook on all optimizers, once."""
+    register_optimizer_step_post_hook(_end_of_step)
+
+
 class WeightScales:
     """Scales of the weights that are gathered as codes, computed again after weights change.
 
@@ -72,6 +88,7 @@ class WeightScales:
     """
 
     def __init__(self, weights: Iterable[tuple[nn.Module, str]]) -> None:
+        _listen_to_optimizers()
         self._weights = list(weights)
         self._parameters: dict[tuple[nn.Module, str], _compat.FsdpParameter] = {}
         self._scales: dict[tuple[nn.Module, str], _Scales] = {}

@@ -4,7 +4,7 @@ Kernels are left out. A tensor lives as long as something holds it, as in a real
 again, views, and arguments that the wrapper empties need no rules of their own.
 
     run        held by its caller               freed once the run has read it        returned
-    forward    parameters, inputs               nothing                               results, kept tensors
+    forward    parameters, their codes, inputs  nothing                               results, kept tensors
     backward   the same, forward's results      kept tensors, gradients of results    gradients
 """
 
@@ -169,23 +169,21 @@ def _strides_unchecked() -> Iterator[None]:
         yield
 
 
-def run_wrappers(
-    graphs: Sequence[GpuGraph], wrappers: Sequence[Wrapper], is_parameter: Sequence[bool], device: str
-) -> Run:
+def run_wrappers(graphs: Sequence[GpuGraph], wrappers: Sequence[Wrapper], owners: Sequence[str], device: str) -> Run:
     """Run the generated code of a forward and its backward.
 
     Args:
         graphs: The forward graph, and the backward graph.
         wrappers: Their code.
-        is_parameter: For each argument of the forward, whether it is a parameter or a buffer.
+        owners: For each argument of the forward, what it is: "parameters", "weight_codes" or "inputs".
         device: Type of the device that the code is for, "cuda" or "cpu".
     """
     forward, backward = graphs
     ledger = _Ledger()
     call = _Caller(ledger, device)
     given = [empty_on(META, value) for value in forward.inputs]  # the caller holds them to the end
-    ledger.give("parameters", (each for each, is_one in zip(given, is_parameter, strict=True) if is_one))
-    ledger.give("inputs", given)
+    for owner in ("parameters", "weight_codes", "inputs"):
+        ledger.give(owner, (each for each, own in zip(given, owners, strict=True) if own == owner))
     before = ledger.mark()
     outputs = call(wrappers[0], list(given))
     middle = ledger.mark()

@@ -28,6 +28,7 @@ from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import is_compiled
 from fp8compile.testing.graphs.without_values import without_values
 from fp8compile.testing.memory.allocations import Run, Wrapper, run_wrappers
+from fp8compile.testing.memory.cached import cached_codes, found_codes
 from fp8compile.testing.memory.kept import KeptTensor, kept_tensors
 from fp8compile.testing.memory.report import MemoryReport
 from fp8compile.testing.memory.timeline import largest_of_blocks
@@ -79,7 +80,7 @@ class _Call:
             raise NotImplementedError(f"memory_report: the call has {len(graphs) // 2} backwards, and one is known.")
         forward, backward = graphs
         wrappers = [self._wrapper(graph) for graph in graphs]
-        run = run_wrappers(graphs, wrappers, self._is_parameter(forward), CPU if self.gpu is None else "cuda")
+        run = run_wrappers(graphs, wrappers, self._owners(forward), CPU if self.gpu is None else "cuda")
         on_gpu = wrappers[1] if isinstance(wrappers[1], Schedule) else None
         kept = kept_tensors(forward, backward, on_gpu, Names.of(self.model))
         return _Found(run, tuple(kept))
@@ -96,10 +97,12 @@ class _Call:
         wrapper: Wrapper = found[0]
         return wrapper
 
-    def _is_parameter(self, forward: GpuGraph) -> list[bool]:
-        """For each argument of the forward graph, whether it is a parameter or a buffer, or a part of one."""
-        owned = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        found = [id(each) in owned for each in forward.called_with for _ in _parts(each)]
+    def _owners(self, forward: GpuGraph) -> list[str]:
+        """For each argument of the forward graph, the field of a `Moment` that counts it."""
+        names = {id(tensor): "parameters" for tensor in (*self.model.parameters(), *self.model.buffers())}
+        codes = (part for each in found_codes(self.model).values() for part in (each, *each.parts()))
+        names |= {id(tensor): "weight_codes" for tensor in codes}
+        found = [names.get(id(each), "inputs") for each in forward.called_with for _ in _parts(each)]
         assert len(found) == len(forward.inputs), "AOTAutograd passes tensors on, and the parts of subclasses"
         return found
 
@@ -195,6 +198,7 @@ def _report(call: _Call, **found: Any) -> MemoryReport:
         parameters=_bytes((*model.parameters(), *model.buffers())),
         gradients=sum(each.numel() * each.element_size() for each in dict.fromkeys(trained)),
         optimizer=0,
+        weight_codes=cached_codes(model),
         **found,
     )
 

@@ -8,16 +8,33 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8compile.tables import Cell, folded, paragraph, table_lines, terminal_width
+from fp8compile.testing.memory.cached import CachedCodes
 from fp8compile.testing.memory.kept import KeptTensor
 from fp8compile.testing.memory.timeline import OWNERS, Moment
 
-__all__ = ["KEPT_NUMBERS", "MemoryReport", "kept_cells", "moment_cells"]
+__all__ = [
+    "CODES_NUMBERS",
+    "CODES_TEXT",
+    "CODES_TITLE",
+    "KEPT_NUMBERS",
+    "MemoryReport",
+    "codes_cells",
+    "kept_cells",
+    "moment_cells",
+]
 
 KEPT_NUMBERS = (3, 4, 5)  # columns of numbers in the table of kept tensors
+CODES_NUMBERS = (2, 3)  # and in that of codes of weights
+CODES_TITLE = "codes of weights, from micro-batch to micro-batch"
+CODES_TEXT = (
+    "The first forward makes them, optimizer.step makes them again in the same memory, and they are freed with the "
+    "weight."
+)
 SMALLEST = 50_000  # bytes of a tensor that has a row of its own there
 MODEL = "(the model)"
 NAMES = {
     "parameters": "parameters, buffers",
+    "weight_codes": "codes of weights",
     "inputs": "inputs",
     "kept": "kept for the backward",
     "results": "results, their gradients",
@@ -43,6 +60,8 @@ class MemoryReport:
         forward: The moment of the forward that holds the most bytes, without gradients and optimizer.
         backward: The moment of the backward that holds the most bytes, with the gradients that this backward has made
             until then, without the optimizer.
+        weight_codes: Codes of weights that live from micro-batch to micro-batch, by a recipe's ``cache_weights``. The
+            moments are those of a micro-batch that finds them.
         counted: Equal blocks whose numbers follow from code for fewer blocks, such as "model.layers.{1..30}"; empty
             if code was generated for the whole model.
     """
@@ -54,6 +73,7 @@ class MemoryReport:
     kept: tuple[KeptTensor, ...]
     forward: Moment
     backward: Moment
+    weight_codes: tuple[CachedCodes, ...] = ()
     counted: str = ""
 
     @property
@@ -62,14 +82,20 @@ class MemoryReport:
         return sum(each.bytes for each in self.kept)
 
     @property
+    def weight_codes_bytes(self) -> int:
+        """Bytes of all codes of weights that live from micro-batch to micro-batch."""
+        return sum(each.bytes for each in self.weight_codes)
+
+    @property
     def step_bytes(self) -> int:
         """The most bytes that a step holds in its forward, backward or update, each beside the optimizer's state."""
-        update = self.parameters + self.gradients
+        update = self.parameters + self.gradients + self.weight_codes_bytes
         return max(self.forward.bytes, self.backward.bytes, update) + self.optimizer
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings and numbers, with its sums."""
-        sums = {"kept_bytes": self.kept_bytes, "step_bytes": self.step_bytes}
+        names = ("kept_bytes", "weight_codes_bytes", "step_bytes")
+        sums = {name: getattr(self, name) for name in names}
         found: dict[str, Any] = json.loads(json.dumps({**asdict(self), **sums}, default=str))
         return found
 
@@ -83,6 +109,10 @@ class MemoryReport:
         heads, *kept = kept_cells(self)
         lines += ["", "kept for the backward", ""]
         lines += table_lines(list(map(str, heads)), kept, width=width, right=KEPT_NUMBERS)
+        if self.weight_codes:
+            heads, *codes = codes_cells(self)
+            lines += ["", CODES_TITLE, "", *paragraph(CODES_TEXT, width=width), ""]
+            lines += table_lines(list(map(str, heads)), codes, width=width, right=CODES_NUMBERS)
         return "\n".join(lines)
 
 
@@ -97,6 +127,8 @@ def moment_cells(reports: dict[str, MemoryReport]) -> Iterator[tuple[str, ...]]:
     yield "parameters, buffers", *(_mb(one.parameters) for one in each)
     yield "their gradients", *(_mb(one.gradients) for one in each)
     yield "optimizer", *(_mb(one.optimizer) for one in each)
+    if any(one.weight_codes for one in each):
+        yield "codes of weights", *(_mb(one.weight_codes_bytes) for one in each)
     yield "kept for the backward", *(_mb(one.kept_bytes) for one in each)
     for name in ("forward", "backward"):
         moments: list[Moment] = [getattr(one, name) for one in each]
@@ -135,3 +167,13 @@ def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
     small = [each.bytes for each in report.kept if each.bytes < SMALLEST]
     if small:
         yield f"{len(small)} smaller ones", "", "", _mb(sum(small)), "-", "-"
+
+
+def codes_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
+    """Rows of the table of codes of weights: the head, then the weights in order; equal layers are one row."""
+    yield "weight", "shape", "sets of codes", "MB"
+    rows = (
+        (each.parameter, (" x ".join(map(str, each.shape)), str(each.sets), _mb(each.bytes)))
+        for each in report.weight_codes
+    )
+    yield from ((name, *content) for name, content in folded(rows))

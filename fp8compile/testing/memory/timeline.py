@@ -21,6 +21,7 @@ class Moment:
 
     Attributes:
         parameters: Parameters and buffers.
+        weight_codes: Codes of weights that live from micro-batch to micro-batch (``cache_weights``).
         inputs: Arguments of the call.
         kept: Tensors that the forward saves for the backward; during the forward, those that it has made so far.
         results: What the forward returns; during the backward also the gradients of its results.
@@ -29,6 +30,7 @@ class Moment:
     """
 
     parameters: int = 0
+    weight_codes: int = 0
     inputs: int = 0
     kept: int = 0
     results: int = 0

@@ -1,0 +1,46 @@
+"""Partitioners for Inductor that change what its own one has cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+__all__ = ["min_cut_then"]
+
+
+def min_cut_then(
+    change: Callable[[fx.GraphModule, fx.GraphModule, int], None], *, uuid: str, reduced: tuple[Any, ...]
+) -> Any:
+    """Make a partitioner for Inductor's option ``custom_partitioner_fn``: its min-cut partitioner, then ``change``.
+
+    Args:
+        change: Changes the forward graph and the backward graph in place; its third argument is the number of outputs
+            of the forward that its caller gets.
+        uuid: The text that keys of compile caches contain.
+        reduced: How keys of compile caches pickle the partitioner, as ``__reduce__`` says it.
+    """
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        """Inductor's min-cut partitioner, then a change."""
+
+        def uuid(self) -> str:
+            """The text that keys of compile caches contain."""
+            return uuid
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return reduced
+
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            """Cut a joint graph, with the arguments of PyTorch's own partitioner."""
+            from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            change(forward, backward, kwargs["num_fwd_outputs"])
+            return forward, backward
+
+    return Partitioner()

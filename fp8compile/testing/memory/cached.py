@@ -1,0 +1,53 @@
+"""Codes of weights that live from micro-batch to micro-batch, by a recipe's ``cache_weights``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8compile.tensor.weight_codes import WeightCodes, known_codes
+
+__all__ = ["CachedCodes", "cached_codes", "found_codes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedCodes:
+    """The codes of a weight that its layer keeps: made by the first forward, and again by each `optimizer.step`.
+
+    A step makes them in the same memory, which is freed with the weight.
+
+    Attributes:
+        parameter: Name of the weight in the model.
+        shape: Its shape.
+        dtype: The dtype that its layer computes in, of which the codes were made.
+        sets: 1 if forward and backward multiply the same codes, else 2.
+        bytes: Bytes of all codes and scales.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sets: int
+    bytes: int
+
+
+def found_codes(model: nn.Module) -> dict[str, WeightCodes]:
+    """The codes that are kept beside a model's parameters now, by the parameters' names."""
+    every = ((name, known_codes(parameter)) for name, parameter in model.named_parameters())
+    return {name: codes for name, codes in every if codes is not None}
+
+
+def cached_codes(model: nn.Module) -> tuple[CachedCodes, ...]:
+    """The codes that are kept beside a model's parameters now, in the order of the parameters."""
+    return tuple(
+        CachedCodes(
+            parameter=name,
+            shape=tuple(codes.shape),
+            dtype=codes.dtype,
+            sets=len(codes.sets()),
+            bytes=sum(part.untyped_storage().nbytes() for part in codes.parts()),
+        )
+        for name, codes in found_codes(model).items()
+    )
