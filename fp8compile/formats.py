@@ -31,7 +31,7 @@ NAN_CODE = 0x7F  # the code for NaN in e4m3 and e5m2
 
 
 def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4Format) -> Tensor:
-    """Round each value to one of the two neighbouring codes' values, float32; see ``encode_stochastic``."""
+    """Round each value to one of the two representable values around it, float32; see ``encode_stochastic``."""
     saturated = values.clamp(-fmt.max, fmt.max)
     field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
     exponent = field.clamp(min=FLOAT32_BIAS + fmt.min_exponent) - fmt.mantissa_bits - FLOAT32_BIAS
@@ -45,12 +45,12 @@ def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4For
 
 
 def _to_odd(values: Tensor) -> Tensor:
-    """Cut float32 values to the 7 mantissa bits of bfloat16; the last bit becomes 1 if any bit that is cut is 1.
+    """Round float32 values to the 7 mantissa bits of bfloat16, to odd: a dropped 1 bit sets the last bit that is kept.
 
-    float16 has every result that does not round to a code for 0, so a cast by float16 toward zero changes nothing.
-    The nearest code of the result is that of the value, because codes have at least two bits fewer (rounding to odd:
-    Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to
-    odd"). NaN stays NaN.
+    The result and the value round to the same code, because codes have at least two bits fewer (Boldo and Melquiond
+    2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd"). float16 represents
+    each result exactly, except those that round to code 0, so a truncating cast to float16 changes no code. NaN stays
+    NaN.
     """
     bits = values.view(torch.int32)
     sticky = ((bits & 0xFFFF) + 0xFFFF) & 0x10000
@@ -94,7 +94,7 @@ class Float8Format:
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        """Clamp values to the format's range; if the target's own cast rounds wrongly, also round them here."""
+        """Clamp values to the format's range; for a GPU whose float8 cast truncates to float16, also round to odd."""
         saturated = values.clamp(-self.max, self.max)
         if target_of(values.device).capability == CASTS_BY_FLOAT16:
             return _to_odd(saturated)
@@ -103,9 +103,9 @@ class Float8Format:
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
         """Round each float32 value at random to one of the two codes around it, without bias.
 
-        ``noise`` is uniform in [0, 1), float32, of the same shape. A value is rounded away from zero if its noise is
-        less than its distance from the code next to it toward zero, as a part of the distance between the two codes.
-        Overflow saturates, NaN gives 0x7f.
+        ``noise`` is uniform in [0, 1), float32, of the same shape. Let f be the value's distance from the code nearer
+        zero, as a fraction of the distance between the two codes: if its noise is less than f, the value is rounded
+        away from zero. Overflow saturates, NaN gives 0x7f.
         """
         return self.encode(_to_a_neighbour(values, noise, self))
 
@@ -118,8 +118,8 @@ class Float8Format:
 class Float4Format:
     """A 4-bit floating point format of codes: sign, two exponent bits, one mantissa bit; no NaN and no infinity.
 
-    Each code takes one byte here; `pack` puts two codes into a byte. Attributes are those of `Float8Format`, and
-    ``values``, the magnitudes of codes 0 to 7.
+    Each code takes one byte here; `pack` puts two codes into a byte. Attributes are those of `Float8Format`, plus
+    ``values``: the magnitudes of codes 0 to 7.
     """
 
     name: str
@@ -179,7 +179,7 @@ class ExponentFormat:
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
     def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
-        """Convert exponents to bytes; a value that is NaN gets the byte for NaN, because its comparison is False."""
+        """Convert biased exponents to bytes, uint8; the byte is that for NaN where ``values`` is NaN."""
         return torch.where(values <= torch.inf, exponents, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ ELEMENT_FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
 
 
 def element_format(name: str) -> Float8Format | Float4Format:
-    """The format of codes with this name; a ValueError lists the names if there is none."""
+    """Look up the format of codes with this name; raises a ValueError that lists the names if there is none."""
     if name not in ELEMENT_FORMATS:
         allowed = ", ".join(repr(n) for n in ELEMENT_FORMATS)
         raise ValueError(f"format {name!r} is not known; the formats of codes are {allowed}.")
@@ -218,12 +218,12 @@ def element_format(name: str) -> Float8Format | Float4Format:
 
 
 def limit_of(fmt: Float8Format | Float4Format) -> float:
-    """The magnitude from which on a format with more exponents would round to more than this one's largest value."""
+    """The smallest magnitude that would round to more than ``fmt.max`` if the format had no largest exponent."""
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
 
 
 def magnitude_of_code(fmt: Float8Format | Float4Format) -> int:
-    """A mask of the bits of a code without its sign."""
+    """The bit mask of a code's magnitude, without its sign bit: 0x7f for 8-bit codes, 7 for 4-bit codes."""
     return (1 << (fmt.bits - 1)) - 1
 
 
@@ -237,16 +237,16 @@ def pack(codes: Tensor, dim: int) -> Tensor:
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Repack codes from bytes with two neighbours in a row, (M, K / 2), to bytes with two in a column, (M / 2, K)."""
+    """Repack 4-bit codes: from two neighbours of a row per byte, (M, K / 2), to two of a column, (M / 2, K)."""
     first, second = packed[::2], packed[1::2]
     return torch.stack([(first & 15) | (second << 4), (first >> 4) | (second & 240)], -1).flatten(-2)
 
 
 def unpack(packed: Tensor, dim: int) -> Tensor:
-    """Unpack bytes that `pack` made, to one code in each byte."""
+    """Undo `pack`: the codes of bytes that hold two each, one code per byte."""
     return torch.stack(lanes_of(packed.movedim(dim, -1)), -1).flatten(-2).movedim(-1, dim)
 
 
 def lanes_of(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes in the lower and in the upper four bits of each byte, one code in each byte."""
+    """The codes in the lower and in the upper four bits of each byte, as two tensors with one code per byte."""
     return packed & 15, packed >> 4

@@ -1,4 +1,4 @@
-"""The extension API, for quantizers and operators of other packages. This package is written with the same names.
+"""The extension API, for quantizers and operators of other packages. This package itself uses the same names.
 
     Quantizer       the base class of quantizers: write a frozen dataclass; subclassing registers it with torch.compile
     CurrentScaling  a quantizer with scale rules, to derive from
@@ -7,8 +7,8 @@
                     make convert take another library's linear layers or experts
     register_gemm   adds a GEMM for codes that no other GEMM reads; register_grouped_gemm adds one for experts
     register_statistic
-                    adds a statistic that `fp8compile.Monitor` reads; Elements is what it is computed of
-    Observed        base of modules of your own whose products a monitor observes
+                    adds a statistic that `fp8compile.Monitor` reads; its argument is an Elements
+    Observed        base class of your own modules, so that a monitor observes their GEMMs
     Split, Cut      describe how an op runs on shards
     rounded         in a decomposition: rounds a value to the dtype in which eager mode would have stored it
     quantizers      returns the quantizers and recipes of installed packages

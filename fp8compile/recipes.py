@@ -1,9 +1,9 @@
-"""Ready recipes. Each function returns a recipe, and its keyword arguments set what may vary.
+"""Ready recipes: each function returns a recipe, and its keyword arguments adjust the recipe.
 
 The recipes differ in how the operands of a linear layer's three GEMMs get their scales:
 
     tensorwise           one scale for each tensor: the fastest GEMM; one outlier makes the whole tensor coarser
-    rowwise              one scale for each row or column: an outlier affects only these; casts for both directions
+    rowwise              one scale for each row or column: an outlier affects only these; two casts, one per direction
     rowwise_bf16_wgrad   rowwise with grad_weight in high precision: the safest, with two of three GEMMs in FP8
     blockwise            one scale for 128 values along the summed dim, or 128 x 128 values of a weight
     mxfp8                one power of two for 32 values along the summed dim, which Blackwell's tensor cores apply
@@ -66,8 +66,8 @@ def _of_blocks(
 ) -> Recipe:
     """Make a recipe with current scaling for all operands, from their blocks.
 
-    ``x`` is the block of x_MK in the output and of dy_MN in grad_input, ``weight`` that of w_NK in the output. The
-    turned blocks are those in the GEMMs that sum over the other dim. ``rule`` has the fields ``scale`` and ``eps``.
+    ``x`` is the block of x_MK in the output and of dy_MN in grad_input, ``weight`` that of w_NK in the output. Blocks
+    in GEMMs that sum over the other dim are ``weight_turned`` and ``x_turned``. ``rule`` has ``scale`` and ``eps``.
     """
     gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
     return Recipe(
@@ -385,7 +385,7 @@ def delayed(
 
 
 def of_quantizer(quantizer: Quantizer) -> Recipe:
-    """Make a recipe from one quantizer for all operands; it is transposed for a GEMM that sums over the other dim.
+    """Make a recipe from one quantizer for all operands, transposed for a GEMM that sums over the other dim.
 
     Args:
         quantizer: Quantizer of the output's operands, x_MK and w_NK.
@@ -411,10 +411,10 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
 
 
 def weight_only(quantizer: Quantizer | None = None) -> Recipe:
-    """Codes for the weight alone: W4A16, to train for serving with four-bit weights (QAT), and W8A16.
+    """Recipe that quantizes the weight alone: W4A16, to train for serving with four-bit weights (QAT), or W8A16.
 
-    The output multiplies x by the values of the weight's codes in high precision. Gradients are those of that function
-    for x, and pass straight through the rounding for the weight: ``dy @ values`` and ``dy^T @ x``.
+    The output multiplies x by the values of the weight's codes in high precision. Gradients are ``dy @ values`` for x,
+    and ``dy^T @ x`` for the weight, which passes straight through the rounding.
 
     Args:
         quantizer: Quantizer of w_NK, with current scaling. By default that of NVFP4, four bits with a scale for 16
@@ -486,7 +486,7 @@ def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
 
 
 def _of_call(text: str) -> tuple[str, dict[str, object]]:
-    """Name and keyword arguments of a call, such as ``"rowwise(by_mx=True)"``. Nothing of it is evaluated."""
+    """Parse the text of a call, such as ``"rowwise(by_mx=True)"``, to name and keyword arguments; executes nothing."""
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
@@ -594,7 +594,7 @@ def describe(recipe: Recipe) -> str:
         recipe: Any recipe.
 
     Returns:
-        ``"rowwise"`` for a ready recipe, or ``"rowwise(scale='pow2')"`` with other arguments than the defaults. The
-        name that an installed package gives the recipe, if that package is imported. ``"custom"`` for any other.
+        ``"rowwise"`` for a ready recipe, or ``"rowwise(scale='pow2')"`` with other arguments than the defaults. Else
+        the recipe's name in an installed package, if that package is imported; else ``"custom"``.
     """
     return _ready_name(recipe) or _installed_name(recipe) or "custom"

@@ -28,7 +28,7 @@ def down_the_rows(scale: Tensor) -> Tensor:
 
 
 def for_each_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
-    """Repeat scales (..., rows of blocks, blocks) for each row of a block, to (..., rows, blocks).
+    """Repeat each scale for every row of its block: (..., rows of blocks, blocks) becomes (..., rows, blocks).
 
     This is for a GEMM that reads a scale for each row. The last blocks may have fewer than ``block_rows`` rows.
     """
@@ -56,12 +56,12 @@ def tiles_numel(rows: int, blocks: int) -> int:
 
 
 def untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
-    """Undo `tiled`: take scales (rows, blocks) out of their tiles, which are given as a 1-D tensor."""
+    """Undo `tiled`: take scales (rows, blocks) out of a 1-D tensor of tiles."""
     down, along = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
     found = tiles.view(down, along, GROUP, TILE_ROWS // GROUP, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
     return found.reshape(down * TILE_ROWS, along * TILE_BLOCKS)[:rows, :blocks]
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Lay bytes (rows, blocks) out as tiles of the tensor core, 1-D; missing entries of the last tiles are 0."""
+    """Arrange bytes (rows, blocks) as a 1-D tensor of tensor core tiles; missing entries of the last tiles are 0."""
     return tiled(scale).reshape(-1).view(torch.float8_e8m0fnu)

@@ -46,7 +46,7 @@ LONG_WORD = 12  # words up to this length are not broken
 
 @dataclass(frozen=True)
 class Note:
-    """A cell with a reason, which is shown below the table."""
+    """A table cell with a reason, which is printed as a numbered note below the table."""
 
     text: str  # the reason
     short: str = ""  # what the cell itself says; may be empty
@@ -82,7 +82,7 @@ def _common(words: Sequence[list[str]]) -> int:
 
 
 def _alternatives(names: Sequence[str]) -> str:
-    """Write the names that one part of a pattern stands for, as "{0..31}" or "{gate,up}_proj"."""
+    """Write several names in one compact form, as "{0..31}" or "{gate,up}_proj"; a single name stays as it is."""
     if len(names) == 1:
         return names[0]
     if all(name.isdecimal() and name == str(int(name)) for name in names):
@@ -137,9 +137,9 @@ def folded_names(names: Iterable[str]) -> list[str]:
 
 
 def folded(rows: Iterable[tuple[str, Content]]) -> list[tuple[str, Content]]:
-    """Fold rows of a name and its content: rows with equal content become one row, under a pattern of their names.
+    """Fold rows (name, content): rows with equal content become one row, named by a pattern of their names.
 
-    Rows keep the order of the first of each.
+    The folded rows are in the order of each one's first name.
     """
     names: dict[Content, list[str]] = {}
     place: dict[tuple[str, Content], int] = {}
@@ -155,7 +155,7 @@ def folded(rows: Iterable[tuple[str, Content]]) -> list[tuple[str, Content]]:
 
 
 def _parts(word: str, width: int) -> list[str]:
-    """Break a word into parts no wider than ``width``, at the places where it reads best."""
+    """Break a word into parts no wider than ``width``, at the most readable places."""
     for pattern in BREAKS:
         parts = pattern.split(word)
         if max(map(len, parts)) <= width:
@@ -216,7 +216,7 @@ def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> lis
 
 
 def _least(word: str) -> int:
-    """The least width for a word: a short one is not broken, a long one only where it reads well."""
+    """The least column width for a word: short words are not broken, long words only at readable places."""
     if len(word) <= LONG_WORD:
         return len(word)
     return min(LONG_WORD, max(map(len, BREAKS[-1].split(word))))
@@ -289,7 +289,7 @@ def table_lines(
         rows: Cells, the same number in each row.
         width: Width in characters. A table of many columns may be wider than a very narrow one.
         right: Indices of the columns that are aligned to the right.
-        loud: Indices of the rows to whose lines ``mark`` is applied.
+        loud: Indices of the rows that stand out: ``mark`` is applied to their lines.
         mark: Makes a line stand out.
         head: Makes the headings stand out.
     """

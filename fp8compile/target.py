@@ -65,8 +65,8 @@ class Target:
     Attributes:
         type: "cpu", "cuda" or another device type.
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for any other device.
-        hip: Version of ROCm for an AMD GPU, which PyTorch calls "cuda" and gives a capability as NVIDIA's GPUs have;
-            None for any other device.
+        hip: Version of ROCm for an AMD GPU, whose ``type`` is "cuda" too and which has a ``capability`` as well; None
+            for any other device.
         build: The PyTorch that runs the code there.
         gcn: AMD's name of an AMD GPU's architecture, such as "gfx950"; empty for any other device.
     """
@@ -111,7 +111,7 @@ CAPABILITIES = {
 
 
 def target_called(name: str) -> Target:
-    """The target with this name: ``"cpu"``, or a GPU, a key of ``CAPABILITIES``, under the usual build of PyTorch.
+    """The target of this name, with the default `Build`: ``"cpu"``, or a GPU that is a key of ``CAPABILITIES``.
 
     Raises:
         ValueError: There is no such name.
@@ -130,7 +130,7 @@ _made = cache(Target)  # cached, because an eager call comes here five times
 
 
 def target_of(device: torch.device) -> Target:
-    """The target for code that works on tensors of this device; the pretended target, if there is one."""
+    """The target for code that works on tensors of this device; the target of `pretend_target`, if one is active."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return pretended

@@ -1,4 +1,4 @@
-"""Uses of interfaces that PyTorch does not promise, and that may therefore differ between its versions.
+"""Uses of private interfaces of PyTorch, which may differ between its versions.
 
 The package exports the names that its files list in ``__all__``.
 """

@@ -126,7 +126,7 @@ def _records_nothing() -> bool:
 
 
 def counting_versions() -> AbstractContextManager[None]:
-    """Let ops inside a `__torch_dispatch__` count writes, and give views the version counter of their base.
+    """Context in which ops inside a `__torch_dispatch__` count writes, and views share their base's version counter.
 
     PyTorch does both for the wrapper tensors with which an op is called, but not for the tensors inside of them.
     """
@@ -155,15 +155,15 @@ def runs_in_backward() -> bool:
 def will_run(ctx: Any, place: int) -> bool:
     """Whether the running backward will also reach the node that computed an op's tensor argument number ``place``.
 
-    It may not: ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about. ``ctx``
-    is the op's context, in its ``backward``.
+    ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about. ``ctx`` is the op's
+    context, in its ``backward``.
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves
 
 
 def saved_tensor_context() -> dict[str, Any] | None:
-    """What AOTAutograd tells a hook on saved tensors that it inlines: ``_node``, ``_fw_graph`` and ``_bw_graph``.
+    """The context that AOTAutograd gives a saved-tensor hook that it inlines: ``_node``, ``_fw_graph``, ``_bw_graph``.
 
     None outside AOTAutograd.
     """
@@ -173,9 +173,9 @@ def saved_tensor_context() -> dict[str, Any] | None:
 
 
 def saved_by_checkpoint() -> bool:
-    """Whether a hook on saved tensors, which calls this, has an input of a region of ``torch.utils.checkpoint``.
+    """Whether the saved-tensor hook that calls this was given an input of a region of ``torch.utils.checkpoint``.
 
-    The checkpoint calls the hook itself; up to 2.11 it has autograd call the hook. Nothing but the call stack tells.
+    Only the call stack tells: the checkpoint calls the hook itself; up to 2.11 it has autograd call the hook.
     """
     frame: Any = sys._getframe(1)
     for _ in range(FRAMES):
@@ -191,10 +191,10 @@ def saved_by_checkpoint() -> bool:
 
 
 def lost_by_hooks(backward: fx.Graph) -> str | None:
-    """What AOTAutograd loses of a backward's inputs if it inlines hooks on saved tensors; None if nothing.
+    """Describe an input of a backward that AOTAutograd would lose if it inlined saved-tensor hooks, or None.
 
-    Up to 2.15 it forwards tensors and symbols alone. Tensors that are an attribute of a ``ctx`` of autograd have to be
-    the last ones, and may get another place.
+    Up to 2.15 AOTAutograd passes on only tensors and symbols. Tensors stored as attributes of an autograd ``ctx``
+    have to be the last inputs, and may get another place.
     """
     for place in backward.find_nodes(op="placeholder"):
         value = place.meta.get("val")
@@ -227,8 +227,8 @@ def as_kernel(impl: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``impl`` run like PyTorch's own kernels, below autocast and autograd.
 
     Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 matmul. A kernel
-    that ends in a reshape would return a view, and autograd would forbid writes to the view, such as those of a
-    ReLU(inplace=True) that follows.
+    that ends in a reshape would return a view, and autograd would forbid writes to the view, as by a following
+    ReLU(inplace=True).
     """
 
     def kernel(*args: Any) -> Any:

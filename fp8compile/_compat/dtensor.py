@@ -91,7 +91,7 @@ def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Reduce-scatter the gradient of an input over each mesh dim that cuts the input, if it is a partial sum there.
+    """Reduce-scatter an input's gradient over each mesh dim that shards the input, if it is a partial sum there.
 
     If the gradient stayed a partial sum, the backward of the norm before the layer would compute with it, and ranks
     would sum three float32 tensors instead of one.

@@ -73,9 +73,9 @@ class FsdpParameter:
 
     @property
     def stays_after_forward(self) -> bool:
-        """Whether something gathered in the forward is still in memory for the backward.
+        """Whether data gathered in the forward is still in memory for the backward.
 
-        It is the whole parameter, or the larger shards of a smaller mesh (`reshard_after_forward=N`).
+        This is the whole parameter, or the larger shards of a smaller mesh (`reshard_after_forward=N`).
         """
         return not self._group._reshard_after_forward or self._group._use_post_forward_mesh
 

@@ -30,7 +30,7 @@ def keeps_parts_after_forward(cls: type[Class]) -> type[Class]:
 
 
 def _is_marked(parameter: Any) -> bool:
-    """Whether FSDP2 reshards this parameter to fewer ranks and its class has the decorator."""
+    """Whether FSDP2 reshards this parameter to fewer ranks, and its class has `keeps_parts_after_forward`."""
     fewer = parameter.post_forward_mesh_info
     return fewer not in (None, parameter.mesh_info) and hasattr(parameter._sharded_local_tensor, _MARK)
 

@@ -33,9 +33,9 @@ def keep_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
-    """Let `PipelineStage` restore the tensors that ``tensors_of`` returns for its module after it has inferred shapes.
+    """Make `PipelineStage` restore, after it has inferred shapes, the tensors ``tensors_of`` returns for its module.
 
-    It infers shapes by a forward and a backward on uninitialised memory, which would change, for example, amax
+    The stage infers shapes by a forward and a backward on uninitialised memory, which would change, for example, amax
     histories. From 2.15 on it restores buffers itself. Versions without a method for the backward run only the
     forward, which changes nothing. Call this after `torch.distributed.pipelining.stage` was imported.
     """

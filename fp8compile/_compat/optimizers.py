@@ -1,4 +1,4 @@
-"""Private functions of torch.optim, and a graph of its own for an optimizer's step."""
+"""Private functions of torch.optim, and a separately compiled graph for an optimizer's step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["compiled_alone", "muon_lr", "orthogonalized"]
 def compiled_alone(function: Callable[..., Any], first: object, backend: Any) -> Callable[..., Any]:
     """Compile ``function`` with its first argument fixed, as one graph of static sizes.
 
-    The graphs of this call do not count against Dynamo's limit for others of the same function, from 2.13 on.
+    From 2.13 on, the graphs of this call do not count against Dynamo's recompile limit for ``function``.
     """
     known = inspect.signature(torch.compile).parameters
     options: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
@@ -26,7 +26,7 @@ def compiled_alone(function: Callable[..., Any], first: object, backend: Any) ->
 
 
 def orthogonalized(update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """The orthogonal matrix next to an update (N, K), bfloat16, by PyTorch's Newton-Schulz iteration."""
+    """The orthogonal matrix nearest to an update (N, K), bfloat16, by PyTorch's Newton-Schulz iteration."""
     from torch.optim import _muon
 
     return _muon._zeropower_via_newtonschulz(update, coefficients, steps, eps)

@@ -81,7 +81,7 @@ def is_stand_in(value: object) -> bool:
     """Whether a value is PyTorch's stand-in for a constant of ours.
 
     An op's fake function gets a stand-in if the traced function itself makes the constant. A stand-in claims to be of
-    the constant's class, so only its ``type`` tells.
+    the constant's class, so only ``type(value)`` tells.
     """
     return type(value).__name__ == "FakeScriptObject"
 
@@ -185,7 +185,7 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def strided_shard(dim: int, parts: int) -> Any:
-    """The placement of a tensor whose ``dim`` was first cut into ``parts`` parts, and then each part once more."""
+    """The placement of a tensor whose ``dim`` was first sharded into ``parts``, and each of these once more."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)

@@ -1,4 +1,4 @@
-"""The `fp8compile` command."""
+"""Command line interface: the `fp8compile` command."""
 
 from fp8compile.cli.command import main
 

@@ -1,4 +1,4 @@
-"""`fp8compile advise`: measures a model's layers in several recipes, and prints which recipe each should take."""
+"""`fp8compile advise`: measures a model's layers in several recipes, and prints the best for each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log: logging.Logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``advise`` to the command."""
+    """Add the subcommand ``advise`` to the argument parser."""
     parser = subparsers.add_parser(
         "advise", help="say which recipe each layer of a model should take", description=DESCRIPTION,
         allow_abbrev=False,

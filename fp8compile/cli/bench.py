@@ -1,4 +1,4 @@
-"""`fp8compile bench`: run the benchmarks, keep their tables, and draw them.
+"""`fp8compile bench`: runs the benchmarks, writes their tables to a report, and plots them.
 
 The scripts are in `benchmarks/` beside the package and not in a wheel, because they compare with other libraries. So
 this command only works in a checkout. It runs each script in its own process, because some scripts compile, some start
@@ -45,7 +45,7 @@ log: logging.Logger = logging.getLogger(__name__)
 
 
 def checkout() -> Path:
-    """The folder of the checkout that has the benchmarks.
+    """Path of the repository checkout that contains the benchmarks.
 
     Raises:
         UserError: There is no such folder.
@@ -60,7 +60,7 @@ def checkout() -> Path:
 
 
 def _measured(name: str, folder: Path) -> Result:
-    """Run a benchmark's script, and return the table that it printed; ``error`` instead of rows if it failed."""
+    """Run a benchmark's script and return its table; ``error`` instead of ``rows`` if it fails."""
     began = time.perf_counter()
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", "--json"]
     finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -102,7 +102,7 @@ def _draw(result: Result, path: Path) -> None:
 
 
 def write_report(results: list[Result], out: Path) -> None:
-    """Write ``report.md`` and ``results.json``, and pictures of the tables if matplotlib is installed."""
+    """Write ``report.md`` and ``results.json``; also plots of the tables if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
     can_draw = find_spec("matplotlib") is not None
     first = next((result for result in results if "torch" in result), {})
@@ -146,7 +146,7 @@ def _name(text: str) -> str:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``bench`` to the command."""
+    """Add the subcommand ``bench`` to the argument parser."""
     text = "Run benchmarks, each in a process of its own, and write a report with tables and pictures. In a checkout."
     parser = subparsers.add_parser("bench", help="measure, and write a report", description=text, allow_abbrev=False)
     parser.add_argument("names", nargs="*", type=_name, metavar="name", help=f"of {', '.join(NAMES)}; all by default")

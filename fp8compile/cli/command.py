@@ -1,9 +1,9 @@
 """Parses the command line, runs a subcommand, and turns errors into one line and an exit code.
 
-    0  done          2    a wrong argument, or a lack that the user can mend, such as a full disk
+    0  done          2    an error that the user can fix, such as a wrong argument or a full disk
     1  it failed     130  stopped by Ctrl-C
 
-Any other exception is a defect of the program, and keeps its traceback.
+Any other exception is a bug of this program, and its traceback is shown.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ NO_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<kn
 
 class _OneLineParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Report unknown arguments by the subcommand's own parser, which knows the options to suggest."""
+        """Parse arguments; the subcommand's parser reports unknown ones, as it knows options to suggest."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest and not self._subparsers:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        """Report a bad argument in one line; argparse would print the usage first."""
+        """Exit with code 2 and a one-line message about a bad argument; argparse would print the usage first."""
         self.exit(2, f"{self.prog}: {message}{self._did_you_mean(message)}; see {self.prog} --help\n")
 
     def _did_you_mean(self, message: str) -> str:
@@ -82,7 +82,7 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _lack(error: Exception) -> str | None:
-    """The message for a full disk, if that caused the error; None if it did not."""
+    """The error message for a full disk, if that caused ``error``; else None."""
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             place = f" {cause.filename}" if cause.filename else ""
@@ -96,7 +96,7 @@ def _complain(command: str, message: str) -> None:
 
 
 def _check_streams() -> None:
-    """Handle streams that were closed before the process began; Python sets them to None."""
+    """Handle output streams closed at start: discard stderr's output, raise a UserError for stdout."""
     if sys.stderr is None:
         # print(file=None) would take standard output
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -105,7 +105,7 @@ def _check_streams() -> None:
 
 
 def _settle_output() -> None:
-    """Flush standard output, or drop its content if that fails, so that the flush at exit does not give code 120."""
+    """Flush standard output; discards it if that fails, because Python would else exit with code 120."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""`fp8compile doctor`: says what this machine can run, and checks that fp8compile works on it."""
+"""`fp8compile doctor`: reports what this machine can run, and checks that fp8compile works on it."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def _broken(error: Exception) -> dict[str, str]:
 
 
 def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, str]]:
-    """How the GEMMs of a recipe run on a device, for linears or for experts.
+    """How each GEMM of a recipe runs on a device, for linears or, if ``grouped``, for experts.
 
-    If the recipe comes from an installed package that fails, the entry has the error.
+    If an installed package's recipe can't be loaded, the only entry is its error.
     """
     import torch
 
@@ -96,7 +96,7 @@ def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _warnings() -> list[str]:
-    """Warnings about possible problems: a PyTorch newer than those that fp8compile was tested on."""
+    """Warnings about possible problems: a PyTorch that is newer than all tested versions."""
     import torch
 
     from fp8compile._compat import KNOWN_VERSIONS, TORCH_VERSION
@@ -130,12 +130,12 @@ def _are_in_order(products: list[dict[str, Any]]) -> bool:
 
 
 def examine() -> dict[str, Any]:
-    """All results of doctor, as plain values for JSON.
+    """Run all of doctor's examinations.
 
     Returns:
-        A dict with ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM of linears and of experts runs
-        on each device), ``products`` (of each kind of GPU, each run once), ``checks`` (each with name, ok and detail)
-        and ``ok``.
+        A JSON-serializable dict with ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM of linears
+        and of experts runs on each device), ``products`` (results of test GEMMs for each kind of GPU), ``checks``
+        (each with name, ok and detail) and ``ok``.
     """
     log.info("looking for devices")
     devices = _devices()
@@ -153,7 +153,7 @@ def examine() -> dict[str, Any]:
 
 
 def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
-    """Table rows for one recipe on one device; GEMMs that run in the same way share a row."""
+    """Table rows for one recipe on one device; GEMMs that run the same way share a row."""
     rows: list[tuple[Cell, ...]] = []
     for layers in ("gemms", "experts"):
         ways: dict[Cell, list[str]] = {}
@@ -169,7 +169,7 @@ def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
 
 
 def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
-    """The sections that show these devices, and how recipes run on them."""
+    """Sections that list these devices, and how recipes run on them."""
     keys = [key for key in DEVICE_KEYS if any(key in device for device in devices)]
     rows = tuple(tuple(str(device.get(key, "")) for key in keys) for device in devices)
     yield Section(title="devices", columns=tuple(keys), rows=rows)
@@ -178,7 +178,7 @@ def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
 
 
 def _print_products(found: list[dict[str, Any]]) -> bool:
-    """Print the results of the products that were run on GPUs; returns whether all are right."""
+    """Print the results of test GEMMs that were run on GPUs; returns whether all are right."""
     from fp8compile.cli.doctor_products import are_in_order, product_sections
     from fp8compile.cli.terminal import print_sections
 
@@ -187,7 +187,7 @@ def _print_products(found: list[dict[str, Any]]) -> bool:
 
 
 def _print() -> bool:
-    """Print section by section; returns whether all checks passed and all products are right."""
+    """Print all sections; returns whether all checks passed and all test GEMMs are right."""
     from fp8compile.cli.terminal import print_section
 
     warnings = tuple(f"WARNING: {text}" for text in _warnings())
@@ -205,7 +205,7 @@ def _print() -> bool:
 
 
 def _on_gpu(gpu: str) -> dict[str, Any]:
-    """Describe a GPU that need not be present: name, capability, build, and how each recipe's GEMMs run there."""
+    """Describe a GPU that need not be present: name, capability, build, each recipe's GEMMs on it."""
     from fp8compile.target import pretend_target
     from fp8compile.testing.gpu.gpus import GPUS as KNOWN
 
@@ -255,7 +255,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``doctor`` to the command."""
+    """Add the subcommand ``doctor`` to the argument parser."""
     text = (
         "Say which versions and devices are here and which recipe runs how on them, run each product of a GPU once, "
         "and check fp8compile itself."

@@ -43,7 +43,7 @@ def _difference(result: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def answer(case: ProductCase, device: torch.device) -> tuple[str, str]:
-    """Run a case once: ``"ok"``, ``"differs"`` or ``"raised"``, and what was found."""
+    """Run a test GEMM once; returns ``"ok"``, ``"differs"`` or ``"raised"``, and the difference or error."""
     try:
         result = case.result(device)
     except Exception as error:  # whatever PyTorch, a library or Triton says is the answer
@@ -55,7 +55,7 @@ def answer(case: ProductCase, device: torch.device) -> tuple[str, str]:
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether a device does no more work for this process, as after a kernel that trapped."""
+    """Whether a device no longer works in this process, as after a kernel that trapped."""
     try:
         return torch.ones(1, device=device).add(1).item() != 2
     except Exception:  # PyTorch has several classes for it
@@ -76,7 +76,7 @@ def _setting(gpu: str | None, *, interpret: bool) -> AbstractContextManager[None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the cases that the command line names, one after the other; returns the exit code.
+    """Run the test GEMMs that the command line names, one after the other; returns the exit code.
 
     The process ends early, with exit code 1, if the GPU is lost or if a case takes more than `SECONDS`.
     """

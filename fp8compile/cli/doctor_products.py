@@ -1,8 +1,8 @@
-"""Runs each product on a GPU once, and compares what the GPU does with what the tables of GEMMs say.
+"""Runs each kind of GEMM ("product") on a GPU once, and compares the results with our tables of GEMMs.
 
-    ok          the bits of the emulation
-    differs     other bits
-    gpu says no the table says that the GPU runs it, and it raises, traps, or does not end
+    ok          bitwise equal to the emulation
+    differs     not bitwise equal
+    gpu says no the table says that the GPU runs it, but it raises, traps, or does not end
     refused     the table says that the GPU does not run it; it is not run
     not asked   two cases of this product crashed their process, so its other cases were not run
 
@@ -45,10 +45,10 @@ Runner = Callable[[Sequence[int]], tuple[str, str, int]]
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one case on a GPU.
+    """The result of one test GEMM on a GPU.
 
     Attributes:
-        product: The key in `gpu_support.PRODUCTS`.
+        product: The kind of GEMM, a key of `gpu_support.PRODUCTS`.
         case: Formats, blocks and options.
         verdict: One of the verdicts in the table at the head of this file.
         detail: The difference, the error or the reason.
@@ -61,7 +61,7 @@ class Answer:
 
 
 def processes(command: Sequence[str]) -> Runner:
-    """A runner that starts a command with the cases as its last arguments."""
+    """Make a `Runner` that starts ``command`` in a subprocess, with the cases as its last arguments."""
 
     def run(cases: Sequence[int]) -> tuple[str, str, int]:
         with subprocess.Popen(
@@ -83,7 +83,7 @@ def _product_processes(*options: str) -> Runner:
 
 
 def _end(code: int, out: str, err: str) -> str:
-    """In words, how a process ended that did not finish a case."""
+    """Describe in words how a process ended before it finished a case."""
     if TIMED_OUT in err:
         return f"did not end within {SECONDS} s"
     said = [line for line in (*out.splitlines(), *err.splitlines()) if line.strip() and not line.startswith(LINE)]
@@ -92,7 +92,7 @@ def _end(code: int, out: str, err: str) -> str:
 
 
 def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
-    """Yields (case, verdict, detail) for each wanted case; if a process is lost, a new one runs the other cases."""
+    """Run cases, and yield (case, verdict, detail); after a crash, a new process runs the remaining ones."""
     cases, lost = product_cases(), Counter[str]()
     while wanted:
         out, err, code = run(wanted)
@@ -125,11 +125,11 @@ def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
 
 
 def asked_products(target: Target, run: Runner) -> list[Answer]:
-    """The result of each case on a GPU; cases that the tables refuse are not run.
+    """Run all test GEMMs on a GPU, except those that the tables refuse; returns a result for each.
 
     Args:
         target: The GPU, as the tables see it.
-        run: Starts a process for cases, given by their positions in `product_cases`.
+        run: Starts a process for cases, given by their indices in `product_cases`.
     """
     cases = product_cases()
     refused = {number: reason for number, case in enumerate(cases) if (reason := case.refusal(target)) is not None}
@@ -145,7 +145,7 @@ def _asked(target: Target, *options: str) -> list[dict[str, Any]]:
 
 
 def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run the product cases once on each kind of GPU of this machine; an entry has device, name and answers."""
+    """Run all test GEMMs on one GPU of each kind in this machine; an entry has device, name and products."""
     import torch
 
     from fp8compile.target import target_of
@@ -165,7 +165,7 @@ def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def played_on(gpu: str) -> dict[str, Any]:
-    """An entry like those of `found_products`, for a GPU that this machine's CPU simulates.
+    """Run all test GEMMs for a GPU that the CPU simulates; returns an entry as `found_products` does.
 
     ``gpu`` is one of `known_gpus.GPUS`.
     """
@@ -178,7 +178,7 @@ def played_on(gpu: str) -> dict[str, Any]:
 
 
 def are_in_order(found: Sequence[dict[str, Any]]) -> bool:
-    """Whether every product that was run has the bits of the emulation."""
+    """Whether all results are "ok" or "refused", so that every GEMM that ran equals the emulation bitwise."""
     return all(each["verdict"] in (OK, REFUSED) for entry in found for each in entry["products"])
 
 
@@ -196,7 +196,7 @@ def _row(product: str, answers: list[dict[str, Any]]) -> tuple[Cell, ...]:
 
 
 def product_sections(found: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """For each kind of GPU a table of products; if something is wrong, the lines to report."""
+    """Yield a table of results for each kind of GPU and, if some are wrong, a section for a bug report."""
     for entry in found:
         of_product: dict[str, list[dict[str, Any]]] = {}
         for each in entry["products"]:

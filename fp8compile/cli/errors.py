@@ -1,4 +1,4 @@
-"""Exceptions by which a subcommand ends early; the command turns each into one line and an exit code."""
+"""Exceptions that end a subcommand early; the command turns each into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ class UserError(Exception):
 
 
 class Failed(Exception):
-    """The run ended, and its criterion was not met; exit code 1."""
+    """The subcommand ran, but its success criterion was not met; exit code 1."""

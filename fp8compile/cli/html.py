@@ -1,4 +1,4 @@
-"""Writes a self-contained HTML page, without external scripts, fonts or images; it is well-formed XML, too."""
+"""Builds self-contained HTML pages, without external scripts, fonts or images; also well-formed XML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ $body
 
 
 def document(title: str, body: str, *, style: str, footer: str, head: str = "") -> str:
-    """The HTML of a page.
+    """HTML text of a page.
 
     Args:
         title: The page's title, which is also its heading.

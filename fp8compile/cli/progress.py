@@ -1,4 +1,4 @@
-"""Prints the progress of a command on standard error, a line for each step. Standard output has only the answer.
+"""Prints a command's progress to standard error, one line per step; standard output has only results.
 
 Modules report a step by ``logging.getLogger(__name__).info``, so that users of the library see nothing by default.
 """
@@ -15,7 +15,7 @@ __all__ = ["steps_shown"]
 
 @contextmanager
 def steps_shown() -> Iterator[None]:
-    """Print the package's log messages while this context lasts."""
+    """Context in which the package's log messages are printed to standard error."""
     logger = logging.getLogger("fp8compile")
     level, propagates = logger.level, logger.propagate
     handler = logging.StreamHandler(sys.stderr)

@@ -1,7 +1,7 @@
-"""`fp8compile run-gpu`: runs the program that Inductor makes for a GPU, on this machine's CPU, and compares it.
+"""`fp8compile run-gpu`: runs the program that Inductor generates for a GPU on the CPU, and checks it.
 
-0  the program has the bits of its graphs     1  it differs, or a kernel does what it must not
-2  it was not run: no such target or GPU, the target fails, or the code does something that isn't known
+0  results equal those of the graphs bitwise     1  they differ, or a kernel does something invalid
+2  it was not run: no such target or GPU, the target fails, or the simulator does not support the code
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MODES = ("contract", "approximate", "precision_casts")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What running the program for one GPU has shown.
+    """Result of running the program for one GPU.
 
     Attributes:
         arch: The GPU, as the user named it.
-        name: Its full name.
+        name: Full name of the GPU.
         graphs: A line for each graph that was run, and where the first NaN comes from if there is one.
-        fault: What a kernel does that it must not do; empty if there is nothing.
+        fault: Forbidden action of a kernel, such as an access out of bounds; empty if there is none.
         differences: A line for each tensor that differs.
         unknown: Why the program was not run; empty if it was.
-        seconds: How long it took.
+        seconds: Duration.
     """
 
     arch: str
@@ -77,13 +77,13 @@ def _loaded(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _one_line(error: BaseException) -> str:
-    """An error's own text, without the hints that PyTorch's compiler appends."""
+    """Class and text of an error in one line, without the hints that PyTorch's compiler appends."""
     text = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].partition("\n\nfrom user code")[0]
     return f"{type(error).__name__}: {' '.join(text.split())}"
 
 
 def _cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
-    """The first error of these kinds among an error and its causes; PyTorch wraps what raises while it compiles."""
+    """First error of these kinds among ``error`` and its causes; PyTorch wraps errors of its compiler."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, kinds):
@@ -131,7 +131,7 @@ def _sections(text: str, outcomes: Sequence[Outcome]) -> Iterator[Section]:
 
 
 def _write_junit(path: Path, text: str, outcomes: Sequence[Outcome]) -> None:
-    """Write a JUnit file with a test case for each GPU; faults and differences are failures, other ends are errors."""
+    """Write a JUnit file with a test case per GPU; differences are failures, programs not run are errors."""
     bad = sum(bool(each.fault or each.differences) for each in outcomes)
     suite = ElementTree.Element(
         "testsuite", name="fp8compile run-gpu", tests=str(len(outcomes)), failures=str(bad),
@@ -166,7 +166,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``run-gpu`` to the command."""
+    """Add the subcommand ``run-gpu`` to the argument parser."""
     text = (
         "Run the whole program that Inductor makes for a GPU, wrapper, kernels and products, forward and backward, on "
         "this machine's CPU, and compare it bit for bit with its graphs."

@@ -1,4 +1,4 @@
-"""A titled table, as the terminal and the HTML page show it."""
+"""Section: a titled table, for the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Section:
         lines: Lines of text above the table.
         columns: Headings of the columns; empty without a table.
         rows: Rows of cells.
-        loud: Indices of the rows that are highlighted; without a table, indices of the lines.
-        numbers: Indices of the columns with numbers, which are aligned to the right.
+        loud: Indices of highlighted rows; without a table, indices of highlighted lines.
+        numbers: Indices of columns with numbers, which are right-aligned.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Bold and red text, in a terminal only."""
+"""Bold and red text on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Style"]
 
 
 class Style:
-    """Marks text for standard output, if that is a terminal; the variable NO_COLOR turns marks off."""
+    """Formats text for standard output if that is a terminal; the variable NO_COLOR turns this off."""
 
     def __init__(self) -> None:
         self._is_on = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -22,5 +22,5 @@ class Style:
         return self._marked(text, "1")
 
     def alarm(self, text: str) -> str:
-        """The text in bold red, for what must not be overlooked."""
+        """The text in bold red, for alarms."""
         return self._marked(text, "1;31")

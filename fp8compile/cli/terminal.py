@@ -1,4 +1,4 @@
-"""Print sections (a title, lines of text and a table) in the terminal, fitted to its width."""
+"""Prints sections (a title, lines of text and a table) in the terminal, fitted to its width."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _lines(section: Section, width: int, style: Style) -> Iterable[str]:
 
 
 def print_section(section: Section) -> None:
-    """Print a section, and an empty line after it.
+    """Print a section, followed by an empty line.
 
     Args:
         section: The titled table.

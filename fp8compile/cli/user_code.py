@@ -1,7 +1,7 @@
-"""Runs a user's code in this process, and turns an exception or an exit in it into a `UserError` that says which.
+"""Runs a user's code in this process, and turns its exceptions and exits into a `UserError`.
 
 Without this, code that calls `sys.exit(0)` or `os._exit(0)` would end the command with exit code 0, which means YES. A
-crash by a signal is not caught: its exit code is above 128, so nobody takes it for YES.
+crash by a signal is not caught, but its exit code is above 128 and can't be mistaken for YES.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AT_ONCE = ("_exit", "execv", "execve")
 
 
 class _EndedAtOnce(BaseException):
-    """Raised in place of a call that would end the process at once; no handler of ``Exception`` catches it."""
+    """Raised instead of a call that would end the process at once; no handler of ``Exception`` catches it."""
 
 
 def _raising(name: str) -> Callable[..., Any]:
@@ -47,10 +47,10 @@ def _said(error: BaseException) -> str:
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Turn every way in which a user's code can fail or end the process into a `UserError`.
+    """Context that turns every way in which a user's code can fail or end the process into a `UserError`.
 
     Args:
-        what: Words for what the code does; they come before "failed" in the error.
+        what: Description of what the code does; it comes before "failed" in the error.
 
     Raises:
         UserError: The code raised an exception, or called ``sys.exit`` or ``os._exit``.

@@ -1,4 +1,4 @@
-"""check: reads a folder as a server would, and compares its values with those that the codes have in training."""
+"""check: reads an exported folder as a server would, and compares its values with those of training."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OUTER = {"nvfp4": 2, "tensor": 1, "static_tensor": 1}  # index of the outer scal
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What `check` found in a folder that has no problem.
+    """Result of `check` for a folder without problems.
 
     Attributes:
         folder: The folder.
         format: Name of the format.
-        layers: Number of layers with codes that were compared.
+        layers: Number of quantized layers that were compared.
         notes: Differences between what a server computes and what training computes, in words.
     """
 
@@ -49,7 +49,7 @@ class CheckReport:
 
 
 def _difference(values: Tensor, wanted: Tensor) -> str | None:
-    """The first value that differs by more than the rounding error of the format's readers; None if none does."""
+    """Describe the first value that differs by more than the readers' rounding errors; None if none does."""
     equal = (values == wanted) | (values.isnan() & wanted.isnan())
     equal |= (values - wanted).abs() <= TOLERANCE * wanted.abs()
     if bool(equal.all()):
@@ -68,7 +68,7 @@ def _stored(files: StoredFiles, name: str, scheme: Scheme) -> dict[str, Tensor] 
 
 
 def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) -> str | None:
-    """What is wrong with the tensors of one layer, in words; None if nothing is."""
+    """What is wrong with the stored tensors of one layer, in words; None if nothing is."""
     scales = [each.float() for suffix, each in stored.items() if suffix != scheme.suffixes[0]]
     if not all(bool((each >= 0).all()) for each in scales):
         return "has a scale that is negative or NaN"
@@ -81,7 +81,7 @@ def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) 
 
 
 def _fused_notes(outer: Mapping[str, float]) -> list[str]:
-    """Notes on layers that a server multiplies as one although they have different outer scales."""
+    """Notes on layers that a server fuses into one GEMM although their outer scales (``outer``) differ."""
     found: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
     for name, scale in outer.items():
         above, _, last = name.rpartition(".")
@@ -102,7 +102,7 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """What is wrong with config.json's quantization_config, from which readers learn the format; else empty."""
+    """Problems of config.json's quantization_config, from which readers learn the format."""
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]
@@ -118,12 +118,12 @@ def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any])
 
 
 def check(folder: str | os.PathLike[str]) -> CheckReport:
-    """Read a folder that `save_pretrained` wrote as a server would, and compare it with what training has.
+    """Read a folder written by `save_pretrained` as a server would, and compare it with training.
 
     For each layer, some values are computed from the file by the arithmetic of the format's readers, and compared with
-    the values that the codes had in training. This arithmetic shares no code with the functions that write. So an
-    inverted scale, a transposed matrix, four-bit codes in the wrong order, missing scales, a truncated file and a
-    wrong configuration are found.
+    the values that the codes had in training. This arithmetic shares no code with the functions that write. So it
+    detects an inverted scale, a transposed matrix, four-bit codes in the wrong order, missing scales, a truncated file
+    and a wrong configuration.
 
     Args:
         folder: Path of the folder.

@@ -1,13 +1,13 @@
-"""Names in a checkpoint: where each matrix of a model's parameter goes.
+"""Mapping from a model's parameters to names in a checkpoint, matrix by matrix.
 
-Parameters of transformers' models have other names and shapes than tensors of their checkpoints. Experts, for example,
-are one stack for gate and up in the model, and a matrix for each expert and projection in the checkpoint. transformers
-can convert each parameter back. Here it converts row numbers instead of values, which tells where each row goes:
+transformers' checkpoints have other names and shapes than the parameters of its models. Experts, for example, are one
+stack for gate and up in the model, and a matrix for each expert and projection in the checkpoint. transformers can
+convert each parameter back. Here it converts row numbers instead of values, to find out where each row goes:
 
     gate_up_proj (E, 2 I, H) --rows (E, 2 I, 1)--> experts.0.gate_proj.weight: rows 0 to I of expert 0, ...
 
-For quantized experts that are kept as (in_features, out_features), as in gpt-oss and Llama 4, transformers has no such
-conversion. They get the names that llm-compressor uses: a linear for each expert and projection.
+transformers has no such conversion for quantized experts that are stored as (in_features, out_features), as in gpt-oss
+and Llama 4. They get the names that llm-compressor uses: a linear for each expert and projection.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Place", "in_checkpoint", "is_of_transformers", "places", "places_of_
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix of a checkpoint, and the rows of a model's parameter that it consists of.
+    """A matrix of a checkpoint, and which rows of a model's parameter it consists of.
 
     Attributes:
         name: Name in the checkpoint, without ``.weight``.
         expert: Index of the expert in the parameter; None if the parameter is one matrix.
         start: The matrix's first row in the parameter, or in that expert's part of it.
         stop: The row after the matrix's last row.
-        step: 2 if the matrix has every other row, because the model interleaves gate and up; else 1.
+        step: 2 if the matrix takes every other row, because the model interleaves gate and up; else 1.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Place:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers, whose checkpoints may have other names."""
+    """Whether a model is a transformers model, whose checkpoint may have other names than its parameters."""
     return any(each.__module__ == "transformers.modeling_utils" for each in type(model).__mro__)
 
 
 def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors by which a checkpoint stores a parameter or buffer of a model, by their names; one or several."""
+    """Map a model's parameter or buffer to the tensors that a checkpoint stores for it, by name."""
     if not is_of_transformers(model):
         return {name: tensor}
     from transformers.core_model_loading import revert_weight_conversion
@@ -61,13 +61,13 @@ def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tens
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that are tied again when a checkpoint is read, each with the name that it is tied to."""
+    """Names of tied parameters, which a checkpoint does not store, mapped to the names they are tied to."""
     tied: Any = getattr(model, "all_tied_weights_keys", None) if is_of_transformers(model) else None
     return dict(tied or {})
 
 
 def places_of_transposed(experts: Any, name: str, out_features: int, count: int) -> list[Place]:
-    """Where the matrices of experts that are kept transposed go in the checkpoint; rows are output features.
+    """Find where the matrices of transposed experts go in the checkpoint; rows are output features.
 
     Args:
         experts: The module.
@@ -85,7 +85,7 @@ def places_of_transposed(experts: Any, name: str, out_features: int, count: int)
 
 
 def places(model: nn.Module, name: str, weight: Tensor) -> list[Place] | str:
-    """Where the matrices of a weight go in the checkpoint; or a text, the reason why that is not known.
+    """Find where the matrices of a weight go in the checkpoint; returns a text with the reason if unknown.
 
     Args:
         model: The model.

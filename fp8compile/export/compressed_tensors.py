@@ -3,7 +3,7 @@
     float-quantized       weight (N, K) e4m3; weight_scale float32 (1,), (N, 1) or (N / 128, K / 128)
     mxfp8-quantized       weight (N, K) e4m3; weight_scale (N, K / 32) uint8, E8M0
     nvfp4-pack-quantized  weight_packed (N, K / 2) uint8; weight_scale (N, K / 16) e4m3;
-                          weight_global_scale (1,) float32, by which values are divided
+                          weight_global_scale (1,) float32, 1 / outer scale: values are divided by it
 
 Source: compressed-tensors 0.20, ``compressors``; vLLM, ``compressed_tensors/schemes``.
 """

@@ -1,8 +1,8 @@
-"""Where a rank's part lies in a whole tensor, and how ranks fill a tensor in which each has written its part.
+"""Position of a rank's shard in a whole tensor, and exchange of shards to fill the whole.
 
-    whole tensor on each rank:  [ own part | empty | empty ]  --each rank sends its part into the same place-->  full
+    whole tensor on each rank:  [ own part | empty | empty ]  --each rank broadcasts its part-->  full
 
-So memory beside the result is small: a contiguous place is sent as it is, another one by some rows at a time.
+Little memory is needed beside the result: contiguous parts are sent in place, others in chunks of rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MESSAGE = 2**19  # bytes of a message from a place that is not contiguous
 
 
 def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """Where a rank's part lies in the whole tensor.
+    """Slices of a rank's shard in the whole tensor, one per dim.
 
     Args:
-        cuts: How ranks cut the tensor, as this rank sees it.
+        cuts: How the tensor is sharded, as this rank sees it.
         shape: Shape of the whole tensor.
-        units: For each dim, how many elements share one entry of the tensor, such as those of a block in a grid of
-            scales, or two codes in a byte; -1 for all of them. None if each element has its own entry.
+        units: For each dim, how many elements share one entry, such as a block's elements in a grid of scales, or two
+            codes in a byte; -1 if all do. None if each element has its own entry.
     """
     found = []
     for dim, size in enumerate(shape):
@@ -45,12 +45,12 @@ def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None =
 
 
 def send(part: Tensor, cut: DimSharding, source: int) -> None:
-    """Send a tensor from one rank of a cut into the same tensor of the others.
+    """Broadcast a tensor in place from one rank of a sharded dim to the others.
 
     Args:
         part: The tensor, which may be a view: the rank ``source`` reads it, and the others write to it.
-        cut: The cut whose ranks take part.
-        source: Number of the rank that sends, among those of the cut.
+        cut: The sharding whose ranks take part.
+        source: The sending rank, by its number in ``cut``.
     """
     group = _resolve_process_group(cut.group) if isinstance(cut.group, str) else cut.group  # type: ignore[arg-type]
     part = part.view(torch.uint8) if part.element_size() == 1 else part
@@ -76,16 +76,16 @@ def fill(
     units: Sequence[int] | None = None,
     known: Sequence[bool] | None = None,
 ) -> None:
-    """Complete a tensor in which each rank has written its own place. All ranks of the cuts call this.
+    """Exchange shards until a tensor, in which each rank has written its own, is complete (collective).
 
-    Ranks of an inner cut exchange first. Then each rank of an outer cut has its whole part, and sends that.
+    The innermost sharding is exchanged first. Each rank of an outer sharding then has its whole part to send.
 
     Args:
         whole: The tensor to complete: values, codes or scales.
-        cuts: How ranks cut the values.
+        cuts: How the values are sharded.
         shape: Shape of the values.
         units: How many values share one entry of ``whole``, as in `place_of`.
-        known: For each dim, whether each rank has written all entries along it.
+        known: For each dim, whether each rank has already written all entries along it.
     """
     for level in reversed(range(len(cuts))):
         cut = cuts[level]

@@ -2,12 +2,12 @@
 
     weight            (N, K) e4m3
     weight_scale_inv  (N / 128, K / 128) float32 or E8M0, or () for one scale; codes are multiplied by it
-    activation_scale  () float32, with static scales of inputs
+    activation_scale  () float32, if inputs have static scales
 
-transformers computes the block from the shapes, N / rows of scales and K / columns of scales. With N = 192, whose
-blocks have 128 and 64 rows, it would silently take two blocks of 96. So K has to be a multiple of 128. N may be
-another number if its number of blocks does not divide it, such as DeepSeek's 576. vLLM and SGLang read such weights,
-and transformers refuses to dequantize them.
+transformers computes the block size from the shapes: N / rows of scales, K / columns of scales. For N = 192, which has
+blocks of 128 and 64 rows, it would silently assume two blocks of 96. So K has to be a multiple of 128. N has to be a
+multiple of 128, or a number that its number of blocks does not divide, such as DeepSeek's 576. vLLM and SGLang read
+such weights, and transformers refuses to dequantize them.
 
 Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; vLLM, ``quantization/fp8.py``.
 """

@@ -1,4 +1,4 @@
-"""The serving formats by name."""
+"""Table of the serving formats by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = {each.name: each for each in (FINE_GRAINED_FP8, COMPRESSED_TENSORS, MO
 
 
 def format_named(function: str, name: object) -> Format:
-    """The format with this name.
+    """The format called ``name``; errors name ``function``.
 
     Raises:
         ValueError: There is no such format.

@@ -1,10 +1,10 @@
-"""load_quantized: loads a checkpoint in a serving format into a model; stored codes become quantized parameters.
+"""load_quantized: loads a serving checkpoint into a model; codes become quantized parameters.
 
     config.json --> format         plan of the model --> names and shapes, all of them checked
-    tensors of one weight --_Stored--> Quantized --> QuantizedParameter, in place of the weight
+    tensors of one weight --_Stored--> Quantized --> QuantizedParameter, which replaces the weight
 
-Nothing is dequantized on the way, unless forward and backward multiply different codes: then the second set is made
-from the values of the first, one weight at a time.
+Nothing is dequantized, unless forward and backward multiply by differently quantized weights: then the codes for the
+backward are made from the values of the forward's codes, one weight at a time.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LoadReport:
     Attributes:
         folder: The folder.
         format: Name of the format.
-        codes: Names of the parameters that are kept as codes now.
+        codes: Names of the parameters that are quantized now.
         values: Names of the parameters and buffers that were loaded as values.
-        notes: What was left out, and why.
+        notes: What was not loaded, and why.
     """
 
     folder: Path
@@ -94,11 +94,11 @@ class _Stored:
         return self.place.name + suffix
 
     def is_codes(self, files: StoredFiles) -> bool:
-        """Whether the folder has this matrix as codes; else as values."""
+        """Whether the folder stores this matrix as codes and not as values."""
         return self.name(self.scheme.suffixes[1]) in files.names()
 
     def problems(self, files: StoredFiles) -> list[str]:
-        """Which tensors are missing or have another shape, in words; only the headers of the files are read."""
+        """Messages on tensors that are missing or have another shape; reads only the headers of the files."""
         rows, step = self.place.rows, self.quantizer.block[0]
         if step > 1 and (self.place.step > 1 or self.place.start % step):
             return [f"{self.place.name} has rows of several blocks {self.quantizer.block}: take weight_block=(1, n)"]
@@ -116,7 +116,7 @@ class _Stored:
         return found
 
     def _grid(self, scale: Tensor) -> Tensor:
-        """The scales in the quantizer's shape; a file repeats the scales of square blocks for each row of a block."""
+        """Reshape the file's scales to the quantizer's grid of blocks; undoes their repetition for each row."""
         if self.scheme.kind not in ("mx", "nvfp4"):
             rows = self.place.rows
             return numbers_of(scale).reshape(self.quantizer.scale_shape((rows, self.columns)))
@@ -131,7 +131,7 @@ class _Stored:
         return grid
 
     def read(self, files: StoredFiles) -> Quantized:
-        """Read the codes and scales; apart from the result, only one tensor of the file is in memory at a time."""
+        """Read the matrix's codes and scales from the files."""
         codes, scale, *outer = (files.get(self.name(suffix)) for suffix in self.scheme.suffixes)
         assert codes is not None
         assert scale is not None
@@ -157,7 +157,7 @@ def _device_of(tensor: Tensor, given: torch.device | str | None) -> torch.device
 
 
 def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> None:
-    """Copy the scale that a part of a matrix brings, or check that it equals the scale of the parts before it."""
+    """Copy the scale of a matrix's first part; for later parts, raise a ValueError unless it is equal."""
     if is_new:
         into.copy_(found)
     elif not torch.equal(into, found.to(into.device)):
@@ -168,7 +168,7 @@ def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> 
 
 
 def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> Quantized:
-    """The codes of a matrix or of a stack, assembled from the matrices of the checkpoint."""
+    """Codes and scales of a weight, a matrix or stack, assembled from the matrices of the checkpoint."""
     rows, columns = _sizes(weight)
     quantizer, filled = stored[0].quantizer, set()
     whole = empty_matrix(quantizer, rows, columns, device)
@@ -194,13 +194,13 @@ def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _sizes(weight: Weight) -> tuple[int, int]:
-    """N and K of a weight's matrices, also if the module keeps them transposed."""
+    """N and K (out_features, in_features) of a weight's matrices, also if stored transposed."""
     first, second = weight.tensor.shape[-2:]
     return (second, first) if weight.layer is not None and is_transposed(weight.layer) else (first, second)
 
 
 def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
-    """Codes (E, N, K), transposed if the module keeps its matrices as (in_features, out_features)."""
+    """Convert codes (E, N, K) to the module's layout: transposed if it stores (in_features, out_features)."""
     if weight.layer is None or not is_transposed(weight.layer):
         return codes
     single, quantizer = one_a_byte(codes.codes, codes.quantizer)
@@ -211,7 +211,7 @@ def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
 
 
 def _has_rows(tensor: Tensor, index: Mapping[str, Tensor]) -> bool:
-    """Whether the result of `_index_of_rows` numbers the rows of ``tensor``; else it numbers the elements."""
+    """Whether ``index``, from `_index_of_rows`, numbers the rows of ``tensor`` and not the elements."""
     return tensor.ndim > 1 and sum(each.numel() for each in index.values()) != tensor.numel()
 
 
@@ -234,9 +234,9 @@ def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
-    """The names of the checkpoint's tensors that make up a parameter, each with the numbers of the rows that it holds.
+    """Names of the checkpoint's tensors that make up a parameter, each with the row numbers it contains.
 
-    For a vector, and for biases that a checkpoint stores one by one, elements count as rows.
+    Vectors, and biases that a checkpoint stores one by one, have element numbers instead.
     """
     tensor = weight.tensor
     if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:
@@ -250,7 +250,7 @@ def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[st
 
 
 class _Loader:
-    """Checks all of a folder against a model, and then loads it."""
+    """Compares a whole folder with a model first, and then loads it."""
 
     def __init__(self, plan: Plan, files: StoredFiles, device: torch.device | str | None) -> None:
         self.plan, self.files, self.device = plan, files, device
@@ -325,7 +325,7 @@ class _Loader:
             )
 
     def load(self) -> None:
-        """Replace the parameters of the model by what the folder has."""
+        """Replace the model's parameters by the folder's tensors."""
         for weight, stored in self.codes:
             found = _parameter(weight, stored, self.files, _device_of(weight.tensor, self.device))
             put_codes(weight.layer, weight.name.rpartition(".")[2], found)
@@ -356,7 +356,7 @@ class _Loader:
 
 
 def _replace(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer on the meta device."""
+    """Replace a parameter or buffer that is on the meta device by a tensor."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     before: Any = getattr(module, own)
@@ -378,19 +378,19 @@ def _check_real(model: nn.Module) -> list[str]:
 def load_quantized(
     model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> LoadReport:
-    """Load a checkpoint in a serving format; weights that it stores as codes become parameters that are kept as codes.
+    """Load a checkpoint in a serving format; weights that it stores as codes become quantized parameters.
 
-    The forward then multiplies the codes and scales of the folder. Parameters keep their ``requires_grad``: freeze
-    them, or train them by `fp8compile.MasterWeights`. Weights that the folder has in high precision stay so.
-    Parameters are new objects, so make optimizers afterwards, and spread the model over ranks afterwards.
+    The forward then multiplies by the folder's codes and scales. Parameters keep their ``requires_grad``: freeze them,
+    or train them by `fp8compile.MasterWeights`. Weights that the folder stores in high precision stay so. Parameters
+    are new objects, so make optimizers and shard the model afterwards.
 
     If the model is on the meta device, no weight is ever in memory in high precision; ``fp8compile.convert`` works on
-    such a model. Recipes that multiply different codes in forward and backward (`rowwise`, `mxfp8`) get the second set
-    from the values of the first, one weight at a time.
+    such a model. If a recipe quantizes the weight differently for the backward (`rowwise`, `mxfp8`), the second codes
+    are made from the values of the first, one weight at a time.
 
     Args:
-        model: A model that `fp8compile.convert` has converted, whose recipes quantize weights as the folder has them.
-        folder: A folder in one of the formats of `save_pretrained`, from here or from another tool.
+        model: A model that `fp8compile.convert` has converted, with recipes that quantize weights as the folder does.
+        folder: A folder in one of the formats of `save_pretrained`, written by this package or another tool.
         device: Device of the parameters; by default their own, or the CPU for those on the meta device.
 
     Returns:
@@ -398,8 +398,8 @@ def load_quantized(
 
     Raises:
         ValueError: The format is not known, a file can't be read, a tensor is missing, has another shape than the
-            recipe gives it or no place in the model; the recipe has delayed scaling; or a weight is spread over ranks.
-            The text lists all of it, and nothing is changed.
+            recipe gives it or no counterpart in the model; the recipe has delayed scaling; or a weight is sharded.
+            The text lists all problems, and nothing is changed.
         FileNotFoundError: The folder has no config.json.
     """
     path = Path(folder)

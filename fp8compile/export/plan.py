@@ -1,10 +1,10 @@
-"""Plan: what a model's checkpoint in a serving format will contain, decided from names and shapes alone.
+"""Plan: contents of a model's checkpoint in a serving format, from names and shapes alone.
 
     parameter of a converted layer --kind of its codes, shape, name--> Weight, with a scheme and its places
                                   +--the format can't hold it--> raises, or stays as values
     any other parameter or buffer ----------------------------> Weight without a scheme
 
-Names and shapes decide, so that what does not fit raises before anything is gathered or written.
+Errors are therefore raised before anything is gathered or written.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Weight:
     """A parameter or buffer, and how it is written.
 
     Attributes:
-        name: Its name in the model.
+        name: Name in the model.
         tensor: The parameter or buffer.
         layer: The converted layer whose weight it is; None for a tensor that is written as values.
         scheme: How the format stores the codes; None for values.
-        places: Where the matrices of the codes go; for biases of transposed experts, where each bias goes.
+        places: Names and rows of the quantized matrices in the checkpoint; of biases, for transposed experts' biases.
         dtype: Dtype to which the forward casts the tensor; None if it casts nothing.
     """
 
@@ -62,8 +62,8 @@ class Plan:
         format: The format.
         weights: All parameters and buffers.
         groups: Names of the quantized layers in the checkpoint, by scheme.
-        ignored: Names of the layers in the checkpoint that are not quantized, routers too.
-        notes: What is served differently from how it is trained, and why.
+        ignored: Names of the layers in the checkpoint that are not quantized, including routers.
+        notes: Differences between serving and training, and their reasons.
     """
 
     model: nn.Module
@@ -81,7 +81,7 @@ def _clean(name: str) -> str:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """All parameters and persistent buffers, module by module: full name, module, name in the module, tensor."""
+    """Yield all parameters and persistent buffers: full name, module, name in the module, tensor."""
     for fqn, module in model.named_modules(remove_duplicate=False):
         buffers: dict[str, Any] = dict(module._buffers)
         own: dict[str, Any] = {**module._parameters, **buffers}
@@ -94,12 +94,12 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tens
 
 
 def _layers_of_weights(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Module]:
-    """The converted layer that multiplies by each parameter, by the module and the name that hold it."""
+    """Map each (module, parameter name) slot of a converted layer's weight to the layer."""
     return {slot: layer for layer, _ in layers(model) if is_converted(layer) for slot in weight_slots(layer)}
 
 
 def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
-    """For each parameter, all modules that have it, each with the parameter's name there."""
+    """Map each parameter to all (module, name) pairs that hold it."""
     found: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -109,7 +109,7 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
 
 
 def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The dtype in which graph_fsdp uses each parameter, by the parameter."""
+    """Map each parameter to the dtype in which graph_fsdp uses it."""
     states = [(module, vars(module)["graph_fsdp"]) for module in model.modules() if "graph_fsdp" in vars(module)]
     own = ((module._parameters, state.shardings) for module, state in states)
     pairs = ((parameters[name], each.dtype) for parameters, every in own for name, each in every.items())
@@ -117,7 +117,7 @@ def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The dtypes to which FSDP2 or graph_fsdp casts parameters in the forward, by parameter."""
+    """Map parameters to the dtypes to which FSDP2 or graph_fsdp casts them in the forward."""
     if in_graph := _dtypes_of_graph_fsdp(model):
         return in_graph
     if not any(is_fsdp_managed(module) for module in model.modules()):
@@ -138,7 +138,7 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether the last block of rows may be partial, because the format allows it and readers can't mistake the block.
+    """Whether N is no multiple of the block, but the format allows it and readers find the right block.
 
     Readers compute the rows of a block as rows / rows of scales, and refuse a result that is not a whole number.
     """
@@ -160,9 +160,9 @@ def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
 
 
 def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Scheme) -> tuple[Scheme, list[Place]] | str:
-    """How and where to store a stack of experts that is kept transposed; or a text, why a stack does not fit.
+    """Scheme and checkpoint places of a stack of transposed experts, or a text why it can't be stored.
 
-    All stacks of a module are stored in one way, because a reader expects linears or stacks.
+    All stacks of a module are stored the same way, because a reader expects either linears or stacks.
     """
     path, _, own = name.rpartition(".")
     found: list[Place] = []
@@ -179,7 +179,7 @@ def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Schem
 def _scheme_or_reason(
     model: nn.Module, format: Format, layer: Any, name: str, weight: Tensor
 ) -> tuple[Scheme, list[Place]] | str:
-    """How and where to store a layer's weight; or a text, the reason why the format can't hold it."""
+    """Scheme and checkpoint places of a layer's weight, or a text why the format can't hold it."""
     turned = is_transposed(layer)
     if turned and weight.ndim == 2:
         return "is kept as (in_features, out_features), which no serving format has"
@@ -253,7 +253,7 @@ class _Planner:
             )
 
     def _add_codes(self, name: str, tensor: Tensor, layer: Any, dtype: torch.dtype | None) -> bool:
-        """Add a converted layer's weight as codes; False if the format can't hold it."""
+        """Add a converted layer's weight as codes to the plan; returns False if the format can't hold it."""
         found = _scheme_or_reason(self.plan.model, self.plan.format, layer, name, tensor)
         if isinstance(found, str):
             self.refused.append((name, found))
@@ -276,7 +276,7 @@ class _Planner:
         return True
 
     def add(self, name: str, module: nn.Module, own: str, tensor: Tensor) -> None:
-        """Add a parameter or buffer; ``name`` is its name in the model, and ``own`` its name in ``module``."""
+        """Add a parameter or buffer to the plan; ``name`` is its full name, ``own`` its name in ``module``."""
         layer = self._of_slot.get((module, own))
         dtype = self.forward_dtype or self._dtypes.get(tensor)
         is_product = layer is not None or module in self._routers or is_layer(module)
@@ -296,7 +296,7 @@ class _Planner:
         self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype))
 
     def _places_of_bias(self, name: str) -> tuple[Place, ...]:
-        """Where the biases of transposed experts go: beside the codes of their weights; else empty."""
+        """Checkpoint places for biases of transposed experts: those of their quantized weights; () for others."""
         weights = (each for each in self.plan.weights if f"{each.name}_bias" == name and each.scheme is not None)
         found = next(weights, None)
         return () if found is None or not is_transposed(found.layer) else found.places  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ def plan_of(
         forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for FSDP2's own.
 
     Raises:
-        ValueError: Nothing is converted, a weight does not fit, or the format does not mix kinds of codes.
+        ValueError: Nothing is converted, a weight does not fit, or the format does not allow several kinds of codes.
     """
     model = getattr(model, "_orig_mod", model)
     _check_exportable(model, unfit)

@@ -1,4 +1,4 @@
-"""program: a model as a graph of PyTorch's operators alone, for the device that serves it."""
+"""program: exports a model as a graph of PyTorch's own operators, for the device that serves it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def program(
     target: str | None = None,
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
-    """Export a model's forward as a program that runs without this package, with the bits of the model.
+    """Export a model's forward as a program that runs without this package, bitwise equal to the model.
 
-    The program is ``torch.export.export`` of the model with this package's operators taken apart into PyTorch's. So
+    The program is ``torch.export.export`` of the model with this package's operators decomposed into PyTorch's. So
     ``torch.export.save`` writes it, any process with PyTorch loads it, and
-    ``torch._inductor.aoti_compile_and_package`` compiles it. Which GEMM multiplies is decided here, for the device
-    that serves. Call `fp8compile.freeze_weights` first: the program then holds weights as codes, and does not quantize
+    ``torch._inductor.aoti_compile_and_package`` compiles it. The GEMM kernels are chosen here, for the device that
+    serves. Call `fp8compile.freeze_weights` first: the program then contains weights as codes, and does not quantize
     them in each call.
 
     Args:
@@ -51,8 +51,8 @@ def program(
     Raises:
         TypeError: The model is not a module.
         ValueError: Nothing in the model is converted, or ``target`` is not known.
-        RuntimeError: An operator can't be taken apart: messages of expert parallelism, or there is no GEMM of PyTorch
-            for a recipe on the target.
+        RuntimeError: An operator can't be decomposed, such as communication of expert parallelism, or PyTorch has no
+            GEMM for a recipe on the target.
     """
     check_model("program", model)
     if not any(is_converted(module) for module in model.modules()):

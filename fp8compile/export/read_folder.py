@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's folder, read one at a time."""
+"""Access to the tensors of a checkpoint's folder, one at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROBLEMS = 8  # the most problems in an error
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Text for an error: the first problems of a folder, one per line, and how many more there are."""
+    """Text for an error: the first problems of a folder, one per line, and the number of further ones."""
     shown = "".join(f"\n    {each}" for each in problems[:PROBLEMS])
     return shown + (f"\n    and {len(problems) - PROBLEMS} more" if len(problems) > PROBLEMS else "")
 
 
 def read_json(function: str, path: Path) -> dict[str, Any]:
-    """The content of a JSON file of a checkpoint; errors name ``function``.
+    """Read a JSON file of a checkpoint; errors name ``function``.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -42,7 +42,7 @@ class StoredFiles:
     """The tensors of a folder's safetensors files by name; opened files stay open.
 
     Args:
-        function: Name of the function that reads, for errors.
+        function: Name of the calling function, for error texts.
         folder: The folder.
     """
 

@@ -1,4 +1,4 @@
-"""save_pretrained: a folder that a server loads, written from the stream of tensors."""
+"""save_pretrained: writes a folder that a server loads, from a stream of tensors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ExportReport:
     Attributes:
         folder: The folder.
         format: Name of the format.
-        quantized: Names of the layers in the checkpoint that have codes, by the format's name for their kind.
+        quantized: Names of the checkpoint's quantized layers, by the format's name for their kind.
         ignored: Names of the layers that a server computes in high precision.
-        notes: What a server does differently from training, and why.
+        notes: Differences between serving and training, and their reasons.
         bytes: Bytes of all tensors.
     """
 
@@ -51,7 +51,7 @@ class ExportReport:
 
 
 def _config(plan: Plan) -> dict[str, Any]:
-    """The model's config.json with the entry that tells readers how its weights are stored."""
+    """The content of config.json: the model's own config and the description of how weights are stored."""
     quantization = plan.format.config(plan.groups, plan.ignored)
     if not is_of_transformers(plan.model):
         return {"quantization_config": quantization}
@@ -84,14 +84,14 @@ def _write(folder: Path, plan: Plan, stream: Iterator[Piece], limit: int) -> int
 
 
 def _groups(plan: Plan) -> dict[str, Any]:
-    """The process groups over which the model is spread, by name; groups of a mesh's last dim come first."""
+    """Process groups over which the model is distributed, by name; groups of a mesh's last dim come first."""
     meshes = [(each.tensor.device_mesh, each.tensor) for each in plan.weights if is_dtensor(each.tensor)]
     found = [mesh.get_group(index) for mesh, _ in meshes for index in reversed(range(mesh.ndim))]
     return {group.group_name: group for group in found}
 
 
 def _on_first_rank(folder: Path, plan: Plan, limit: int, groups: Sequence[Any], *, overwrite: bool) -> int:
-    """Write on the first rank; the others take part in gathers, and raise if the first one fails."""
+    """Write on the first rank, returning the bytes; other ranks join gathers, and raise if it fails."""
     stream = pieces(plan)
     answer: int | str | None = None
     failed: Exception | None = None
@@ -124,22 +124,22 @@ def save_pretrained(
     unfit: str = "raise",
     forward_dtype: torch.dtype | None = None,
 ) -> ExportReport:
-    """Write a model's checkpoint in a format that servers load, with the codes and scales that training has.
+    """Write a model's checkpoint in a format that servers load, with the codes and scales of training.
 
     The folder has safetensors files, their index and config.json; save a tokenizer there yourself. It is written under
-    another name and then renamed, so that it is complete or not there. One more file records the values that `check`
-    compares.
+    a temporary name and then renamed, so that it never exists half-written. One more file records values for `check`
+    to compare.
 
-    If the model is spread over ranks, all ranks call this; the first one writes, and the folder is on its disk.
+    If the model is distributed, all ranks call this; the first one writes, and the folder is on its disk.
 
     Args:
         model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
         folder: Path of the folder.
         format: ``"fine_grained_fp8"``, ``"compressed-tensors"``, ``"modelopt"`` or ``"torchao"``.
-        max_shard_size: The most bytes of a file, a number or a text such as ``"5GB"``.
+        max_shard_size: Maximum bytes of a file, a number or a text such as ``"5GB"``.
         overwrite: Whether to replace a checkpoint in a folder that is not empty. Other files in it stay.
-        unfit: What becomes of the weight of a converted layer that the format can't hold: ``"raise"``, or ``"values"``
-            to write it in high precision.
+        unfit: What to do if the format can't hold the weight of a converted layer: ``"raise"``, or ``"values"`` to
+            write it in high precision.
         forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as that of
             ``torch.autocast``. By default that of FSDP2's ``MixedPrecisionPolicy``, or the parameters' own.
 
@@ -150,7 +150,7 @@ def save_pretrained(
         ValueError: The format is not known, the model has no layer in FP8, or a weight does not fit the format.
             Nothing is written.
         FileExistsError: The folder is not empty, and ``overwrite`` is False.
-        OSError: The disk is full or read-only. What was there before is still there.
+        OSError: The disk is full or read-only. An earlier checkpoint in the folder is unchanged.
         RuntimeError: The first rank could not write; raised on the other ranks.
     """
     path, limit = Path(folder), bytes_of(max_shard_size)

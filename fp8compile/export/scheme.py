@@ -61,7 +61,7 @@ def _kind_of_current(quantizer: CurrentScaling) -> str | None:
 
 
 def kind_of(quantizer: Quantizer) -> str | None:
-    """The kind of a weight whose codes this quantizer makes, a key of `KINDS`; None if no serving format has it."""
+    """The kind (key of `KINDS`) of weights that this quantizer makes; None if no serving format has it."""
     if type(quantizer) is CurrentScaling:
         return _kind_of_current(quantizer)
     if type(quantizer) is DelayedScaling:
@@ -77,14 +77,14 @@ class Scheme:
 
     Attributes:
         kind: The kind, a key of `KINDS`.
-        name: What the format calls it.
+        name: The format's own name for the kind.
         suffixes: Suffixes of the names of a layer's tensors: first the codes, then the scales.
-        write: Returns a matrix's tensors by the suffix that they have after the name of the layer.
-        read: Returns the values of a matrix, (N, K) float32, from these tensors.
-        config: What the format's configuration says of such weights.
-        multiples: (rows, columns) whose multiples N and K have to be.
-        has_ragged_rows: Whether N need not be a multiple, as long as readers can't mistake the size of a block.
-        input_scale: Suffix of the static scale of the input, float32; None if the input is quantized by its values.
+        write: Converts a quantized matrix to tensors, by their suffixes.
+        read: Converts these tensors to the values of the matrix, (N, K) float32.
+        config: Entries for such weights in the format's configuration.
+        multiples: N and K have to be multiples of these (rows, columns).
+        has_ragged_rows: Whether N need not be a multiple, provided that readers can't mistake the size of a block.
+        input_scale: Suffix of the static scale of the input, float32; None if inputs are quantized dynamically.
         served: How a server multiplies, if it does so differently from training; else empty.
         stores_divisor: Whether the file has 1 / outer scale instead of the outer scale.
     """
@@ -113,8 +113,8 @@ class Format:
             of the layers that are not quantized.
         files: Returns the content of further JSON files by name, from the same arguments as ``config``.
         mixes: Whether one model may have several schemes.
-        metadata: Returns the entries for a matrix in the header of a safetensors file; None if the format has none.
-        instead: Advice on what to do with kinds that the format can't hold, by the kind.
+        metadata: Returns a matrix's entries in the header of a safetensors file; None if the format has none.
+        instead: Advice for kinds that the format can't hold, by kind.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Format:
         return next((each for each in self.schemes if each.kind == kind), None)
 
     def refusal(self, kind: str | None) -> str:
-        """The reason why weights of this kind can't be stored."""
+        """Reason why this format can't store weights of this kind, for an error text."""
         held = "; ".join(f"{each.name} ({KINDS[each.kind]})" for each in self.schemes)
         advice = f" {self.instead[kind]}" if kind is not None and kind in self.instead else ""
         return f"the format {self.name!r} has no such codes; it has {held}.{advice}"
@@ -139,12 +139,12 @@ class Format:
 def eight_bits(
     suffixes: tuple[str, str], scale: Callable[[Quantized], Tensor]
 ) -> Callable[[Quantized], dict[str, Tensor]]:
-    """A `Scheme.write` for e4m3 codes and one tensor of scales; ``scale`` turns scales into the format's shape."""
+    """Make a `Scheme.write` for e4m3 codes and scales; ``scale`` computes the format's tensor of scales."""
     return lambda matrix: {suffixes[0]: matrix.codes.view(CODES), suffixes[1]: scale(matrix)}
 
 
 def packed_codes(matrix: Quantized) -> Tensor:
-    """Codes e2m1 of a matrix (N, K), two of a row in a byte, the first in the lower four bits: (N, K / 2) uint8."""
+    """Pack e2m1 codes of a matrix (N, K) to (N, K / 2) uint8: neighbours in a row, first in low bits."""
     if packed_dim(matrix.quantizer) == -1:
         return matrix.codes
     codes, _ = one_a_byte(matrix.codes, matrix.quantizer)
@@ -152,18 +152,18 @@ def packed_codes(matrix: Quantized) -> Tensor:
 
 
 def scales_of_rows(matrix: Quantized) -> Tensor:
-    """The scales of blocks for each row, (N, blocks of a row); scales of square blocks are repeated for their rows."""
+    """Scales of each row's blocks, (N, blocks per row); scales of taller blocks are repeated per row."""
     rows = matrix.quantizer.block[0]
     return matrix.scale.repeat_interleave(rows, 0)[: matrix.shape[0]] if rows > 1 else matrix.scale
 
 
 def numbers_of(scale: Tensor) -> Tensor:
-    """The scales of a file as float32 numbers; bytes are E8M0, whose bias is 127."""
+    """Convert scales of a file to float32; uint8 scales are E8M0 exponents with bias 127."""
     return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Repeat a grid of scales to a matrix of this shape; the size of a block is the quotient of the two shapes."""
+    """Repeat a grid of scales to a matrix of this shape; the block size is the quotient of the two shapes."""
     rows, columns = scale.shape
     if shape[0] % rows or shape[1] % columns:
         raise ValueError(f"scales of shape {tuple(scale.shape)} are no grid of a matrix of shape {tuple(shape)}")
@@ -171,6 +171,6 @@ def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def four_bit_values(packed: Tensor) -> Tensor:
-    """Decode packed e2m1 codes, (N, K / 2) bytes with the first code in the lower four bits, to (N, K) float32."""
+    """Decode packed e2m1 codes, (N, K / 2) bytes with the first code in the low bits, to (N, K) float32."""
     table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
     return torch.stack([table[(packed & 15).long()], table[(packed >> 4).long()]], -1).flatten(-2)

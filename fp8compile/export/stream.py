@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as a stream, layer by layer, made from this rank's shards and gathered one at a time."""
+"""Stream of a checkpoint's tensors, layer by layer, gathered from the ranks' shards one at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Piece:
 
     Attributes:
         tensors: The tensors by name.
-        probes: Values of the codes at `positions`, by the name of the layer; empty for values.
-        metadata: What the header of the file says.
+        probes: Dequantized values at `positions`, by layer name, for `check`; empty if the tensor is not quantized.
+        metadata: Entries for the header of the file.
     """
 
     tensors: dict[str, Tensor]
@@ -38,13 +38,13 @@ class Piece:
 
 
 def positions(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the values of a matrix of this shape that `check` compares."""
+    """Rows and columns of the sample values that `check` compares, for a matrix of this shape."""
     index = torch.arange(PROBES)
     return (index * 7919 + 3) % shape[0], (index * 104729 + 5) % shape[1]
 
 
 def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
-    """Values of a matrix's codes, float32, each by its own code and scales."""
+    """Dequantize single elements of a matrix, float32, at these rows and columns."""
     codes, quantizer = one_a_byte(matrix.codes[rows], matrix.quantizer)
     places = [
         torch.zeros_like(at) if size == -1 else at // size
@@ -56,7 +56,7 @@ def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _part(matrix: Quantized, place: Place) -> Quantized:
-    """Rows of one matrix, with their scales; a block that spans all rows keeps its scale."""
+    """The rows ``place`` of a quantized matrix with their scales; a block of all rows keeps its scale."""
     step, rows = matrix.quantizer.block[0], slice(place.start, place.stop, place.step)
     if step > 1 and (place.step > 1 or place.start % step):  # rows of several blocks: a scale for each row
         own = replace(matrix.quantizer, block=(1, matrix.quantizer.block[1]))
@@ -70,7 +70,7 @@ def _part(matrix: Quantized, place: Place) -> Quantized:
 
 
 def _pieces_of(plan: Plan, weight: Weight, whole: Quantized, places: Sequence[Place]) -> list[Piece]:
-    """The pieces that have rows of one matrix."""
+    """The pieces of the checkpoint that contain rows of one matrix."""
     scheme, header, found = weight.scheme, plan.format.metadata, []
     assert scheme is not None
     for place in places:
@@ -107,14 +107,14 @@ def _values(plan: Plan, weight: Weight) -> Iterator[Piece]:
 
 
 def pieces(plan: Plan) -> Iterator[Piece]:
-    """The tensors of a plan, in its order; all ranks of the model take all of them."""
+    """Yield the tensors of a plan in its order; a collective call, so all ranks have to exhaust it."""
     with torch.no_grad():
         for weight in plan.weights:
             yield from _values(plan, weight) if weight.scheme is None else _quantized(plan, weight)
 
 
 def _pairs(stream: Iterator[Piece]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of pieces one after another; what was given out is not held while the next one is made."""
+    """Yield (name, tensor) pairs of the pieces; holds no yielded tensor while the next one is made."""
     for piece in stream:
         found = dict(piece.tensors)
         del piece
@@ -126,27 +126,27 @@ def _pairs(stream: Iterator[Piece]) -> Iterator[tuple[str, Tensor]]:
 def tensors(
     model: nn.Module, format: str, *, unfit: str = "raise", forward_dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model's checkpoint in a serving format, one after another, with the codes that training has.
+    """Yield the tensors of a model's checkpoint in a serving format, with the codes that training uses.
 
-    The order is that of the model's modules, so that all tensors of a layer come before those of the next. Each
-    tensor comes once, whole, and under the name that it has in a file. A server that takes a stream of weights, such
-    as vLLM by its weight transfer, can load them as they come.
+    The order is that of the model's modules, so that all tensors of a layer come before those of the next. Each tensor
+    comes once, unsharded, and under its name in a checkpoint file. A server that takes a stream of weights, such as
+    vLLM by its weight transfer, can load them as they come.
 
-    If the model is spread over ranks (FSDP2, tensor parallel, expert parallel), all ranks call this and take all
-    tensors. Each quantizes its shard, and codes are sent. Beside its shards a rank holds the codes and
-    scales of one matrix, and a tile of 65536 values in float32; a parameter in high precision is whole once.
+    If the model is distributed (FSDP2, tensor parallel, expert parallel), all ranks call this and take all tensors.
+    Each rank quantizes its shard, and sends codes. In addition to its shards it holds the codes and scales of one
+    matrix, and a tile of 65536 values in float32; parameters in high precision are gathered one at a time.
 
     Args:
         model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
         format: ``"fine_grained_fp8"``, ``"compressed-tensors"``, ``"modelopt"`` or ``"torchao"``.
-        unfit: What becomes of the weight of a converted layer that the format can't hold: ``"raise"``, or ``"values"``
-            to write it in high precision.
+        unfit: What to do if the format can't hold the weight of a converted layer: ``"raise"``, or ``"values"`` to
+            write it in high precision.
         forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as that of
             ``torch.autocast``. By default that of FSDP2's ``MixedPrecisionPolicy``, or the parameters' own.
 
     Returns:
-        An iterator over pairs of a name and a tensor. A tensor may share memory with a parameter that is codes or in
-        high precision: use or copy it before the optimizer's next step.
+        An iterator over pairs of a name and a tensor. A tensor may share memory with a parameter: use or copy it
+        before the optimizer's next step.
 
     Raises:
         ValueError: The format is not known, the model has no layer in FP8, or a weight does not fit the format. The

@@ -1,9 +1,9 @@
-"""torchao: Float8Tensor in safetensors, which transformers reads by ``quant_method`` "torchao".
+"""torchao: the layout of Float8Tensor in safetensors, which transformers reads (method "torchao").
 
     _weight_qdata   (N, K) e4m3
     _weight_scale   float32: (1, 1), (N, 1) or (N / 128, K / 128); codes are multiplied by it
 
-The header of a file says how to put these together. torchao calls this a prototype; names may change with it.
+The header of a file says how to combine these. torchao calls this a prototype; names may change with it.
 
 Source: torchao 0.18, ``prototype/safetensors``.
 """
@@ -34,7 +34,7 @@ def _read(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _metadata(name: str, matrix: Quantized | None) -> dict[str, str]:
-    """The entry for a tensor in a file's header: the tensor's class and, for codes, the block of each scale."""
+    """A tensor's entry in a file's header: the tensor's class and, for codes, the block size of a scale."""
     if matrix is None:
         return {name: json.dumps({"_type": "Tensor"})}
     from torchao.prototype.safetensors.safetensors_utils import TensorSubclassAttributeJSONEncoder

@@ -1,9 +1,9 @@
-"""A whole matrix of codes on each rank: each quantizes its own part, a tile at a time, and sends it to the others.
+"""Quantization of a sharded matrix: each rank quantizes its own shard by tiles, and sends codes.
 
     tile of whole blocks --amax, scale, cast--> codes and scales --> their place in the whole
 
-So a rank holds its shard, one matrix of codes with its scales, and one tile in float32. The bits are those of the
-whole weight, quantized at once: a block lies in one tile, or its amax is taken over all tiles of all ranks.
+So a rank holds its shard, one whole matrix of codes with its scales, and one tile in float32. The result is bitwise
+that of quantizing the whole weight: a block is in one tile, or its amax is reduced over all tiles of all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TILE = 2**16  # elements of a tile, or one block: a quarter of a MiB in float32,
 
 
 def empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.device | str) -> Quantized:
-    """A matrix of codes and scales with uninitialized memory."""
+    """Allocate a quantized matrix (codes and scales) without initializing it."""
     quantizer = packed_in_rows(quantizer, (rows, columns))
     shape = (rows, columns)
     return Quantized(
@@ -56,12 +56,12 @@ def empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.de
 
 @dataclass(frozen=True)
 class _Interval:
-    """A run of rows or columns of this rank's part, cut at the borders of blocks.
+    """A run of rows or columns of this rank's shard; the shard is only split into runs between blocks.
 
     Attributes:
-        place: Where the run lies in the whole matrix.
-        blocks: Where the run's blocks lie in the whole grid of scales.
-        around: How many rows or columns of these blocks lie before and after the run, on other ranks.
+        place: Slice of the run in the whole matrix.
+        blocks: Slice of the run's blocks in the whole grid of scales.
+        around: How many rows or columns of these blocks, before and after the run, are on other ranks.
     """
 
     place: slice
@@ -71,9 +71,9 @@ class _Interval:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile of this rank's part: its place among the elements and among the scales, and the tile's elements.
+    """A tile of this rank's shard: its position among the elements and among the scales, and its elements.
 
-    ``part`` says how the elements lie in the smallest matrix of whole blocks around the tile.
+    ``part`` locates the elements in the smallest matrix of whole blocks that contains the tile.
     """
 
     place: tuple[slice, slice]
@@ -82,7 +82,7 @@ class _Tile:
 
 
 def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Interval]:
-    """Cut a part's rows or columns into runs of ``count``; ``block`` of them share a scale, or all if it is -1."""
+    """Split a shard's rows or columns into runs of ``count``; ``block`` of them share a scale (-1: all)."""
     first = own.start
     while first < own.stop:
         stop = min(first // count * count + count, own.stop)
@@ -95,7 +95,7 @@ def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Inte
 
 
 def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> Iterator[_Tile]:
-    """The elements of a part in tiles of whole blocks, cast to ``dtype``."""
+    """Yield the elements of a shard in tiles of whole blocks, cast to ``dtype``."""
     shape = part.whole_shape()
     own = place_of(part.cuts, shape)
     row_step, column_step = (math.lcm(max(size, 1), 2) for size in block)  # two neighbours may share a byte
@@ -125,7 +125,7 @@ def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> It
 
 
 def _whole_amax(part: Plain, quantizer: Quantizer, dtype: torch.dtype | None) -> Tensor:
-    """The amax of each block of the whole matrix, float32, over the values of all ranks."""
+    """Amax of each block of the whole matrix, float32, reduced over all ranks."""
     grid = part.local.new_zeros(quantizer.scale_shape(part.whole_shape()), dtype=torch.float32)
     for each in _tiles(part, quantizer.block, dtype):
         grid[each.blocks] = torch.maximum(grid[each.blocks], whole_amax(each.part, quantizer))
@@ -135,7 +135,7 @@ def _whole_amax(part: Plain, quantizer: Quantizer, dtype: torch.dtype | None) ->
 
 
 def amax_of_all(part: Plain, dtype: torch.dtype | None) -> Tensor:
-    """The largest magnitude of a whole matrix, (1,) float32, of the values of all ranks, cast to ``dtype``."""
+    """Amax of a whole sharded matrix, (1,) float32, over all ranks; values are cast to ``dtype`` first."""
     return _whole_amax(part, WHOLE_TENSOR, dtype).view(1)
 
 
@@ -143,21 +143,21 @@ def amax_of_all(part: Plain, dtype: torch.dtype | None) -> Tensor:
 
 
 def _has_whole_pairs(cuts: Sharding, dim: int, size: int) -> bool:
-    """Whether no byte has codes of two ranks, if two codes along ``dim`` share a byte; the same on all ranks."""
+    """Whether no byte has codes of two ranks if packed in pairs along ``dim``; equal on all ranks."""
     own = [cut for cut in cuts if cut is not None and cut.dim == dim]
     is_known = all(cut.is_even() for cut in own[:-1])  # else ranks cut parts of different sizes, each its own way
     return is_known and size % 2 == 0 and all(length % 2 == 0 for cut in own for length in cut.sizes)
 
 
 class WholeMatrix:
-    """A whole matrix of codes on this rank. Each rank of the cuts writes its own part and sends it to the others.
+    """A whole matrix of codes on each rank; each quantizes its own shard and sends it to the others.
 
     Args:
-        quantizer: Quantizer of the matrix as it lies in the module.
-        shape: Rows and columns of the whole matrix as it lies in the module.
-        cuts: How ranks cut it there.
-        device: Where it is allocated.
-        is_turned: Whether the module keeps it as (in_features, out_features).
+        quantizer: Quantizer of the matrix in the module's layout.
+        shape: Rows and columns of the whole matrix in the module's layout.
+        cuts: How the matrix is sharded in that layout.
+        device: Device on which it is allocated.
+        is_turned: Whether that layout is transposed, (in_features, out_features).
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class WholeMatrix:
         self._knows_scales = [False, False]  # whether this rank has all scales along rows, along columns
 
     def _put_codes(self, place: tuple[slice, slice], codes: Tensor) -> None:
-        """Write codes, one a byte, to their place in the whole."""
+        """Write codes, given one per byte, to their position in the whole; packs them if needed."""
         codes = codes if self._pairs is None else pack(codes, self._pairs)
         units = zip(place, self._units, strict=True)
         self._codes[tuple(slice(own.start // unit, -(-own.stop // unit)) for own, unit in units)] = codes
@@ -192,15 +192,15 @@ class WholeMatrix:
         outer_amax: Tensor | None = None,
         multiplier: Tensor | None = None,
     ) -> None:
-        """Quantize this rank's part, and write codes and scales to their place; every rank with a part calls this.
+        """Quantize this rank's shard into the whole matrix. Collective call of all ranks with a shard.
 
         Args:
-            part: The part's values.
-            quantizer: Quantizer of the matrix as it lies in the module. Its codes may depend on values and blocks
-                alone, and not on positions.
+            part: Values of the shard.
+            quantizer: Quantizer of the matrix in the module's layout. Its codes must depend only on values and blocks,
+                not on positions.
             dtype: Dtype to which values are cast first; None for their own.
             outer_amax: Amax for the one scale of the matrix, (1,) float32, if other matrices share the scale.
-            multiplier: What values are multiplied by before they are rounded, (1, 1) float32; None to compute it.
+            multiplier: Factor of the values before they are rounded, (1, 1) float32; None to compute it.
         """
         quantizer, outer_scale = quantizer.unpacked() or quantizer, None
         if multiplier is None and outer_amax is None and has_one_scale(quantizer):
@@ -231,7 +231,7 @@ class WholeMatrix:
             self._put_codes(tile.place, codes)
 
     def copy(self, shard: Quantized) -> None:
-        """Write this rank's part, which is codes and scales already, to its place."""
+        """Write this rank's shard, already quantized, into the whole matrix."""
         rows, columns = place_of(shard.cuts, self._shape)
         step = max(1, TILE // max(1, shard.shape[1]) // 2) * 2
         per_byte = 2 if packed_dim(shard.quantizer) == -2 else 1
@@ -247,7 +247,7 @@ class WholeMatrix:
             self.matrix.outer_scale.copy_(shard.outer_scale)
 
     def filled(self) -> Quantized:
-        """The matrix, after all ranks have sent their parts. All ranks that have parts call this."""
+        """Exchange shards, and return the complete matrix. Collective call of all ranks with a shard."""
         fill(self._codes, self._cuts, self._shape, self._units)
         fill(self._scale, self._cuts, self._shape, self._block, self._knows_scales)
         return self.matrix

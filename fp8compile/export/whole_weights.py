@@ -1,7 +1,7 @@
-"""Makes a parameter that ranks share whole: as values, or, matrix by matrix, as the codes that the forward multiplies.
+"""Gathers sharded parameters: as values or, matrix by matrix, as the codes that the forward uses.
 
-Each rank quantizes its shard, with scales of the whole, and then codes are sent. Values in high precision are sent
-only for parameters that stay in it. All ranks that share a parameter call these functions.
+Each rank quantizes its shard with the whole tensor's scales, and then sends codes. Only parameters that stay in high
+precision are sent as values. All ranks that share a parameter call these functions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _local_values(parameter: Tensor) -> Tensor:
 
 
 def _codes_of_parameter(parameter: Tensor) -> Quantized:
-    """This rank's codes and scales of a parameter that is kept as codes."""
+    """This rank's codes and scales of a quantized parameter."""
     own: Quantized = local_itself(parameter).sets()[0]
     cuts = sharding_of(parameter)
     return replace(own, layout=TensorLayout(cuts, own.layout.batch)) if cuts else own
@@ -46,10 +46,10 @@ def _codes_of_parameter(parameter: Tensor) -> Quantized:
 
 
 def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The values of a whole parameter or buffer; codes are dequantized to ``dtype``.
+    """Gather the values of a parameter or buffer; codes are dequantized to ``dtype``.
 
     Args:
-        parameter: A tensor or a DTensor; its local tensor may be codes.
+        parameter: A tensor or a DTensor; its local tensor may be quantized.
         dtype: Dtype of the values; None for the parameter's own.
     """
     local: Any = local_itself(parameter)
@@ -74,13 +74,12 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
-    """Find the rank that has one matrix of a stack whose matrices are spread over ranks, its owner.
+    """Find the rank that holds matrix ``index`` of a stack sharded over ranks, its owner.
 
     Returns:
-        The owner's number in each cut, from the outer cut on.
-        For each cut, whether this rank has the same numbers as the owner in all cuts before it; and, as a last entry,
-        whether this rank is the owner.
-        The index of the matrix in the owner's own stack.
+        The owner's rank in each sharding of ``cuts``, from the outermost on.
+        For each sharding, whether this rank agrees with the owner in all outer ones; a last entry: in all of them.
+        The index of the matrix in the owner's local stack.
     """
     owners: list[int] = []
     is_mine = [True]
@@ -96,16 +95,16 @@ def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCodes:
-    """Makes the codes of a weight whole, one matrix at a time.
+    """Gathers the codes of a weight, one matrix at a time.
 
     Attributes:
-        shape: Shape of the whole parameter, (N, K) or (E, N, K) as the module keeps it.
-        part: This rank's part of the parameter: values, or codes.
-        quantizer: Quantizer of each matrix as it lies in the module.
-        is_turned: Whether the module keeps matrices as (in_features, out_features).
+        shape: Shape of the whole parameter, (N, K) or (E, N, K) in the module's layout.
+        part: This rank's shard of the parameter: values, or codes.
+        quantizer: Quantizer of each matrix in the module's layout.
+        is_turned: Whether the module's layout is transposed, (in_features, out_features).
         dtype: Dtype to which values are cast before they are quantized; None for their own.
-        outer_amax: Amax for the one scale that the matrix shares with others, (1,) float32; None if it shares none.
-        multiplier: What values are multiplied by before they are rounded, (1, 1) float32; None to compute it.
+        outer_amax: Amax for a scale that several matrices share, (1,) float32; None if the scale is not shared.
+        multiplier: Factor of the values before they are rounded, (1, 1) float32; None to compute it.
     """
 
     shape: tuple[int, ...]
@@ -117,7 +116,7 @@ class WholeCodes:
     multiplier: Tensor | None = None
 
     def matrix(self, index: int | None) -> Quantized:
-        """A matrix of codes (N, K), with its scales. All ranks that share the parameter call this.
+        """Gather a matrix of codes (N, K) with its scales. Collective call of all ranks with a shard.
 
         Args:
             index: Number of the matrix in the stack; None if the weight is one matrix.
@@ -144,7 +143,7 @@ class WholeCodes:
         return replace(self.part, codes=codes, scale=scale, outer_scale=outer, layout=TensorLayout(cuts))
 
     def _made(self, part: Plain | Quantized | None, cuts: Sharding) -> Quantized:
-        """Make a matrix whole from the ranks' parts; without a part, one of uninitialized memory to receive it."""
+        """Gather a matrix from shards; if ``part`` is None, allocate one to receive it later, uninitialized."""
         if isinstance(part, Quantized) and not any(self.part.cuts):
             found = part.t() if self.is_turned else part
             if packed_dim(found.quantizer) != -2:  # else a row of codes has values of two rows
@@ -162,7 +161,7 @@ class WholeCodes:
 
 
 def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
-    """The amax, over layers and ranks, for a scale that ``layer`` shares, (1,) float32; None if it shares none."""
+    """Amax over all layers and ranks that share a scale with ``layer``, (1,) float32; None if none do."""
     if not isinstance(layer, Linear) or not layer.scale_group:
         return None
     weights: list[Any] = [each.weight for each in layer.scale_group]
@@ -171,7 +170,7 @@ def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
 
 
 def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> WholeCodes:
-    """The codes of a converted layer's weight as its forward multiplies them.
+    """Prepare to gather the codes of a converted layer's weight, as its forward multiplies by them.
 
     Args:
         layer: The layer.
@@ -197,6 +196,6 @@ def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) 
 
 
 def scale_of_input(layer: Linear) -> Tensor:
-    """The scale of a layer's input in the next step, from its state of delayed scaling: () float32."""
+    """Scale of a layer's input in the next step, () float32, from its delayed-scaling state."""
     quantizer: Any = layer.recipe.input
     return quantizer.scale_of(replicated(layer.multiplier)[ROW_OF_INPUT])

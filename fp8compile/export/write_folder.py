@@ -1,4 +1,4 @@
-"""Write a checkpoint's safetensors and JSON files into a new folder, which then replaces the target by a rename.
+"""Write a checkpoint's files into a temporary folder, which then replaces the target by a rename.
 
     folder.writing-PID/   model-00001.safetensors, ...    until all is written
     folder/               model-00001-of-00003.safetensors, ..., model.safetensors.index.json, config.json
@@ -29,10 +29,10 @@ OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.ind
 
 
 def bytes_of(size: int | str) -> int:
-    """Convert a number of bytes, or a text such as ``"5GB"`` or ``"500MiB"``, to a number of bytes.
+    """Convert a size in bytes, an int or a text such as ``"5GB"`` or ``"500MiB"``, to an int.
 
     Raises:
-        ValueError: The argument is neither.
+        ValueError: ``size`` is no positive int and no such text.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -44,11 +44,11 @@ def bytes_of(size: int | str) -> int:
 
 
 def check_target(folder: Path, *, overwrite: bool) -> None:
-    """Raise unless a folder can be written at this place.
+    """Raise unless ``folder`` can be written.
 
     Raises:
-        FileExistsError: Something is there, and ``overwrite`` is False; or it is not a folder.
-        PermissionError: The folder's parent can't be written to.
+        FileExistsError: The folder is not empty, and ``overwrite`` is False; or the path is not a folder.
+        PermissionError: The folder or its parent can't be written to.
     """
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"save_pretrained: {folder} is a file; name a folder.")
@@ -74,8 +74,8 @@ class Shards:
     """Collects tensors, and writes a safetensors file whenever the next tensor would make it too large.
 
     Args:
-        folder: Where the files go.
-        limit: The largest number of bytes of a file; a tensor that is larger gets a file of its own.
+        folder: Folder of the files.
+        limit: Maximum bytes of a file; a tensor that is larger gets a file of its own.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -88,7 +88,7 @@ class Shards:
         self.total: int = 0
 
     def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Add tensors that belong together; they go into one file."""
+        """Add tensors that have to be in the same file, with their metadata for its header."""
         size = sum(each.numel() * each.element_size() for each in tensors.values())
         if self._held and self._size + size > self.limit:
             self._write()
@@ -135,7 +135,7 @@ class Shards:
 
 
 def _keep_others(old: Path, new: Path) -> None:
-    """Copy the files of the replaced folder that are no part of a checkpoint, such as a tokenizer."""
+    """Copy files that are no part of a checkpoint, such as a tokenizer's, from the replaced folder."""
     for path in old.iterdir():
         if not OURS.fullmatch(path.name) and not (new / path.name).exists():
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, new / path.name)
@@ -143,7 +143,7 @@ def _keep_others(old: Path, new: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Context that yields a new folder to write to; it replaces ``folder`` if the block ends without an error."""
+    """Context that yields a new folder; it replaces ``folder`` if the block ends without an error."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside, before = (folder.with_name(f"{folder.name}.{what}-{os.getpid()}") for what in ("writing", "before"))

@@ -60,9 +60,9 @@ def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -
 
 
 def is_made_by_rows(tensor: torch.Tensor) -> bool:
-    """Whether a traced tensor is computed by pointwise code from a number of each row, as a norm's output is.
+    """Whether pointwise code computes a traced tensor from a number of each row, as a norm computes its output.
 
-    The norm's gradient sums along rows, so a kernel that goes by rows reads what the tensor is made of.
+    The norm's gradient sums along rows, so a kernel that goes by rows reads the inputs of that code anyway.
     """
     waiting, seen = list(nodes_of(tensor)), set()
     while waiting:

@@ -1,4 +1,4 @@
-"""Inductor IR that counts two things of each row in the halves of one number, by one reduction."""
+"""Inductor lowering that makes two counts of each row, as the halves of one integer, by one reduction."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def lower_counts_of_rows(magnitude: Any, codes: Any, limit: Any, mask: int, dtyp
 
     Args:
         magnitude: Inductor IR of magnitudes, (..., n) float32.
-        codes: Their codes, (..., n) uint8.
+        codes: Codes of the values, (..., n) uint8.
         limit: The largest magnitude that does not saturate; it broadcasts against the magnitudes.
-        mask: The bits of a code without its sign.
-        dtype: Integer dtype of the numbers.
+        mask: Bit mask of a code's magnitude, without its sign bit.
+        dtype: Integer dtype of the result.
         shift: Number of bits in a half.
 
     Returns:
-        A number for each row: codes of 0 for other values in its lower half, magnitudes beyond the limit in its upper.
+        An integer for each row. Lower half: nonzero values with code 0; upper half: values above the limit.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops

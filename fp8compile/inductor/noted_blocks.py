@@ -1,7 +1,7 @@
-"""Notes in a traced graph: with which block a recipe quantizes a layer's input or gradient.
+"""Notes on nodes of a traced graph: the block with which a recipe quantizes a layer's input or gradient.
 
-Decompositions leave no quantizer in a graph. Whoever packs a tensor that the forward saves wants the block of the
-casts beside it, because Inductor then packs the tensor in the kernel that computes their amaxes.
+Decomposed graphs have no quantizers. Code that saves a tensor as codes takes the block of the casts beside it, because
+Inductor then packs the tensor in the kernel that computes the amaxes of these casts.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def block_noted(block: tuple[int, int] | None) -> Iterator[None]:
 
 
 def noted_block(node: Any) -> tuple[int, int] | None:
-    """The block that was noted on a node of a graph; None if there is none."""
+    """The block that was noted on a node of a graph; None if there is no note."""
     return node.meta.get("custom", {}).get(KEY)

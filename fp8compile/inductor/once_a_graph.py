@@ -46,16 +46,16 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
 
 
 def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Wrap two ops, of which the second returns what the first returns, and more, so that a graph has one call.
+    """Wrap an op and an op that returns the same results and more, so that a graph with both has one call.
 
     A graph with calls of both for equal arguments has the call of ``more``, whichever was traced first.
 
     Args:
-        plain: The op with fewer results, or with one. It takes the same arguments, as `once_a_graph` takes them.
+        plain: The op with fewer results. It takes the same arguments, as `once_a_graph` takes them.
         more: The op with more results.
 
     Returns:
-        The two calls.
+        The wrapped ``plain`` and the wrapped ``more``.
     """
 
     @wraps(more)
@@ -70,7 +70,7 @@ def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., A
 
 
 def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
-    """Let readers of an earlier call read the first results of a call that was just traced; returns ``found``."""
+    """Redirect readers of an earlier call to the first results in ``found``, a call just traced; returns ``found``."""
     before: Any = vars(graph).setdefault(RESULTS, {}).get(key)
     count = len(key[0]._schema.returns)
     if before is None:

@@ -36,7 +36,7 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def repeat_in_backward(tensor: torch.Tensor) -> None:
-    """Mark copies that repeat a smaller tensor, such as heads of k and v, so that the backward repeats them again.
+    """Mark copies that repeat a smaller tensor, such as heads of k and v, so that the backward makes them again.
 
     All such copies in the tensor's graph are marked. The partitioner would save them, because an attention's backward
     is an opaque call.

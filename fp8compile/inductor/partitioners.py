@@ -27,7 +27,7 @@ def min_cut_then(
         """Inductor's min-cut partitioner, then a change."""
 
         def uuid(self) -> str:
-            """The text that keys of compile caches contain."""
+            """Text that Inductor puts into keys of compile caches."""
             return uuid
 
         def __reduce__(self) -> tuple[Any, ...]:
@@ -36,7 +36,7 @@ def min_cut_then(
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            """Cut a joint graph, with the arguments of PyTorch's own partitioner."""
+            """Split a joint graph into forward and backward, with the arguments of PyTorch's own partitioner."""
             from torch._functorch.partitioners import min_cut_rematerialization_partition
 
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

@@ -238,7 +238,7 @@ def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
 
 
 def _body(kernel: TileKernel) -> str:
-    """The text of a kernel's function, without what counts if the kernel does not."""
+    """The text of a kernel's function; without the code that counts, if the kernel does not count."""
     source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
     _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
     return body if COUNTS in kernel.outputs else COUNTING.sub("", f"{body}\n").rstrip("\n")

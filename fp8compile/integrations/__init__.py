@@ -1,1 +1,1 @@
-"""Integrations with other libraries. Each module needs the library that it is named after."""
+"""Integrations with other libraries; each module needs the library that it is named after."""

@@ -1,4 +1,4 @@
-"""FP8 layers with accelerate. Call `convert` before ``accelerator.prepare``, because accelerate has no hook for it.
+"""FP8 layers with accelerate: call `convert` before ``accelerator.prepare``.
 
 ```python
 import torch
@@ -43,7 +43,7 @@ RAM_EFFICIENT = (
 
 
 def fsdp2_plugin(state: AcceleratorState) -> Any:
-    """The plugin by which accelerate shards models with FSDP2; None if this run does not use FSDP2."""
+    """The plugin with accelerate's FSDP2 settings; None if this run does not use FSDP2."""
     return state.fsdp_plugin if state.is_fsdp2 else None
 
 
@@ -52,9 +52,9 @@ def _shards_by_version_1(state: AcceleratorState) -> bool:
 
 
 def _as_accelerate_will_cast(model: nn.Module) -> None:
-    """Cast trainable parameters to float32, as ``accelerator.prepare`` does with FSDP2 under mixed precision.
+    """Cast trainable parameters to float32, as ``accelerator.prepare`` does (FSDP2, mixed precision).
 
-    ``prepare`` assigns to ``data``, which fails for quantized parameters. So the cast comes before conversion.
+    ``prepare`` would assign to ``data``, which fails for quantized parameters; call this before conversion.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -66,10 +66,10 @@ def _address_of(codes: Tensor) -> Callable[[], int]:
 
 
 def _give_addresses(model: nn.Module) -> None:
-    """Let ``data_ptr`` of each quantized parameter return the address of its codes.
+    """Make ``data_ptr`` of each quantized parameter return the address of its codes.
 
-    accelerate uses ``data_ptr`` to find an optimizer's parameters again after `fully_shard`, and a tensor without
-    values has no address.
+    accelerate finds an optimizer's parameters by ``data_ptr`` after `fully_shard`; a quantized parameter has no
+    storage of its own.
     """
     for parameter in model.parameters():
         if is_quantized_parameter(parameter):
@@ -77,7 +77,7 @@ def _give_addresses(model: nn.Module) -> None:
 
 
 def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState, *, checkpointed: bool) -> nn.Module:
-    """Convert a model, given how accelerate will prepare it.
+    """Convert a model in place and return it, considering how accelerate will prepare it.
 
     Args:
         conversion: The arguments of the conversion.
@@ -121,9 +121,9 @@ def convert(
         accelerator: The accelerator of the run.
         model: A model that is neither compiled nor prepared.
         recipe: The recipe, as `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses have the same bits either way.
+        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses are bitwise equal either way.
         checkpointed: Whether the model's own code repeats forwards in the backward. The FSDP plugin's
-            ``activation_checkpointing`` need not be given here.
+            ``activation_checkpointing`` is detected and need not be given here.
         options: Other arguments of `fp8compile.convert`.
 
     Returns:
@@ -144,10 +144,10 @@ def convert(
 
 
 class MasterWeights(EagerMasterWeights):
-    """`fp8compile.MasterWeights` that makes its masters when they are first needed.
+    """`fp8compile.MasterWeights` that creates float32 master weights lazily, at the first step or load.
 
-    With FSDP2, accelerate is given an optimizer of the whole parameters and replaces these by shards. Masters that
-    were made before would belong to the replaced parameters.
+    With FSDP2, accelerate replaces the optimizer's parameters by shards in ``prepare``. Master weights made before
+    would belong to the replaced parameters.
 
     Args:
         optimizer: Class of the optimizer, as `fp8compile.MasterWeights` takes it.
@@ -167,19 +167,19 @@ class MasterWeights(EagerMasterWeights):
             super().__init__(optimizer, [dict(group) for group in self.param_groups], **options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make masters if there are none yet, and take one step of `fp8compile.MasterWeights`."""
+        """Create master weights if there are none yet, then take one step of `fp8compile.MasterWeights`."""
         self._make()
         return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of `fp8compile.MasterWeights`; before masters are made, the state dict of a plain optimizer.
+        """State dict of `fp8compile.MasterWeights`; without state as long as no master weights exist.
 
-        ``accelerator.prepare`` reads the state before it replaces parameters, and loads it afterwards.
+        ``accelerator.prepare`` reads it before it replaces parameters, and loads it afterwards.
         """
         return Optimizer.state_dict(self) if self._to_make is not None else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. An empty state is loaded without making masters, any other by `fp8compile.MasterWeights`."""
+        """Load a state dict; creates the master weights first, unless the state is empty."""
         if self._to_make is not None and not state_dict["state"]:
             Optimizer.load_state_dict(self, state_dict)
             return

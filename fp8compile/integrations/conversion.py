@@ -1,4 +1,4 @@
-"""The part that integrations with trainers share: convert a model, and have FSDP2 gather its weights as codes."""
+"""Conversion of a model and setup of FSDP2's gathers of codes, for integrations with trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Conversion"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The arguments of a conversion, and whether FSDP2 gathers FP8 weights as codes.
+    """Arguments of a conversion, and whether FSDP2 gathers FP8 weights as codes.
 
     Attributes:
         recipe: The recipe, as `fp8compile.convert` takes it.
@@ -30,7 +30,7 @@ class Conversion:
     options: Mapping[str, Any]
 
     def replaces_parameters(self, *, sharded: bool) -> bool:
-        """Whether the conversion replaces parameters by new objects, which an optimizer made before would not update.
+        """Whether the conversion replaces parameters by objects that an existing optimizer doesn't update.
 
         Args:
             sharded: Whether FSDP2 will shard the model.
@@ -38,7 +38,7 @@ class Conversion:
         return bool(self.options.get("quantized_parameters")) or (sharded and self.gather)
 
     def apply(self, model: nn.Module, *, sharded: bool, checkpointed: bool) -> nn.Module:
-        """Convert a model in place.
+        """Convert a model in place and return it.
 
         Args:
             model: A model that is neither compiled nor sharded yet.

@@ -1,4 +1,4 @@
-"""Lightning in FP8: precision plugins that convert models, for one device, DDP, FSDP1 and FSDP2.
+"""Precision plugins for Lightning that convert models to FP8, for one device, DDP, FSDP1 and FSDP2.
 
 ```python
 import lightning as L
@@ -9,7 +9,7 @@ trainer = L.Trainer(plugins=[f8lightning.F8HalfPrecision(f8.recipes.rowwise(), p
 ```
 
 With FSDP2 (``ModelParallelStrategy``), a module shards itself in ``configure_model``, and Lightning calls the plugin
-only afterwards. So such a module has to call the plugin itself, before `fully_shard`:
+only afterwards. Such a module has to call the plugin itself, before `fully_shard`:
 ``self.trainer.precision_plugin.convert_module(self)``.
 """
 
@@ -44,7 +44,7 @@ AUTOCAST = (
 
 
 class _Converts(Precision):
-    """Base of all plugins here: ``convert_module`` converts to FP8 after Lightning's own plugin has run."""
+    """Base of all plugins here: ``convert_module`` runs Lightning's own plugin, then converts to FP8."""
 
     casts_by_autocast = False
 
@@ -63,7 +63,7 @@ class _Converts(Precision):
         self._done: WeakSet[nn.Module] = WeakSet()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert a module in place. A module that this plugin has converted already is returned as it is.
+        """Convert a module in place and return it; does nothing if this plugin has converted it already.
 
         Args:
             module: A module that is neither compiled nor sharded yet; in a Trainer, the LightningModule.
@@ -95,14 +95,14 @@ def _strategy_shards(module: nn.Module) -> bool:
 
 
 class F8Precision(_Converts, Precision):
-    """Lightning's ``Precision``, which also converts the model. Parameters stay in float32.
+    """Lightning's ``Precision`` plugin that also converts the model to FP8. Parameters stay in float32.
 
-    With `fully_shard`, its ``mp_policy`` says in which dtype layers compute.
+    With `fully_shard`, its ``mp_policy`` sets the dtype in which layers compute.
 
     Args:
         recipe: The recipe, as `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes under ``ModelParallelStrategy``. Losses have
-            the same bits either way.
+        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes under ``ModelParallelStrategy``. Losses are
+            bitwise equal either way.
         checkpointed: Whether the backward repeats forwards (activation checkpointing), as
             ``fp8compile.parallel.fsdp_float8_all_gather`` takes it.
         convert_options: Other arguments of `fp8compile.convert`, by name.
@@ -110,19 +110,19 @@ class F8Precision(_Converts, Precision):
 
 
 class F8HalfPrecision(_Converts, HalfPrecision):
-    """Lightning's ``HalfPrecision``, which also converts the model. Parameters are in bfloat16.
+    """Lightning's ``HalfPrecision`` plugin that also converts the model to FP8. Parameters are bfloat16.
 
     Args:
-        recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are taken too.
+        recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are allowed too.
         precision: ``"bf16-true"``, as ``HalfPrecision`` takes it.
     """
 
 
 class F8MixedPrecision(_Converts, MixedPrecision):
-    """Lightning's ``MixedPrecision``, which also converts the model. Parameters are in float32, under autocast.
+    """Lightning's ``MixedPrecision`` plugin that also converts the model to FP8; parameters are float32.
 
     Args:
-        recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are taken too.
+        recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are allowed too.
         precision: ``"bf16-mixed"``.
         device: ``"cuda"`` or ``"cpu"``, as ``MixedPrecision`` takes it.
     """
@@ -131,18 +131,18 @@ class F8MixedPrecision(_Converts, MixedPrecision):
 
 
 class F8FSDPPrecision(_Converts, FSDPPrecision):
-    """Lightning's ``FSDPPrecision``, which also converts the model, for ``FSDPStrategy``.
+    """Lightning's ``FSDPPrecision`` plugin that also converts the model to FP8, for ``FSDPStrategy``.
 
     That strategy uses FSDP1, which gathers weights in their own dtype and not as codes.
 
     Args:
-        recipe: The recipe, as `F8Precision` takes it; ``convert_options`` are taken too.
+        recipe: The recipe, as `F8Precision` takes it; ``convert_options`` is allowed too.
         precision: The precision, as ``FSDPPrecision`` takes it.
     """
 
 
 class F8Monitor(pl.Callback):
-    """Logs what a `fp8compile.Monitor` reads, by the Lightning Trainer's loggers.
+    """Lightning callback that logs readings of a `fp8compile.Monitor` with the Trainer's loggers.
 
     Args:
         options: Arguments of `fp8compile.Monitor`, except the model.
@@ -153,14 +153,14 @@ class F8Monitor(pl.Callback):
         self._options = options
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to observe the module, at the step at which training begins."""
+        """Attach a monitor to the module, counting from the Trainer's current step."""
         self.monitor = Monitor(pl_module, **self._options)
         self.monitor.steps = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the monitor's reading, if the batch ended a step whose statistics were read."""
+        """After the last batch of a step, log the monitor's statistics, if any, and advance the monitor."""
         monitor: Any = self.monitor  # made when training began
         if trainer.global_step == monitor.steps:
             return  # further batches are accumulated
@@ -171,6 +171,6 @@ class F8Monitor(pl.Callback):
         monitor.step()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop observing; the module is then as it was before."""
+        """Remove the monitor; the module is then as it was before training."""
         if self.monitor is not None:
             self.monitor.remove()

@@ -1,4 +1,4 @@
-"""Readings of a `fp8compile.Monitor` in the loggers of other packages. None of them is imported here.
+"""Functions that write readings of a `fp8compile.Monitor` to loggers of other packages.
 
 ```python
 from torch.utils.tensorboard import SummaryWriter
@@ -22,7 +22,7 @@ __all__ = ["finite", "to_tensorboard", "to_wandb"]
 
 
 def finite(reading: Reading) -> dict[str, float]:
-    """The numbers of a reading that are finite, as one flat dict; charts can't draw the others."""
+    """The finite numbers of a reading as one flat dict; drops lists, inf and NaN, which charts can't draw."""
     numbers = {name: each for name, each in flat(reading).items() if not isinstance(each, list)}
     return {name: each for name, each in numbers.items() if math.isfinite(each)}
 
@@ -32,8 +32,8 @@ def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
 
     Args:
         writer: A ``torch.utils.tensorboard.SummaryWriter``.
-        reading: What `fp8compile.Monitor.read` returned.
-        step: The step.
+        reading: A result of `fp8compile.Monitor.read`.
+        step: Number of the training step.
     """
     for name, value in finite(reading).items():
         writer.add_scalar(name, value, step)
@@ -54,5 +54,5 @@ def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
 
 
 def to_wandb(run: Any, reading: Reading, step: int) -> None:
-    """Log a reading to Weights & Biases: ``run`` is what ``wandb.init`` returned, or the module ``wandb`` itself."""
+    """Log a reading to Weights & Biases; ``run`` is the result of ``wandb.init``, or the module ``wandb``."""
     run.log(finite(reading), step=step)

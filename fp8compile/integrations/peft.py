@@ -1,4 +1,4 @@
-"""LoRA by PEFT over FP8 layers; quantized weights can be merged to codes or to values, and unmerged exactly.
+"""PEFT's LoRA adapters on FP8 layers; quantized weights merge to codes or values, and unmerge exactly.
 
 ```python
 import peft
@@ -11,8 +11,8 @@ config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
 model = peft.get_peft_model(model, f8peft.register(config))
 ```
 
-The base layer multiplies its codes in FP8, and the adapter's result, in high precision, is added. While PEFT computes
-with the base's weight itself, the base holds dequantized values, which become codes again afterwards.
+The base layer computes in FP8, the adapter in high precision, and their results are added. While PEFT itself computes
+with the base's weight, the weight is temporarily replaced by dequantized values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SPREAD = (
 
 
 class _Base:
-    """A base layer's state before adapters were merged: weight, bias, and the weight's row of delayed scaling."""
+    """Snapshot of a base layer before merging adapters: weight, bias, its delayed-scaling state."""
 
     def __init__(self, layer: Any, name: str) -> None:
         self.weight: nn.Parameter = layer._parameters[name]
@@ -62,7 +62,7 @@ class _Base:
         self.rows: list[Tensor] = [each[ROW_OF_WEIGHT].clone() for each in state]
 
     def put_back(self, layer: Any, name: str) -> None:
-        """Restore this state in a layer; the weight is the same object as before, and no copy."""
+        """Restore the snapshot in a layer; the weight is the same object as before, not a copy."""
         setattr(layer, name, self.weight)
         with torch.no_grad():
             if self.bias is not None:
@@ -77,7 +77,7 @@ def _values_of(weight: Tensor) -> Tensor:
 
 
 def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
-    """Quantize new values for a layer's weight, by the same quantizers as the codes that it had.
+    """Replace a layer's quantized weight by new values, quantized by the same quantizers as before.
 
     With delayed scaling the weight's scale comes from the new values, because adapters may enlarge the amax.
     """
@@ -94,10 +94,9 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """Base of both adapter layers: gives the base layer values while PEFT needs them, and restores it afterwards.
+    """Mixin of both adapter layers: lets PEFT compute with dequantized weights, then restores codes.
 
-    It comes before PEFT's class among the bases of a class. ``_base_of`` returns the layer in FP8, and the name of the
-    weight.
+    It precedes PEFT's class in the list of bases. ``_base_of`` returns the FP8 layer and the name of its weight.
     """
 
     merge_to: str
@@ -111,7 +110,7 @@ class _OverCodes:
         raise NotImplementedError
 
     def _pefts(self) -> Any:
-        """The methods of PEFT's own class, which this class overrides."""
+        """PEFT's implementations of the methods that this class overrides."""
         return super()
 
     def _whole_base(self, what: str) -> tuple[Any, str]:
@@ -122,7 +121,7 @@ class _OverCodes:
 
     @contextmanager
     def _base_with_values(self, what: str) -> Iterator[None]:
-        """Context in which the base's weight is a copy with plain values; then it has its own weight again."""
+        """Context in which the base's weight is replaced by a dequantized copy; restores the weight at exit."""
         layer, name = self._whole_base(what)
         before = layer._parameters[name]
         values = nn.Parameter(_values_of(before), requires_grad=False)
@@ -135,13 +134,12 @@ class _OverCodes:
             self._has_values = False
 
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the base: into codes, if it has codes and ``merge_to`` is ``"codes"``, else into values.
+        """Merge adapters into the base weight, which stays quantized if ``merge_to`` is ``"codes"``.
 
-        Adapters that are merged already are merged again together with the new ones, into the base from before the
-        first merge.
+        Adapters merged earlier are merged again together with the new ones, into the base from before the first merge.
 
         Args:
-            safe_merge: Whether to raise a ValueError if a merged value is not finite; the base is then as it was.
+            safe_merge: Whether to raise a ValueError if a merged value is not finite, leaving the base unchanged.
             adapter_names: Names of the adapters; None for the active ones.
         """
         if self._has_values:  # PEFT's own merging calls this for a variant that needs the weight before
@@ -170,7 +168,7 @@ class _OverCodes:
         self._before = before
 
     def unmerge(self: Any) -> None:
-        """Put back the base as it was before adapters were merged: the same codes, to the bit."""
+        """Restore the base from before adapters were merged: the same codes, bit for bit."""
         if self._has_values:
             self._pefts().unmerge()
             return
@@ -184,7 +182,7 @@ class _OverCodes:
 
 
 class _WithValues:
-    """A base layer's bias, and its weight as plain values, which DoRA's arithmetic reads."""
+    """Stand-in for a base layer in DoRA's arithmetic: its bias, and its weight dequantized."""
 
     def __init__(self, layer: Any) -> None:
         weight = layer.weight
@@ -193,22 +191,22 @@ class _WithValues:
 
 
 class _DoraOverCodes(DoraLinearLayer):
-    """PEFT's DoRA layer over a base whose weight is kept as codes; norms are computed from dequantized values."""
+    """PEFT's DoRA layer for a base with a quantized weight; computes norms from dequantized values."""
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **others: Any) -> Tensor:
-        """The addition of DoRA to the base's output; the weight of ``base_layer`` may be quantized."""
+        """DoRA's term, which is added to the base layer's output; the weight may be quantized."""
         found: Tensor = super().forward(x, base_layer=_WithValues(base_layer), **others)
         return found
 
 
 class LoraLinear(_OverCodes, lora.Linear):
-    """PEFT's LoRA layer over a `fp8compile.Linear`.
+    """PEFT's LoRA layer for a `fp8compile.Linear`.
 
     Args:
         base_layer: The layer, or a LoRA layer over it.
         adapter_name: Name of the first adapter.
         config: PEFT's configuration.
-        merge_to: What a base that is kept as codes becomes when adapters are merged: ``"codes"`` or ``"values"``.
+        merge_to: What merging turns a quantized base weight into: ``"codes"`` or ``"values"``.
         others: Further arguments that PEFT passes to its own class.
     """
 
@@ -225,7 +223,7 @@ class LoraLinear(_OverCodes, lora.Linear):
         return self.get_base_layer(), "weight"
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **others: Any) -> None:
-        """Add an adapter. An initialization that changes the base's weight, such as PiSSA, changes its codes."""
+        """Add an adapter; requantize the base's weight if its initialization changes it, as PiSSA's does."""
         if not config.use_dora and not isinstance(config.init_lora_weights, str):
             super().update_layer(adapter_name, r, lora_alpha, config, **others)
             return
@@ -244,17 +242,16 @@ class LoraLinear(_OverCodes, lora.Linear):
 
 
 class ParamWrapper(_OverCodes, lora.ParamWrapper):
-    """PEFT's LoRA layer over a stack of experts' matrices; PEFT knows it by the name of its own class.
+    """PEFT's LoRA layer for a stack of expert weights; has PEFT's class name, by which PEFT recognizes it.
 
-    PEFT's own class adds the product of A and B, of the stack's size, to the weight in each forward. Here each row is
-    multiplied by its expert's A and then by its B, and the result is added to the output, so that the base's codes do
-    not change.
+    PEFT's own class adds the product of A and B to the whole stack of weights in each forward. This class multiplies
+    each row by its expert's A and then B, and adds the result to the output, so that the base's codes do not change.
 
     Args:
         base_layer: The experts in FP8, or a LoRA layer over them.
         adapter_name: Name of the first adapter.
         config: PEFT's configuration; ``target_parameters`` names the stack.
-        merge_to: What a base that is kept as codes becomes when adapters are merged: ``"codes"`` or ``"values"``.
+        merge_to: What merging turns a quantized base weight into: ``"codes"`` or ``"values"``.
         others: Further arguments that PEFT passes to its own class.
     """
 
@@ -278,9 +275,9 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
         return self.get_base_layer(), self.parameter_name
 
     def _added(self, x: Tensor, offsets: Tensor) -> Tensor | None:
-        """The sum of what active adapters add to a product: (R, out_features) from rows (R, in_features).
+        """Sum of the active adapters' outputs, (R, out_features), for rows ``x`` (R, in_features) of experts.
 
-        Returns None if no adapter adds anything.
+        ``offsets`` are the ends of the experts' row groups. Returns None if no adapter is active.
         """
         if self.disable_adapters or self.merged:
             return None
@@ -304,7 +301,7 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """Remove the adapters, merged into the experts or not, and return the experts."""
+        """Remove the adapters, after merging them if ``merge`` is True, and return the experts."""
         layer: Any = self
         found: nn.Module = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
         while isinstance(layer, ParamWrapper):
@@ -314,24 +311,24 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
 
 
 def register(config: LoraConfig, *, merge_to: str = "codes") -> LoraConfig:
-    """Have PEFT put adapters over FP8 layers and experts by the layers of this module.
+    """Configure PEFT to use this module's adapter layers for FP8 layers and experts.
 
-    Without it PEFT takes its own over a `fp8compile.Linear`, which can neither merge into codes nor compute DoRA's
-    norms of them. PEFT saves no such registration: pass the configuration to ``PeftModel.from_pretrained`` too, as
+    Otherwise PEFT uses its own layers for a `fp8compile.Linear`; they can neither merge into codes nor compute DoRA's
+    norms from codes. PEFT does not save this setting: pass the configuration to ``PeftModel.from_pretrained`` too, as
     ``config=register(LoraConfig.from_pretrained(folder))``.
 
     Args:
         config: The configuration, changed in place. ``target_modules`` names linears, ``target_parameters`` stacks of
             experts.
-        merge_to: What a quantized weight becomes when adapters are merged: ``"codes"``, by quantizing the merged
-            values with the same quantizers, or ``"values"``. A weight that is not quantized never becomes codes.
+        merge_to: What merging turns a quantized weight into: ``"codes"``, by quantizing the merged values with the
+            same quantizers, or ``"values"``. A weight that is not quantized never becomes codes.
 
     Returns:
         The configuration.
 
     Raises:
         TypeError: ``config`` is no ``LoraConfig``.
-        ValueError: ``merge_to`` is neither.
+        ValueError: ``merge_to`` is neither ``"codes"`` nor ``"values"``.
     """
     if not isinstance(config, LoraConfig):
         raise TypeError(f"register: config is a {type(config).__name__}; it is a peft.LoraConfig.")

@@ -1,4 +1,4 @@
-"""Recipes as JSON, for the configuration files of other libraries."""
+"""Conversion of recipes to and from JSON, for the configuration files of other libraries."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _from_json(value: Any) -> Any:
 
 
 def recipe_to_json(recipe: Any) -> Any:
-    """A recipe, or a mapping from name patterns to recipes, as values that JSON holds.
+    """Convert a recipe, or a mapping from name patterns to recipes, to JSON-serializable values.
 
     Raises:
-        TypeError: A quantizer is of a class of another package.
+        TypeError: A quantizer's class is defined outside this package.
     """
     if isinstance(recipe, Mapping):  # a list, because the first pattern that matches decides, and files sort keys
         return [[name, recipe_to_json(each)] for name, each in recipe.items()]
@@ -52,7 +52,7 @@ def recipe_to_json(recipe: Any) -> Any:
 
 
 def recipe_from_json(given: Any) -> Any:
-    """Make the recipe, or the mapping to recipes, from the result of `recipe_to_json` or from a recipe's name.
+    """Make a recipe, or a mapping to recipes, from `recipe_to_json`'s result or from a recipe's name.
 
     Raises:
         ValueError: No recipe has this name, or a class or field is not known.

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in FP8: a callback, and an optimizer for quantized weights.
+"""FP8 with Hugging Face's Trainer: a callback that converts, and an optimizer for quantized weights.
 
 ```python
 import transformers
@@ -65,16 +65,16 @@ BEST_EXPERTS_ARE_LOST = (
 
 
 def _names_in(folder: Path) -> Iterator[str]:
-    """Names of the tensors in a checkpoint's safetensors files."""
+    """Yield the names of tensors in a checkpoint's safetensors files."""
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as found:
             yield from found.keys()
 
 
 def _lost_expert(model: nn.Module, report: ConversionReport, folder: Path) -> str | None:
-    """Name of the first parameter of converted experts that a checkpoint has under another name; None if none is lost.
+    """First parameter of converted experts whose name a checkpoint lacks; None if it has all.
 
-    A folder without safetensors files loses nothing, and is not read if the model has no converted experts.
+    A folder without safetensors files counts as complete.
     """
     experts = [row.fqn for row in report.rows if row.converted and row.experts]
     saved = set(_names_in(folder)) if experts else set()
@@ -83,15 +83,15 @@ def _lost_expert(model: nn.Module, report: ConversionReport, folder: Path) -> st
 
 
 class F8Callback(TrainerCallback):
-    """Converts the Trainer's model when the Trainer is made, and prints the conversion report when training begins.
+    """Converts the Trainer's model when the Trainer is made; prints a report when training begins.
 
-    The model is converted by `fp8compile.convert`. If accelerate shards by FSDP2 (``fsdp=True``, ``fsdp_version`` 2),
-    FP8 weights are gathered as codes. Activation checkpointing by the training arguments or by ``fsdp_config`` is
-    taken into account.
+    `fp8compile.convert` converts the model. If accelerate shards by FSDP2 (``fsdp=True``, ``fsdp_version`` 2), FP8
+    weights are gathered as codes. Activation checkpointing by the training arguments or by ``fsdp_config`` is
+    detected.
 
     Args:
         recipe: The recipe, as `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses have the same bits either way.
+        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses are bitwise equal either way.
         print_report: Whether the first process prints the report.
         options: Other arguments of `fp8compile.convert`.
 
@@ -115,7 +115,7 @@ class F8Callback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Convert the model, before the Trainer makes an optimizer and has accelerate shard it."""
+        """Convert the model, before the Trainer makes an optimizer and accelerate shards the model."""
         run = AcceleratorState()
         replaces = self.conversion.replaces_parameters(sharded=fsdp2_plugin(run) is not None)
         if replaces and kwargs.get("optimizer") is not None:
@@ -127,7 +127,7 @@ class F8Callback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that the model to be trained is converted and has its experts, and print the report."""
+        """Check that the model is converted, warn if experts of the checkpoint are lost, and print the report."""
         model: nn.Module = kwargs["model"]
         report = conversion_report(model)
         if not any(row.converted for row in report.rows):
@@ -143,7 +143,7 @@ class F8Callback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Warn if the best model that the Trainer has loaded lacks the experts of its checkpoint."""
+        """Warn if the best model, loaded at the end, lacks the experts of its checkpoint."""
         best = state.best_model_checkpoint
         if not (args.load_best_model_at_end and best and state.is_world_process_zero):
             return
@@ -153,7 +153,7 @@ class F8Callback(TrainerCallback):
 
 
 class TrainersMasterWeights(MasterWeights):
-    """`fp8compile.integrations.accelerate.MasterWeights` with the arguments that a Trainer passes: parameters first.
+    """`fp8compile.integrations.accelerate.MasterWeights` with a Trainer's argument order.
 
     Args:
         params: Groups of parameters.
@@ -166,7 +166,7 @@ class TrainersMasterWeights(MasterWeights):
 
 
 def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The optimizer that ``args`` ask for, with master weights for quantized parameters.
+    """Wrap the optimizer that ``args`` name, so that it keeps master weights for quantized parameters.
 
     Pass the result to a Trainer as ``optimizer_cls_and_kwargs``.
 
@@ -191,12 +191,12 @@ def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimi
 
 
 class MonitorCallback(TrainerCallback):
-    """Logs what a `fp8compile.Monitor` reads, by the Trainer's own loggers.
+    """Callback that logs readings of a `fp8compile.Monitor` with the Trainer's own loggers.
 
     Make it with the Trainer, and add it: ``trainer.add_callback(MonitorCallback(trainer, every=100))``.
 
     Args:
-        trainer: The Trainer, whose model is converted already, as by `F8Callback`.
+        trainer: The Trainer; its model must be converted already, for example by `F8Callback`.
         options: Arguments of `fp8compile.Monitor`, except the model.
     """
 
@@ -207,14 +207,14 @@ class MonitorCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to observe the model, at the step at which training begins."""
+        """Attach a monitor to the model, counting from the Trainer's current step."""
         self.monitor = Monitor(kwargs["model"], **self._options)
         self.monitor.steps = state.global_step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log the monitor's reading, if statistics of this step were read."""
+        """Log the monitor's statistics, if it recorded any in this step, and advance the monitor."""
         monitor: Any = self.monitor  # made when training began
         if monitor.is_reading:
             logs_loss = control.should_log
@@ -225,6 +225,6 @@ class MonitorCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop observing; the model is then as it was before."""
+        """Remove the monitor; the model is then as it was before training."""
         if self.monitor is not None:
             self.monitor.remove()

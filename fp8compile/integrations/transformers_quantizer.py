@@ -1,7 +1,7 @@
-"""F8Config: FP8 as a quantization method of transformers, from ``from_pretrained`` to ``save_pretrained``.
+"""F8Config: FP8 as a quantization method of transformers, to load and save pretrained models.
 
 from_pretrained --skeleton on the meta device--> fp8compile.convert --weights of the file--> values, or codes
-save_pretrained --> the state dict, with codes where parameters are codes; config.json with the recipe
+save_pretrained --> the state dict, with codes where parameters are quantized; config.json with the recipe
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ METHOD = "fp8compile"
 
 @register_quantization_config(METHOD)
 class F8Config(QuantizationConfigMixin):
-    """Options of ``from_pretrained(..., quantization_config=F8Config(...))``, which are saved in config.json.
+    """Options of ``from_pretrained(..., quantization_config=F8Config(...))``; saved in config.json.
 
     Args:
         recipe: A recipe, its name such as ``"rowwise"``, or a mapping from name patterns to recipes.
-        filter: Which layers to convert, name patterns as `fp8compile.convert` takes them. By default all but those
+        filter: Which layers to convert: name patterns as `fp8compile.convert` takes them. By default all except those
             that transformers keeps in high precision: output embeddings and tied weights.
-        quantized_parameters: Whether weights are quantized while they are read, one after another, and kept as codes.
+        quantized_parameters: Whether weights are quantized one by one while they are loaded, and kept as codes.
             Train them by `fp8compile.integrations.transformers.master_weights`, or freeze them.
         share_outer_scale: The option of `fp8compile.convert`.
         others: Entries that transformers adds.
@@ -83,7 +83,7 @@ class F8Config(QuantizationConfigMixin):
             setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as config.json has them."""
+        """The options as a dict, in the form written to config.json."""
         return {**super().to_dict(), "recipe": recipe_to_json(self.recipe)}
 
     def __iter__(self) -> Any:
@@ -91,15 +91,15 @@ class F8Config(QuantizationConfigMixin):
 
 
 def _names_in_state(name: str) -> list[str]:
-    """Names of the entries that a state dict has in place of a parameter that is kept as codes."""
+    """State dict keys of the codes and scales of a quantized parameter ``name``."""
     return [f"{name}_{part}{end}" for end in ENDS for part in PARTS]
 
 
 class _Codes(ConversionOps):
-    """Makes a parameter of the codes and scales that a file has for it.
+    """Builds a quantized parameter from codes and scales read from a file.
 
     Args:
-        hf_quantizer: The quantizer. Operations that have one get tensors in the dtypes of the file.
+        hf_quantizer: The quantizer; because of this attribute transformers passes tensors in the file's dtypes.
         name: Name of the parameter in its module.
     """
 
@@ -109,10 +109,10 @@ class _Codes(ConversionOps):
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Join the codes and scales that were read from the file; returns ``{full_layer_name: parameter}``.
+        """Join codes and scales that were read from the file; returns ``{full_layer_name: parameter}``.
 
         Raises:
-            ValueError: The file has no codes or no scale for one of the sets.
+            ValueError: The file lacks codes or a scale for one of the weight's quantizers.
         """
         layer, own, weight = _layer_of(model, full_layer_name)
         found = {key: each[0] if isinstance(each, list) else each for key, each in input_dict.items()}
@@ -128,7 +128,7 @@ class _Codes(ConversionOps):
 
 
 class _Quantize(ConversionOps):
-    """Quantizes a weight that a file has in high precision."""
+    """Quantizes a weight that a file stores in high precision."""
 
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
@@ -145,7 +145,7 @@ class _Quantize(ConversionOps):
 
 
 def _layer_of(model: nn.Module, full_name: str) -> tuple[nn.Module, str, Tensor]:
-    """The layer that has a parameter, the parameter's name there, and the parameter on the meta device."""
+    """Find a parameter by full name: its layer, its name there, the parameter (on the meta device)."""
     path, _, name = full_name.rpartition(".")
     layer = model.get_submodule(path)
     return layer, name, getattr(layer, name)
@@ -153,7 +153,7 @@ def _layer_of(model: nn.Module, full_name: str) -> tuple[nn.Module, str, Tensor]
 
 @register_quantizer(METHOD)
 class F8Quantizer(HfQuantizer):
-    """The quantization method that transformers runs for a `F8Config`."""
+    """Quantization method that transformers runs for a `F8Config`."""
 
     quantization_config: F8Config
 
@@ -186,15 +186,15 @@ class F8Quantizer(HfQuantizer):
         return is_converted(layer) and own in weight_names(layer)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a weight is quantized when it is read from the file."""
+        """Whether the parameter ``param_name`` is quantized while it is loaded."""
         return self._makes_codes(model, param_name)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The operation that quantizes a weight when it is read from a file."""
+        """The operation that quantizes a weight while it is loaded."""
         return _Quantize()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The model's own conversions, and one for each parameter that the folder stores as codes."""
+        """The model's own weight conversions, preceded by one for each parameter that is stored as codes."""
         if not self.pre_quantized or not self.quantization_config.quantized_parameters:
             return weight_conversions
         names = {name for each in model.modules() if is_converted(each) for name in weight_names(each)}

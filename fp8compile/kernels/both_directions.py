@@ -92,7 +92,7 @@ def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.c
 
 @triton.jit
 def _to_odd(values):
-    """Cut values to 7 mantissa bits and set the last one if any other was 1, as in `fp8compile.formats`."""
+    """Round values to 7 mantissa bits, to odd: a dropped 1 bit sets the last bit, as in `fp8compile.formats`."""
     bits = values.to(tl.int32, bitcast=True)
     sticky = ((bits & 0xFFFF) + 0xFFFF) & 0x10000
     return _float((bits | sticky) & -0x10000)

@@ -1,11 +1,11 @@
-"""What a kernel counts of the codes that it makes, for `fp8compile.Monitor`: a number for each program.
+"""Counts that a kernel makes of its codes, for `fp8compile.Monitor`: a number for each program.
 
     amax          largest magnitude, as the bits of a float32, whose order is that of magnitudes
     underflow     elements with code 0 that are not 0
     saturation    elements beyond the largest code by more than half a step
 
-They are what `fp8compile.ops.counting_kernels` counts in PyTorch. A kernel without counts has none of this code.
-Kernels of groups add to the numbers of each group instead.
+`fp8compile.ops.counting_kernels` makes the same counts in PyTorch. A kernel without counts has none of this code. Kernels of
+groups add to the numbers of each group instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_beyond(magnitude, scale, LIMIT: tl.constexpr):
 
 @triton.jit
 def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturation):
-    """Store what this program counted, in (directions, 3, programs)."""
+    """Store this program's counts, in (directions, 3, programs)."""
     columns, planes = tl.num_programs(1), tl.num_programs(2)
     program = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * columns + tl.program_id(1)
     programs = tl.num_programs(0) * columns * planes
@@ -42,7 +42,7 @@ def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturatio
 
 @triton.jit
 def add_counts(counts_ptr, direction: tl.constexpr, group, E, amax, underflow, saturation, is_group):
-    """Add what was counted to the counts of groups, in (directions, 3, E) int64."""
+    """Add a program's counts to those of groups, in (directions, 3, E) int64."""
     at = counts_ptr + 3 * direction * E + group
     tl.atomic_max(at, amax.to(tl.int64), is_group, sem="relaxed")
     tl.atomic_add(at + E, underflow.to(tl.int64), is_group, sem="relaxed")

@@ -133,7 +133,7 @@ def _count_units(
     counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
     UNITS: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Add what is counted of each run of columns to the counts of its group; only tokens of groups count.
+    """Count each run of columns, and add the counts to those of the run's group; only tokens of groups count.
 
     ``scale`` is float32, for each code of the tile.
     """
@@ -246,8 +246,8 @@ def cast_groups(
     """Launch the kernel that casts groups to transposed codes in padded columns.
 
     Groups begin at multiples of ``align`` columns, a divisor of 128. ``x`` and ``multiplier``, (E, K) or (E, 1), have
-    any strides. ``codes`` is the result, (K, C), contiguous; no size is 0. ``counts`` are those of
-    `fp8compile.ops.counting_kernels` for groups, to be added to; None to count nothing.
+    any strides. ``codes`` is the result, (K, C), contiguous; no size is 0. The groups' counts are added to ``counts``,
+    see `fp8compile.ops.counting_kernels`; None to count nothing.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))

@@ -91,9 +91,9 @@ GROUP_ROWS_COUNTED = with_counts(GROUP_ROWS)
 
 
 def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, *, counts: bool = False) -> TileLaunch:
-    """The launch of `group_rows_kernel`, for block (1, -1). Call it with ``x``, the offsets and three outputs.
+    """The launch of `group_rows_kernel`, for block (1, -1).
 
-    The outputs are contiguous.
+    Call it with ``x``, the offsets and three contiguous outputs.
 
     Outputs are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
     which must be zeros before the launch. ``x`` has any strides; no size is 0. With ``counts``, a fourth output is

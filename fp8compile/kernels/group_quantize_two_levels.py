@@ -312,7 +312,7 @@ def codes_of_groups(
 
     ``amaxes`` are the outer amaxes along rows and along tokens, (2, E). A quantizer that is None leaves out its
     direction. ``outputs`` are those of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
-    ``counts`` are those of `fp8compile.ops.counting_kernels` for groups, to be added to; None to count nothing.
+    The groups' counts are added to ``counts``, see `fp8compile.ops.counting_kernels`; None to count nothing.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS

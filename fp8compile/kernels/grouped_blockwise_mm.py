@@ -1,4 +1,4 @@
-"""Kernels for grouped products that PyTorch lacks: one scale for each 128 values to be summed, or for the whole sum.
+"""Kernels for grouped products that PyTorch lacks: with one scale for each 128 summed values, or for each whole sum.
 
     product                             tile of a program
     rows     y_RN  = a_RK @ b_e,NK^T    128 columns by 128 rows of one group, or of rows after the last group
@@ -44,7 +44,7 @@ def _summed(
         b_scale_at: Pointers to the scales of that block of ``b``, one for each column, (TILE,).
         length: Number of elements of the summed dim.
         a_scale_step: Step from a block's scales of ``a`` to the next block's.
-        b_scale_step: The same of ``b``.
+        b_scale_step: The same for ``b``.
         TILE: Rows and columns of a block.
         IS_EVEN: Whether ``length`` is a multiple of TILE; if not, the last block is masked.
         HAS_TILES: Whether ``b`` has one scale for all columns of a block; ``b_scale_at`` is then one pointer.

@@ -1,4 +1,4 @@
-"""How many programs kernels that quantize a matrix launch, along each axis of the grid; needs no Triton."""
+"""Launch grids of kernels that quantize a matrix: numbers of programs along each axis. Needs no Triton."""
 
 from __future__ import annotations
 

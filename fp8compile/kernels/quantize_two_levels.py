@@ -2,7 +2,7 @@
 
 A program loads four groups of sixteen rows as sixteen tiles, so that one thread has the sixteen rows of a column, and
 sums and codes need no shared memory. Codes and scales have the bits of `TwoLevelScaling`, except for codes that a
-GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales lie in tiles (`fp8compile.scale_layouts`).
+GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales are in tiles (`fp8compile.scale_layouts`).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _to_a_neighbour(values, noise):
 
 @triton.jit
 def _products(x, multiplier, IS_TE: tl.constexpr):
-    """Multiply values by their multiplier; the products are what is rounded to codes."""
+    """Multiply values by their multipliers; the products are then rounded. With IS_TE, zeros lose their sign."""
     values = x * multiplier
     if IS_TE:
         values = tl.where(x == 0, 0.0, values)
@@ -254,7 +254,7 @@ def _counted(x, scale, outer_scale):
 
 @triton.jit
 def _counted_columns(xs, packed, scale, outer_scale, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Count what is cast along columns: returns the amax, underflows and saturations."""
+    """Count the casts along columns: returns the amax, underflows and saturations."""
     amax, nonzero, beyond = 0, 0, 0
     for j in tl.static_range(SIXTEEN):
         of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
@@ -410,7 +410,7 @@ def both_packed(
 
     ``outer_amaxes`` are for codes along rows and for codes along columns; they differ if columns are transformed.
     ``outputs`` are codes, scales in tiles and outer scale along rows, then along columns; contiguous, codes as int64.
-    ``counts`` are those of `fp8compile.ops.counting_kernels` of both directions, to be written; None to count nothing.
+    ``counts`` receives the counts of both directions, see `fp8compile.ops.counting_kernels`; None to count nothing.
     """
     m, k = x.shape
     chosen = constants(rows, columns, target_of(x.device))

@@ -1,7 +1,7 @@
 """Kernels that read a weight once, and make codes for the forward and the amaxes for the backward's cast.
 
     rows     row by row      --amax--> multiplier --> codes, scale;  keeps the largest magnitude of each column
-    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  also for the backward
+    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  amaxes for the backward too
 
 Codes and scales have the bits of `CurrentScaling`. Atomic maxima have the same bits in whatever order programs run.
 """
@@ -123,8 +123,8 @@ def rows_and_columns(
 ) -> None:
     """Launch the kernel for block (1, -1) that writes codes and scales of rows, and the amax of each column.
 
-    ``x`` is contiguous, with no size 0. ``amax``, (1, K) float32, must be zeros before the launch. ``counts`` are
-    those of `fp8compile.ops.counting_kernels`, to be written; None to count nothing.
+    ``x`` is contiguous, with no size 0. ``amax``, (1, K) float32, must be zeros before the launch. ``counts`` receives
+    the counts of the codes, see `fp8compile.ops.counting_kernels`; None to count nothing.
     """
     m, k = x.shape
     rows, bits, chosen = rows_of_program(x.shape), amax.view(torch.int32), row_constants(quantizer, k)

@@ -1,6 +1,6 @@
 """Stochastic rounding to four-bit codes by a GPU's own instruction.
 
-    values a, b, c, d --cvt.rs--> codes d c b a of four bits each; a value is rounded up if its 8 bits of noise carry
+    values a, b, c, d --cvt.rs--> codes d c b a of four bits each; rounded up if adding 8 bits of noise carries
 
 Four values share a word of hashed noise. Each has 8 bits instead of 24, so codes differ from those of
 `fp8compile.quantizers.stochastic_rounding`. Source: NVIDIA, PTX ISA 8.7, ``cvt`` with ``.rs``.

@@ -1,7 +1,7 @@
 """Layouts of values and codes: in stacks of matrices, in groups of rows, over ranks and in bytes. No operators.
 
-quantized.py         Plain, Quantized and their TensorLayout
-cuts.py              the part of a dim that each rank has, and its place among the blocks that share a scale
+quantized.py   Plain, Quantized and their TensorLayout
+cuts.py        the shard of a dim that each rank has, and its position among the blocks that share a scale
 four_bit_packing.py  codes of four bits, packed one or two to a byte
-shapes.py            shapes of codes and scales of a weight
+shapes.py      shapes of codes and scales of a weight
 """

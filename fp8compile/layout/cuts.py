@@ -1,13 +1,13 @@
-"""Where one rank's part of a tensor lies among the scale blocks of the whole tensor. All ranks find the same kind.
+"""Where one rank's shard of a tensor lies among the scale blocks of the whole tensor.
 
-    block along the cut dim    what the amax needs                            kind
-    1                          nothing                                        "aligned"
-    -1                         a maximum over the ranks                       "spanning"
-    n, cut between blocks      nothing                                        "aligned"
-    n, cut through blocks      a maximum over the ranks of the whole grid     "split"
+    block along the sharded dim    what the amax needs                                kind, the same on all ranks
+    1                              nothing                                            "aligned"
+    -1                             a maximum over the ranks                           "spanning"
+    n, cut between blocks          nothing                                            "aligned"
+    n, cut through blocks          a maximum over the ranks of all blocks' amaxes     "split"
 
-If blocks are split, a rank pads its elements with zeros in front, so that they begin with a block. The result is
-called a window. Zeros change no amax, and their codes add nothing to a product.
+If blocks are split, a rank pads its elements with zeros in front, so that they begin at a block boundary. The padded
+part is called a window. Zeros change no amax, and their codes add nothing to a product.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DimSharding:
-    """How one dim of a tensor is cut over the ranks of a group, in their order."""
+    """How one dim of a tensor is sharded over the ranks of a group, in their order."""
 
     # the process group, or its name; None on the meta device, if only shapes are asked
     group: ProcessGroup | str | None
@@ -66,18 +66,18 @@ class DimSharding:
         return all(size == self.sizes[0] for size in self.sizes)
 
     def by_name(self) -> DimSharding:
-        """The same cut with the group's name instead of the group, which can be neither copied nor pickled."""
+        """This sharding with the process group's name in place of the group, so that it can be copied and pickled."""
         if isinstance(self.group, str):
             return self
         return replace(self, group=self.group.group_name)  # type: ignore[union-attr]  # cuts that travel have one
 
     def matches(self, other: DimSharding | None) -> bool:
-        """Whether a dim of another tensor is cut in the same places, by the same ranks."""
+        """Whether another tensor's dim is sharded into the same sizes; False if ``other`` is None."""
         return other is not None and self.sizes == other.sizes
 
 
 def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of the parts into which DTensor and FSDP2 cut a dim: full parts, then a smaller one, then empty ones."""
+    """Sizes of the shards that DTensor and FSDP2 make of a dim: full ones, then a smaller one, then empty ones."""
     if total % ranks == 0:
         return (total // ranks,) * ranks
     full = -(-total // ranks)
@@ -90,7 +90,7 @@ ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, or of each matrix of a sta
 
 @dataclass(frozen=True)
 class AxisBlocks:
-    """The place of a rank's rows or columns among the blocks of the whole matrix, or of each matrix of a stack.
+    """The position of a rank's rows or columns among the blocks of the whole matrix, or of each matrix of a stack.
 
     The argument ``dim`` of methods is the side of the matrix that this object describes, ``ROWS`` or ``COLUMNS``.
     """
@@ -108,12 +108,12 @@ class AxisBlocks:
 
     @property
     def total(self) -> int:
-        """Number of elements of the whole along this side, over all ranks."""
+        """Number of elements of the whole tensor along this side, over all ranks."""
         return math.prod([total for _, _, total in self.sizes])
 
     @property
     def first(self) -> int | None:
-        """Index of this rank's first element if its elements are contiguous in the whole; else None."""
+        """Index of this rank's first element if its elements are contiguous in the whole tensor; else None."""
         run, first, inner = True, 0, 1
         for start, length, total in reversed(self.sizes):
             if not run and length != 1:
@@ -124,16 +124,16 @@ class AxisBlocks:
         return first
 
     def _positions(self, device: torch.device) -> Tensor:
-        """For each of this rank's elements, its index in the whole, (elements,) int64."""
+        """The index in the whole tensor of each of this rank's elements along this side, (elements,) int64."""
         found = torch.zeros((1,), dtype=torch.int64, device=device)
         for start, length, total in self.sizes:
             found = (found.unsqueeze(1) * total + torch.arange(start, start + length, device=device)).flatten()
         return found
 
     def embed(self, matrix: Tensor, dim: int) -> Tensor:
-        """Pad this rank's elements with zeros to a window, which begins with a block.
+        """Pad this rank's part with zeros along ``dim`` to a window, which begins at a block boundary.
 
-        If the elements are not contiguous in the whole, the window is the whole.
+        If the elements are not contiguous in the whole tensor, the window is the whole tensor.
         """
         if self.kind == "aligned":
             return matrix
@@ -153,7 +153,7 @@ class AxisBlocks:
         return window.narrow(dim, self.first % self.block, self.length)
 
     def _blocks(self) -> tuple[int, int, int]:
-        """Returns the index of the window's first block, and the numbers of blocks in the window and in the whole."""
+        """The index of the window's first block, the number of blocks in the window, and in the whole tensor."""
         every = -(-self.total // self.block)
         if self.first is None:
             return 0, every, every
@@ -162,7 +162,7 @@ class AxisBlocks:
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def window_positions(self, device: torch.device) -> Tensor:
-        """For each element of the window that `embed` returns, its index in the whole, (elements,) int64."""
+        """The index in the whole tensor of each element of the window that `embed` returns, (elements,) int64."""
         if self.kind != "split":
             return self._positions(device)
         if self.first is None:
@@ -170,7 +170,7 @@ class AxisBlocks:
         return torch.arange(self.first - self.first % self.block, self.first + self.length, device=device)
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
-        """Pad a grid of this rank's blocks with zeros to a grid of all blocks of the whole."""
+        """Pad a grid of this rank's blocks with zeros to the grid of all blocks of the whole tensor."""
         first, count, every = self._blocks()
         if self.kind == "aligned" and self.first is None:
             shape = list(grid.shape)
@@ -181,7 +181,7 @@ class AxisBlocks:
         return pad(grid, (0, 0, first, after) if dim == ROWS else (first, after)) if first or after else grid
 
     def window(self, grid: Tensor, dim: int) -> Tensor:
-        """Cut the scales of the blocks in this rank's window, which `embed` returns, out of the grid of the whole."""
+        """Select the scales of the blocks in this rank's window (see `embed`) from the whole tensor's grid."""
         if self.kind == "aligned" and self.first is None:
             return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
         first, count, _ = self._blocks()
@@ -223,9 +223,9 @@ def axis_blocks(
 
     Args:
         shape: Shape of this rank's part, with one dim or more.
-        cuts: How the tensor is cut.
-        block: Rows and columns that share a scale, in the (M, K) view of the whole or of each matrix.
-        batch: Number of leading dims over which matrices are stacked. Cuts of those dims cut no blocks.
+        cuts: How ranks shard the tensor: a `DimSharding`, or None, for each group of ranks.
+        block: Rows and columns that share a scale, in the (M, K) view of the whole tensor or of each matrix.
+        batch: Number of leading dims over which matrices are stacked. Sharding those dims cuts no blocks.
     """
     for cut in cuts:
         if cut is not None and type(cut.group) is not str:  # no cache keeps a group alive
@@ -247,7 +247,7 @@ _known = lru_cache(maxsize=1024)(_axis_blocks)  # cached, because an eager call 
 
 
 def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0) -> tuple[bool, bool]:
-    """Whether ranks cut through blocks along rows, and along columns. Arguments are those of `axis_blocks`."""
+    """(rows, columns): whether shards cut through blocks along that side. Arguments are those of `axis_blocks`."""
     if not any(cuts):
         return False, False
     rows, columns = axis_blocks(shape, cuts, block, batch)

@@ -1,4 +1,4 @@
-"""Convert four-bit codes between two per byte, for messages, and one per byte, which ranks can cut anywhere."""
+"""Convert four-bit codes between two per byte, for messages, and one per byte, which can be sharded anywhere."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
 
 @cache
 def with_a_code_a_byte(recipe: Recipe) -> Recipe:
-    """The recipe with its one-level quantizers unpacked, for ops that may cut codes in the middle of a packed byte."""
+    """The recipe with its one-level quantizers unpacked, for ops whose shards may cut a packed byte in two."""
     slots = {slot: getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)}
     packs = {slot: each for slot, each in slots.items() if each is not None and not each.has_outer_scale()}
     changed = {slot: own for slot, each in packs.items() if (own := each.unpacked()) is not None and own != each}

@@ -44,7 +44,7 @@ class Plain:
 
     @property
     def cuts(self) -> Sharding:
-        """How ranks cut the whole tensor, one entry for each group of ranks; taken from the layout."""
+        """How ranks shard the whole tensor, one entry for each group of ranks; taken from the layout."""
         return self.layout.cuts
 
     @property
@@ -61,7 +61,7 @@ class Plain:
         return tuple(shape)
 
     def with_cuts(self, cuts: Sharding) -> Plain:
-        """The same elements with another layout, in which ranks have made these cuts."""
+        """A copy whose layout has these ``cuts``; the elements stay the same."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
@@ -69,7 +69,7 @@ class Plain:
 class Quantized:
     """A quantized operand of a product: codes and scales, the quantizer that made them, and their layout.
 
-    If ranks share the tensor, the fields are those of this rank's part.
+    If the tensor is sharded, the fields are those of this rank's shard.
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
@@ -78,12 +78,12 @@ class Quantized:
         scale: Grid of the quantizer's blocks, with one more dim for a stack. It is 1-D if it was written in tiles
             (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups it is (C /
             block, features), or (E, features) or (E, 1) if each group is one block.
-        quantizer: The quantizer that made one matrix, or the rows of one group, in the coordinates of ``codes``.
+        quantizer: Quantizer of one matrix, or of one group's rows; its block counts rows and columns of ``codes``.
         outer_scale: Second level of scales, float32: (1,) for a matrix, (E,) for a stack or for groups; None if the
             quantizer has one level.
-        layout: How the codes lie.
-        has_scales_of_whole: Whether ``scale`` has the rows, and the columns, of the whole tensor's grid, because ranks
-            cut blocks along that side.
+        layout: How the operand is divided into matrices, groups of rows and shards.
+        has_scales_of_whole: (rows, columns): whether ``scale`` has the whole tensor's grid along that side, because
+            shards cut through blocks there.
         counts: What the kernel that made the codes counted, if it was asked to: (3, programs) int32, or (3, E) int64
             for groups; see `fp8compile.ops.counting_kernels`.
     """
@@ -108,7 +108,7 @@ class Quantized:
 
     @property
     def cuts(self) -> Sharding:
-        """How ranks cut the whole tensor, one entry for each group of ranks; taken from the layout."""
+        """How ranks shard the whole tensor, one entry for each group of ranks; taken from the layout."""
         return self.layout.cuts
 
     @property
@@ -118,14 +118,14 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values, which differs from that of packed codes."""
+        """Shape of the values; it differs from that of ``codes`` if codes are packed."""
         codes, batch = self.codes.shape, self.layout.batch
         if is_own(type(self.quantizer)) and not batch:  # type: ignore[arg-type]  # classes are hashable
             return self.quantizer.values_shape(codes)
         return (*codes[:batch], *shape_said(self.quantizer, "values_shape", codes[batch:]))
 
     def grid(self) -> Tensor:
-        """The scales of a matrix's blocks as a 2-D grid, taken out of their tiles if they lie in tiles."""
+        """The scales of a matrix's blocks as a 2-D grid; scales stored in tiles are taken out of them."""
         if self.scale.ndim == 2:
             return self.scale
         rows, columns = self.shape
@@ -150,12 +150,12 @@ class Quantized:
         return self.codes, *self.scales
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
-        """The same operand with ``change`` applied to its codes and to its scales."""
+        """A copy with ``change`` applied to codes, scales and outer scale."""
         outer = None if self.outer_scale is None else change(self.outer_scale)
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
-        """This operand with other codes; scales that are not given become views of this operand's scales."""
+        """A copy with other codes; its scales are views of this operand's scales unless given."""
         alias = torch.ops.aten.alias.default
         scale = alias(self.scale) if scale is None else scale
         outer = None if self.outer_scale is None else alias(self.outer_scale)
@@ -167,14 +167,14 @@ class Quantized:
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """The same codes and scales with another layout, in which ranks have made these cuts."""
+        """A copy whose layout has these ``cuts``; codes and scales stay the same."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
-    """Turn a part into an operand that a GEMM takes: a matrix or a stack without cuts.
+    """Turn a shard into an operand that a GEMM takes: a matrix or a stack without cuts.
 
-    If ranks cut blocks, the part's codes are padded with zeros in front, to begin with a block.
+    If shards cut through blocks, the codes are padded with zeros in front, to begin at a block boundary.
 
     Returns:
         The operand. Then, for its rows and for its columns, the `AxisBlocks` whose ``extract`` cuts this rank's

@@ -1,8 +1,8 @@
-"""Shapes of the codes and scales of a weight: a matrix, or a stack of matrices that are quantized one by one.
+"""Shapes of the codes and scales of a weight: one matrix, or a stack of matrices, each quantized by itself.
 
-weight       codes                      scale                  outer scale, of two levels
-(N, K)       quantizer.codes_shape      quantizer.scale_shape  (1,)
-(E, N, K)    (E, *codes of a matrix)    (E, *scale of one)     (E,)
+weight       codes                      scale                        outer scale (two levels only)
+(N, K)       quantizer.codes_shape      quantizer.scale_shape        (1,)
+(E, N, K)    (E, *codes of a matrix)    (E, *scale of a matrix)      (E,)
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ __all__ = ["codes_shape", "scale_shape", "scale_shapes", "values_shape"]
 
 
 def codes_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
-    """The shape of the codes of a weight of this size."""
+    """The shape of the codes of a weight of shape ``size``."""
     return (*size[:-2], *quantizer.codes_shape(size[-2:]))
 
 
 def values_shape(codes: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
-    """The size of the weight whose codes have this shape."""
+    """The shape of the weight whose codes have the shape ``codes``."""
     return (*codes[:-2], *quantizer.values_shape(codes[-2:]))
 
 
 def scale_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
-    """The shape of the scales of the blocks of a weight of this size."""
+    """The shape of the block scales of a weight of shape ``size``."""
     return (*size[:-2], *quantizer.scale_shape(size[-2:]))
 
 

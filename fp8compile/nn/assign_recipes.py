@@ -1,6 +1,6 @@
-"""Decide the recipe of each layer when a model is converted: one for all, recipes by name, or a function.
+"""Decide the recipe of each layer when a model is converted: one for all layers, recipes by name, or a function.
 
-Names are patterns of fnmatch (``*`` matches dots too), of which the first that matches a layer's name decides.
+Recipes by name have fnmatch patterns as keys (``*`` matches dots too). The first pattern that matches a name decides.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigne
 def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
     """Make a function that takes a layer and its names, and returns its recipe or None for high precision.
 
-    ``recipe`` is what `convert` takes; ``fqns`` are the names of the model's linears, one of which each pattern must
-    match.
+    ``recipe`` is what `convert` takes; ``fqns`` are the names of the model's linears. Each pattern must match at least
+    one of these names.
     """
     if isinstance(recipe, Mapping):
         return _by_pattern(recipe, fqns)
@@ -88,7 +88,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Recipe | None) -> Recipes:
-    """Give a model's last blocks, and all layers after them, ``tail_recipe``, or None for high precision.
+    """Extend ``recipe``: a model's last blocks, and all layers after them, get ``tail_recipe`` (None: not FP8).
 
     ``share`` is the share of all blocks that get it, rounded up to whole blocks; 0 returns ``recipe`` unchanged.
     """

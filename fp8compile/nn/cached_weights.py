@@ -1,8 +1,8 @@
-"""Codes of plain weights that live from one optimizer step to the next: the recipe's ``cache_weights``.
+"""Codes of plain weights, kept from one optimizer step to the next if the recipe has ``cache_weights``.
 
-eager      the first forward behind a change of the weight makes them
-compiled   tracing makes the first ones, and the end of `optimizer.step` all others. If something else writes to a
-           weight, another graph runs, which makes codes itself, until the next step
+eager      the first forward after a change of the weight makes the codes
+compiled   tracing makes the first codes, and the end of `optimizer.step` all later ones. If something else writes to a
+           weight, another graph runs until the next step, and makes codes itself
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARED_SCALE = "layers share an outer scale, which changes with the weights of a
 
 
 def check_caches(recipe: Recipe, module: nn.Module, *, shares_scale: bool = False) -> None:
-    """Raise a ValueError if a recipe asks for cached weights, and a layer with it can't cache them."""
+    """Raise a ValueError if the recipe asks for cached weights, and a layer with this recipe can't cache them."""
     reason = SHARED_SCALE if shares_scale else why_not_cached(recipe, module)
     if recipe.cache_weights and reason is not None:
         raise ValueError(f"recipe: cache_weights, and {reason}. {OTHERWISE}")
@@ -52,7 +52,7 @@ def why_not_cached(recipe: Recipe, module: nn.Module) -> str | None:
 
 
 class KeepsCodes(Module):
-    """Mixin for layers whose weights' codes may live for a step."""
+    """Mixin of layers that may keep the codes of their weights for a step."""
 
     recipe: Recipe
     _caches_weights = False  # as the recipe says, of which PyTorch 2.11 traces no attribute
@@ -63,18 +63,18 @@ class KeepsCodes(Module):
         self._caches_weights = recipe.cache_weights
 
     def cached_weights(self) -> Mapping[str, bool]:
-        """The parameters whose codes may live for a step, by name, each with whether matrices lie transposed."""
+        """Names of the parameters whose codes may be kept for a step; True if the matrices are stored transposed."""
         raise NotImplementedError
 
     def step_codes(self, name: str, *, is_turned: bool = False) -> Sets | None:
-        """The codes of a weight for this call; None if the products make them, or if the weight is codes.
+        """The kept codes of a weight; None if the layer's products make codes, or if the weight itself is codes.
 
         Args:
             name: The name of the parameter.
-            is_turned: Whether the products read its matrices transposed.
+            is_turned: Whether the products read the weight's matrices transposed.
 
         Raises:
-            ValueError: The weight is spread over ranks in a way by which its codes aren't kept.
+            ValueError: The weight is sharded in a way for which codes can't be kept.
         """
         if not self._caches_weights:
             return None
@@ -113,7 +113,7 @@ class KeepsCodes(Module):
                 forget_codes(weight)
 
     def check_gathered_as_codes(self, weight: Tensor) -> None:
-        """Raise a ValueError if weights are cached and a method is given values, without the name of a parameter."""
+        """Raise a ValueError if weights are cached, and a method gets values without the name of their parameter."""
         if self._caches_weights and not has_codes(_compat.local_itself(weight)):
             raise ValueError(
                 f"cache_weights: the codes of weights of {type(self).__name__} are not kept, because the method that "
@@ -143,7 +143,7 @@ def _can_count(weight: Tensor) -> bool:
 
 
 def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
-    """Those of these layers' weights whose codes may live for a step: layer, parameter, whether it is turned."""
+    """Yield the weights of layers whose codes may be kept for a step: layer, parameter, whether it is transposed."""
     for module in layers:
         # a layer may have been reverted since
         if not getattr(module, "_caches_weights", False) or _compat.is_fsdp_managed(module):

@@ -1,4 +1,4 @@
-"""calibrate: gives layers static scales of their inputs, from the largest magnitudes in a pass over data."""
+"""calibrate: set static scales of layers' inputs from the largest magnitudes in a pass over data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["calibrate", "set_row"]
 
 
 def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
-    """The DelayedScaling that makes the same codes from a stored scale; None if a tensor has more than one scale."""
+    """The DelayedScaling that makes the same codes from a stored scale; None if there is no such quantizer."""
     if isinstance(quantizer, DelayedScaling):
         return quantizer
     if not isinstance(quantizer, CurrentScaling) or quantizer != CurrentScaling(format=quantizer.format):
@@ -83,7 +83,7 @@ def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module
 
 
 def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
-    """Set one row of a layer's state: this amax becomes the only one of the history, and decides the multiplier."""
+    """Set one row of a layer's state: ``amax`` becomes the only entry of the history, and decides the multiplier."""
     history, multiplier = torch.zeros_like(layer.amax_history[row]), torch.ones_like(layer.multiplier[row])
     history[0] = layer.amax_history[row, 0]  # that of a quantized weight
     history, multiplier = quantizer.next_state(history, multiplier, amax)
@@ -99,8 +99,8 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     change them. A later backward does, because training goes on with delayed scaling. Experts, and layers with scales
     of blocks, stay as they are.
 
-    Call `freeze_weights` after this to make the weights codes. ``fp8compile.export.save_pretrained`` writes the static
-    scales in formats that have them.
+    Call `freeze_weights` after this to replace the weights by codes. ``fp8compile.export.save_pretrained`` writes
+    the static scales in formats that have them.
 
     Args:
         model: A converted model, not compiled and not spread over ranks.

@@ -1,7 +1,7 @@
 """Entries of a state dict for quantized weights: codes and scales instead of values.
 
-weight    weight_codes, weight_scale;  for a second set  weight_codes_for_grad_input, weight_scale_for_grad_input
-          for two levels of scales also  weight_outer_scale, weight_outer_scale_for_grad_input
+weight    weight_codes, weight_scale; for two levels of scales also weight_outer_scale
+          if grad_input reads other codes, the same three names with the suffix _for_grad_input
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], 
 
 
 def _part(weight: Any, part: str, index: int) -> Tensor | None:
-    """A part of a quantized parameter's first or second set of codes; None if the parameter has no such part.
+    """One part of a quantized parameter, ``"codes"``, ``"scale"`` or ``"outer_scale"``; None if it has no such part.
 
-    For a DTensor the part is a DTensor too, except scales that all ranks have, which are plain tensors.
+    ``index``: 0 the output's codes, 1 grad_input's. A DTensor's part is a DTensor, except scales that all ranks have.
     """
     sets = local_itself(weight).sets()
     local = getattr(sets[index], part) if index < len(sets) else None
@@ -99,7 +99,7 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
 
 
 class CodesInState(KeepsCodes, Observed):
-    """Base of modules whose state dict has codes and scales for quantized parameters. They also load values."""
+    """Base of modules whose state dict has codes and scales for quantized parameters; they load values too."""
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
         """The parameters that are kept as codes and scales, by name."""
@@ -107,7 +107,7 @@ class CodesInState(KeepsCodes, Observed):
         return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
 
     def reach_codes(self) -> None:
-        """Give this module's class attributes for the state dict's keys that replace its quantized parameters."""
+        """Add attributes to this module's class for the state dict's keys that replace its quantized parameters."""
         for name in self._quantized_parameters():
             reach_codes(type(self), name)
 

@@ -1,4 +1,4 @@
-"""compile: a model as one graph, in which repeated blocks are compiled once.
+"""compile: compile a model as one graph, in which repeated blocks are compiled once.
 
 Dynamo inlines blocks by default, so 32 equal blocks take 32 times as long as one. If a block's forward is a region
 (`torch.compiler.nested_compile_region`), it is traced and compiled once, and the graph calls it. Code is fused only
@@ -79,7 +79,7 @@ def compile(
 
 
 def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str, Any]:
-    """Options of ``torch.compile`` by which Inductor cuts graphs with the partitioner of a value."""
+    """Add to options of ``torch.compile`` the partitioner with which Inductor saves tensors as ``saved`` says."""
     if not isinstance(saved, SavedAsCodes):
         raise TypeError(f"compile: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or None.")
     if (backend := options.get("backend", "inductor")) != "inductor":

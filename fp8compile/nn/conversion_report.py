@@ -28,7 +28,7 @@ __all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
 
 
 def _why_no_gemm(recipe: Recipe | None) -> str:
-    """The reason why a converted layer multiplies nothing in FP8."""
+    """The reason why a converted layer has no GEMM in FP8."""
     if recipe is None or not recipe.dequantized_output:
         return "every slot of the recipe is None"
     read = " and ".join(slot for slot in ("input", "weight") if getattr(recipe, slot) is not None)
@@ -86,7 +86,7 @@ class ConversionRow:
         return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
 
     def _gathered_cell(self) -> Cell:
-        """The cell for what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
+        """The cell that says what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
         if self.sharded or not self.gathered:
             kind, *why = re.split("; |: ", self.gathered, maxsplit=1)
             return Note(why[0], kind) if why else kind
@@ -94,7 +94,7 @@ class ConversionRow:
         return Note(f"then {'; then '.join(plain)}", NOT_SHARDED) if plain else NOT_SHARDED
 
     def _gemms_cell(self) -> Cell:
-        """The cell for the GEMMs in FP8, or for the reason why there are none."""
+        """The cell that names the GEMMs in FP8, or gives the reason why there are none."""
         if not self.converted:
             return Note(self.reason)
         if self.called is False:
@@ -185,9 +185,9 @@ def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.P
 def _weight_rows(
     fqn: str, module: nn.Module, uses: Uses, own: set[tuple[nn.Module, str]], *, is_router: bool
 ) -> list[ConversionRow]:
-    """Rows for a module's matrices that are multiplied outside of layers, such as attention's or those of routers.
+    """Rows for a module's matrices that are multiplied outside of layers, such as those of attention or routers.
 
-    ``own`` has the weights of layers, each as its module and its name there; they get no row here.
+    ``own`` has the weights of layers, as pairs of a module and a name in it; they get no row here.
     """
     rows = []
     for name, parameter in module.named_parameters(recurse=False):

@@ -132,13 +132,13 @@ def convert(
         amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
         quantized_parameters: Whether the weights of layers and experts are kept as codes and scales, without a copy in
             high precision. The parameters are new objects then. If forward and backward multiply different codes
-            (rowwise, MX), a weight has both sets; see ``docs/parameters.md``.
+            (rowwise, MX), a weight has the codes of both; see ``docs/parameters.md``.
         keep_initial: Whether to keep the values of quantized weights on the CPU, until ``fp8compile.MasterWeights``
             takes them. Under FSDP2 each rank keeps those of its shards. For a weight on the meta device, the values
             that are written to it later are kept.
         share_outer_scale: Groups of names, such as ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``. The
             layers of one parent that have the names of a group share one outer scale, or one scale for the whole
-            tensor, made of the largest magnitude of their weights. Servers multiply such layers as one and then have
+            tensor, computed from the largest magnitude of their weights. Servers multiply such layers as one and have
             the scales of training. True finds the groups by the names in transformers' models.
         strict: Whether to raise, instead of warning, if no layer is converted, and in the first forward if the model
             multiplies a converted layer's weight without calling the layer.

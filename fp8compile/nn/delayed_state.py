@@ -60,7 +60,7 @@ class DelayedState(NamedTuple):
 
 
 class RowOfWeight:
-    """A callable that returns the weight's row of a layer's state, from the buffers that the layer has then."""
+    """A callable that returns the weight's row of a layer's state, read from the buffers at the time of the call."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)

@@ -1,4 +1,4 @@
-"""Records the order in which observed layers run, so that a report can name the first operand with a NaN.
+"""Record the order in which observed layers run, so that a report can name the first operand with a NaN.
 
 Eager calls are recorded as they run. For compiled code, the order is that of the nodes in the graph that Dynamo made.
 """
@@ -21,10 +21,10 @@ EVERY: WeakSet[ExecutionOrder] = WeakSet()
 
 
 class ExecutionOrder:
-    """Records in which order layers first run. A layer is known by the buffer that its statistics are added to.
+    """Records the order in which layers first run; a layer is identified by the buffer of its statistics.
 
     Args:
-        buffers: These buffers, one for each observed weight.
+        buffers: The buffers that statistics are added to, one for each observed weight.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
@@ -77,7 +77,7 @@ def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
 
 
 def note_call(buffer: Any) -> None:
-    """Record a call of the layer with this buffer; nothing if the buffer is None."""
+    """Record a call of the layer with this buffer; do nothing if the buffer is None."""
     if buffer is not None:
         for order in EVERY:
             order.note(buffer)

@@ -108,7 +108,7 @@ def _is_read(counts: Tensor) -> bool:
 
 
 def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
-    """The number of rows that do not fit. In eager mode, raise on all ranks if a rank has any, so that none waits."""
+    """The number of rows that do not fit. In eager mode all ranks raise if a rank has such rows, so no rank waits."""
     found = sent.sum() - fitting(sent, capacity).sum()
     if not _is_read(found):
         return found
@@ -154,8 +154,8 @@ def expert_routes(
         capacity: The number of rows that fit in the message of one rank to another. Rows that do not fit raise an
             error in eager mode. In compiled code the last rows of a message are not sent, `combine` returns zeros for
             them, and ``overflow`` counts them.
-        error: An error that this rank found in its rows, in eager mode. It is sent instead of ``counts``, of which
-            only the shape is read. All ranks of the group raise it, so that no rank waits for rows that do not come.
+        error: An error that this rank found in its rows, in eager mode. It is sent instead of ``counts``, whose values
+            are ignored. All ranks of the group raise it, so that no rank waits for rows that do not come.
 
     Returns:
         The routes, for one call of `Routes.dispatch`.

@@ -1,7 +1,7 @@
 """Filters: which linears and experts `convert` converts.
 
 A filter is a function ``(module, fqn) -> bool``, or name patterns of fnmatch (``*`` matches dots too). A pattern that
-begins with ``!`` leaves out what it matches; if all of them do, all other layers are converted.
+begins with ``!`` leaves out what it matches; if all patterns begin so, all other layers are converted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEAST_GAINING: dict[tuple[int, int] | str, int] = {
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
-    """K N / (K + N): the time that FP8 GEMMs save over the time of the casts, up to a factor for the GPU."""
+    """K N / (K + N), which is proportional to the time that FP8 GEMMs save, divided by the time of the casts."""
     return in_features * out_features // (in_features + out_features)
 
 
@@ -100,8 +100,8 @@ def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
     """Make a function that returns why a layer is left out, or None if it is converted.
 
-    Without a filter it leaves out layers that FP8 can't speed up. ``fqns`` are the names of the model's linears, one
-    of which each pattern must match.
+    Without a filter it leaves out layers that FP8 can't speed up. ``fqns`` are the names of the model's linears. Each
+    pattern must match at least one of these names.
     """
     if filter is None:
         return default_filter_reason

@@ -1,4 +1,4 @@
-"""freeze_weights: replaces the weights of a trained model by their codes, for inference."""
+"""freeze_weights: replace the weights of a trained model by their codes, for inference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
 
 
 def _forward_set(weight: QuantizedParameter) -> QuantizedParameter:
-    """A quantized weight with one set of codes, the one that the forward reads."""
+    """A quantized weight with only the codes that the forward reads."""
     if weight.quantizer_for_grad_input is None:
         return weight
     found = QuantizedParameter.of_sets(weight.sets()[:1], weight.dtype, batch=weight.batch)
@@ -80,10 +80,10 @@ def _freeze(layer: nn.Module) -> None:
 def freeze_weights(model: Model) -> Model:
     """Replace the weights of all FP8 layers by their codes for good: for inference, or as the base of adapters.
 
-    Each weight then has one set of codes, the one that the forward reads, with the same codes and scales as in
-    training. Nothing quantizes it again, and its values are gone. Outputs have the same bits. The weights ask for no
-    gradient, and a write of values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A
-    state dict with codes loads.
+    Each weight then has only the codes that the forward reads, with the same codes and scales as in training. Nothing
+    quantizes it again, and its values are gone. Outputs have the same bits. The weights require no gradient, and a
+    write of values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A state dict with
+    codes loads.
 
     Gradients still flow to the inputs of the layers. If a recipe has other codes of the weight for grad_input, such as
     ``fp8compile.recipes.rowwise()``, that GEMM multiplies the values of the forward's codes in high precision.

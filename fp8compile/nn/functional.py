@@ -106,7 +106,7 @@ def checked_operands(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check the operands of a linear layer, and cast them to autocast's dtype if autocast is on.
 
-    It raises what `linear` raises, with the name of ``function``.
+    Raises the same errors as `linear`, with the name of ``function``.
     """
     if torch.jit.is_tracing():
         raise RuntimeError(
@@ -137,7 +137,7 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
 
 
 def only_given(**options: Any) -> dict[str, Any]:
-    """Keyword arguments that are not None: modes of other packages may not know the others."""
+    """Drop the keyword arguments that are None, because modes of other packages may not know them."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -166,10 +166,10 @@ def linear(
         recipe: Quantizers for the operands of each GEMM.
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
         outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's one scale, or its
-            outer scale, is made of it. Weights that share this scale are given the same one. Other scales ignore it.
+            outer scale, is computed from it. Weights that share the scale get the same amax. Other scales ignore it.
         weight_codes: The codes of ``weight`` that output and grad_input multiply, if the layer keeps them
-            (``Recipe.cache_weights``). They have to be those that the recipe makes of it.
-        observer: Where the backward adds up statistics of the operands; `fp8compile.Monitor` gives layers one.
+            (``Recipe.cache_weights``). They must be the codes that the recipe makes from ``weight``.
+        observer: Buffers to which the backward adds statistics of the operands, from a `fp8compile.Monitor`.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).

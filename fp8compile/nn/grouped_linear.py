@@ -131,7 +131,7 @@ def grouped_linear(
             group.
         check_in_graph: Whether compiled code checks ``offsets`` too. Eager mode always does.
         weight_codes: The codes of ``weight``, if its module keeps them; see `fp8compile.linear`.
-        observer: Where the backward adds up statistics of the operands; see `fp8compile.linear`.
+        observer: Buffers to which the backward adds statistics of the operands; see `fp8compile.linear`.
 
     Returns:
         (rows, out_features), the dtype of ``x`` (or of autocast). Rows after the last group are zeros, and so is their

@@ -151,7 +151,7 @@ class Linear(CodesInState, nn.Linear):
             self.share_scale(self.scale_group)
 
     def share_scale(self, layers: tuple[nn.Module, ...]) -> None:
-        """Share one outer scale with other layers; ``layers`` has them and this one."""
+        """Share one outer scale with other layers; ``layers`` are all layers that share it, with this one."""
         check_caches(self.recipe, self, shares_scale=True)
         self.scale_group = layers
         self.scale_quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
@@ -167,11 +167,11 @@ class Linear(CodesInState, nn.Linear):
         return linear(input, self.weight, self.bias, recipe=recipe, observer=observer, **given)
 
     def cached_weights(self) -> dict[str, bool]:
-        """The parameter whose codes may live for a step, which does not lie transposed."""
+        """The parameter whose codes may be kept for a step: the weight; False, because it is not stored transposed."""
         return {"weight": False}
 
     def outer_amax(self) -> Tensor | None:
-        """The largest magnitude of all weights that share this layer's outer scale, (1,) float32.
+        """The amax of all weights that share this layer's outer scale, (1,) float32.
 
         Returns None if the layer shares no outer scale, or if the weights are kept as codes.
         """
@@ -181,7 +181,7 @@ class Linear(CodesInState, nn.Linear):
         return shared_outer_amax([layer.weight for layer in layers], self.scale_quantizer)
 
     def delayed_state(self) -> DelayedState | None:
-        """The state of delayed scaling, made of the layer's buffers; None if the recipe has no delayed scaling."""
+        """The state of delayed scaling, which holds the layer's buffers; None if the recipe has no delayed scaling."""
         if "amax_history" not in self._buffers:
             return None
         return DelayedState(self.amax_history, self.multiplier, self.amax_group)
@@ -214,7 +214,7 @@ class Linear(CodesInState, nn.Linear):
         self.own_weight()
 
     def own_weight(self) -> None:
-        """Let a weight that is quantized with delayed scaling read its multiplier from this layer's state."""
+        """Make a quantized weight with delayed scaling read its multiplier from this layer's buffers."""
         if self._delays_codes():
             local_itself(self.weight).state = RowOfWeight(self)
 

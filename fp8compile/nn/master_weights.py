@@ -41,7 +41,7 @@ STOCHASTIC = CurrentScaling, TwoLevelScaling  # quantizers that support stochast
 class MasterWeights(Optimizer):
     """An optimizer that updates float32 masters of quantized weights, and rounds them to codes once in each step.
 
-    Codes and scales are then those of the masters, by the weights' own quantizers; ranks that share scales exchange
+    Codes and scales are then made from the masters by the weights' own quantizers; ranks that share scales exchange
     one amax message for all weights. If something else wrote to a weight, such as ``load_state_dict`` of the model
     alone, its master is reset to the values of the codes. Other parameters are updated directly.
 
@@ -140,8 +140,8 @@ class MasterWeights(Optimizer):
     def _stands_still(self) -> bool:
         """Whether all learning rates are 0, as in the step by which `torch.distributed.checkpoint` initializes states.
 
-        Such a step must not round codes that were just loaded: with two sets, the second one would be computed from
-        the values of the first.
+        Such a step must not round codes that were just loaded: if a weight has separate codes for grad_input, they
+        would be computed from the values of the forward's codes.
         """
         rates = [group.get("lr") for group in self.param_groups]
         return all(not (isinstance(rate, Tensor) and not rate.is_cpu) and rate == 0 for rate in rates)
@@ -214,7 +214,7 @@ class MasterWeights(Optimizer):
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
 
     def _as_written(self, params: list[Tensor]) -> tuple[Any, ...]:
-        """The arguments of `assign`: local weights, their masters, dtypes, rounding and cuts."""
+        """The arguments of `assign`: local weights, their masters, dtypes, rounding and shardings."""
         weights = [local_itself(p) for p in params]
         # nearest: first round to the weight's dtype, as `copy_` of the master does. Stochastic: keep all its digits.
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
@@ -325,7 +325,7 @@ def _check_closure(optimizer: type[Optimizer]) -> None:
 
 
 def _of_moments(optimizer: type[Optimizer], moments: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The options by which an optimizer keeps all its moments in one dtype; none for None."""
+    """The options with which an optimizer keeps all its moments in the dtype ``moments``; no options for None."""
     if moments is None:
         return {}
     names = [name for name in inspect.signature(optimizer).parameters if name.endswith("_dtype")]

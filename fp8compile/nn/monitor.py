@@ -47,13 +47,13 @@ TE_NAMES = {
 
 
 class Product(NamedTuple):
-    """A weight whose products are observed.
+    """A weight, and the buffers for the statistics of its products.
 
     Attributes:
-        module: The module that multiplies by it.
-        weight: Its name in the module.
+        module: The module that multiplies by the weight.
+        weight: Name of the weight in the module.
         matrices: Number of experts; 0 if the weight is one matrix.
-        observer: The buffer for the statistics of its products.
+        observer: The buffers.
     """
 
     module: Observed
@@ -66,8 +66,8 @@ class Monitor:
     """Reads statistics of the operands of a model's FP8 layers, in every n-th step.
 
     A step in which it reads runs a second graph, whose kernels also count what the casts do. All other steps run the
-    graph that the model has without a monitor. The backward writes the counts, so a step without one reads nothing.
-    The first step is read.
+    graph that the model has without a monitor. The backward writes the counts, so a step without backward reads
+    nothing. The first step is read.
 
     It takes all layers that `fp8compile.convert` makes, and modules that derive from `fp8compile.nn.Observed`. Numbers
     are those of whole tensors over all ranks of the default process group. A weight that is kept as codes, or that
@@ -142,7 +142,7 @@ class Monitor:
         return self._steps % self._every == 0
 
     def step(self) -> None:
-        """Say that a step has ended. Call it after each optimizer step, after `read`, on all ranks.
+        """Mark the end of a step. Call it after each optimizer step, after `read`, on all ranks.
 
         Raises:
             NonFiniteError: With ``stop_at_nonfinite``, if the reading of an earlier step found a NaN or an infinity.
@@ -154,7 +154,7 @@ class Monitor:
         self.steps += 1
 
     def check(self, loss: Tensor, replay: Callable[[], object] | None = None) -> None:
-        """Raise if a loss is not finite, and name the operand where that began. Call it before the optimizer's step.
+        """Raise if a loss is not finite, and name the first operand that was not. Call it before the optimizer's step.
 
         It reads the loss on the host, so it waits for the device. If the step is not read, ``replay`` runs the same
         batch again with all layers observed; afterwards gradients are those of both runs.
@@ -187,7 +187,7 @@ class Monitor:
             )
 
     def read(self) -> Reading:
-        """The statistics of the last step that was read, micro-batches together; this waits for the device.
+        """Read the statistics of the last step that was read, over its micro-batches; this waits for the device.
 
         If `torch.distributed` is initialized, all ranks call it: they exchange one sum and one maximum.
 
@@ -230,7 +230,7 @@ class Monitor:
                 file.write(json.dumps(row) + "\n")
 
     def remove(self) -> None:
-        """Leave the model as it was without a monitor."""
+        """Stop observing, and restore the model as it was without a monitor."""
         self._switch(on=False)
         MONITORED.difference_update(self._modules)
         self._products, self._modules = {}, []
@@ -254,7 +254,7 @@ class Monitor:
         return self._matrices
 
     def _ordered(self) -> dict[str, Observer]:
-        """Observers in the order in which their layers run."""
+        """Observers by name of the layer, in the order in which the layers run."""
         every = list(self._products.items())
         return {every[index][0]: every[index][1].observer for index in self._order.sorted()}
 

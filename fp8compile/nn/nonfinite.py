@@ -1,4 +1,4 @@
-"""Finds the first operand with a NaN or an infinity, its layer and its rank. The host looks one step later.
+"""Find the first operand with a NaN or an infinity, its layer and its rank. The host looks one step later.
 
 a step that is read    counts of all layers and ranks --one gather--> memory of the host, without waiting
 the step after it      the host looks at them

@@ -34,7 +34,7 @@ class Observed(Module):
     _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
 
     def observer(self, name: str, stack: Any = None) -> Observer | None:
-        """Where this call adds up statistics of the products with a weight; None if nobody reads them in this step.
+        """The buffers to which this call adds statistics of products with a weight; None if this step is not read.
 
         Args:
             name: The name of the weight.

@@ -1,4 +1,4 @@
-"""Place a tensor over ranks in the same way as another tensor."""
+"""Place a tensor on ranks in the same way as another tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> 
 
 
 def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Cut a tensor that every rank has in the same way as ``tensor`` is cut. Nothing is sent."""
+    """Shard a tensor that every rank has as ``tensor`` is sharded. Nothing is sent."""
     if not is_dtensor(tensor) or is_dtensor(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor

@@ -48,7 +48,7 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """The quantizers of a weight's sets of codes, transposed if the module keeps the weight transposed."""
+    """The quantizers of a weight's codes, one or two; transposed if the module stores the weight transposed."""
     slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
     return tuple(as_it_lies(layer, each) for each in slots)
 
@@ -72,7 +72,7 @@ def _check_shared(
     weight: Tensor,
     users: Sequence[nn.Module],
 ) -> None:
-    """Raise a ValueError unless all modules that share this weight use the same codes."""
+    """Raise a ValueError unless all modules that share this weight need the same codes."""
     name, recipe = names[module] or "the model", recipes[module]
     others = [names[each] for each in users if each not in recipes]
     if others:
@@ -131,7 +131,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
 
 
 def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
-    """The quantizers of a converted layer's weight, one per set of codes, transposed if memory holds it so.
+    """The quantizers of a converted layer's weight, one or two; transposed if the weight is stored transposed.
 
     Raises:
         ValueError: The weight can't be kept as codes; the text says why.

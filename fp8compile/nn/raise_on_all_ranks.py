@@ -41,10 +41,10 @@ def noted() -> Iterator[None]:
 
 
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
-    """Raise the errors that ranks of a group found. All ranks call this once they know that a rank found one.
+    """Raise the errors that ranks of a group found. All ranks call this once they know that a rank has an error.
 
-    If all ranks found the same error, it is raised. Otherwise a RuntimeError is, whose text has the errors of all
-    ranks and names ``function``.
+    If all ranks found the same error, it is raised. Otherwise a RuntimeError with the errors of all ranks is
+    raised, which names ``function``.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

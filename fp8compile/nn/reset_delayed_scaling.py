@@ -22,7 +22,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def reset_delayed_scaling(model: nn.Module) -> nn.Module:
-    """Reset delayed scaling in all layers of a model: histories without amaxes, and multipliers of 1.
+    """Reset delayed scaling in all layers of a model: empty histories, and multipliers of 1.
 
     Use it if the state comes from values that no longer matter, such as the values before a change of the data or of
     the weights, or from uninitialized memory. ``layer.delayed_state().reset()`` resets a single layer.

@@ -37,13 +37,13 @@ def _amax(weight: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> Te
 
 
 def shared_outer_amax(weights: Sequence[Tensor], quantizer: Quantizer) -> Tensor | None:
-    """The largest magnitude of some weights in the dtype that a layer computes in, (1,) float32.
+    """The amax over several weights in the dtype that a layer computes in, (1,) float32.
 
     Returns None if the weights are kept as codes, because they have their scales already.
 
     Args:
         weights: Matrices, plain or all of them DTensors on one mesh.
-        quantizer: Their quantizer.
+        quantizer: Quantizer of the weights.
 
     Raises:
         RuntimeError: Ranks hold the weights in different ways.

@@ -1,4 +1,4 @@
-"""Adds up statistics of observed layers over all ranks of the default process group, with two messages in all."""
+"""Combine statistics of observed layers over all ranks of the default process group, with two messages in all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rank() -> int:
 
 
 def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int]:
-    """The observed layers of all ranks together; pipelines give ranks different layers. All ranks call this once.
+    """The observed layers of all ranks; with pipelines, ranks have different layers. All ranks call this once.
 
     Args:
         matrices: The layers of this rank by name, and how many matrices each has.
@@ -54,7 +54,7 @@ def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int
 
 
 def over_ranks(observers: Mapping[str, Observer], matrices: Mapping[str, int]) -> dict[str, Totals]:
-    """Add up the sums of all ranks, and take the maxima over them.
+    """Add the sums of all ranks, and take the maxima over all ranks; returns both for each layer.
 
     Args:
         observers: The observers of this rank's layers, which hold sums and maxima.

@@ -25,7 +25,7 @@ class UngatheredStack:
 
     Args:
         shard: This rank's matrices, (experts of this rank, N, K).
-        rows: The matrices of each rank.
+        rows: How many matrices each rank has.
         dtype: Dtype of the products.
         groups: Number of matrices in the whole stack. PyTorch 2.11 can't trace an attribute of ``rows``.
         spread: Only under expert parallelism: the mesh over which the experts are spread, their placements on it, and

@@ -28,7 +28,7 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
-    """An uninitialized float32 tensor for the amaxes of blocks; with groups, all rows of a group are one block."""
+    """Uninitialized float32 tensor for amaxes: one per block, or (groups, columns) if a group's rows are a block."""
     shape = shape_said(quantizer, "scale_shape", x.shape)
     return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)
 

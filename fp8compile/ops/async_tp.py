@@ -1,4 +1,4 @@
-"""Graph rewrites that let PyTorch's async tensor parallelism find our products next to a gather or a reduce-scatter.
+"""Graph rewrites that let PyTorch's async tensor parallelism fuse our products with a gather or a reduce-scatter.
 
     gather of float8 -> ... -> reshape -> _scaled_mm -> reshape -> reduce-scatter
 
@@ -22,10 +22,10 @@ __all__ = ["on_the_wire"]
 
 
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Codes in the dtype in which they are gathered: float8 if async tensor parallelism is on and can multiply them.
+    """View codes as the dtype to gather: float8 if async tensor parallelism is on and can multiply them, else uint8.
 
-    Other codes stay uint8, so that Inductor's pass leaves their gathers alone. PyTorch's fused operator takes one
-    scale, or one scale for each row of a matrix. Scales of smaller blocks would be separated from their codes.
+    Inductor's pass leaves gathers of uint8 alone. PyTorch's fused operator takes one scale, or one scale for each row
+    of a matrix. Scales of smaller blocks would be separated from their codes.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):
@@ -54,7 +54,7 @@ def _has_plain_scales(product: fx.Node) -> bool:
 
 
 def _is_of_reshaped_bytes(match: Any) -> bool:
-    """Whether a node views bytes as float8 for a product's left operand, and `_straighten` can simplify it.
+    """Whether a match views bytes as float8 for a GEMM's left operand, and `_straighten` can simplify the view.
 
     It can if the bytes were viewed from the same float8 dtype before, or were reshaped.
     """
@@ -70,7 +70,7 @@ def _is_of_reshaped_bytes(match: Any) -> bool:
 
 
 def _straighten(match: Any, *_: Any) -> None:
-    """Put the view to float8 before the reshapes, or use the float8 tensor from which the bytes were viewed."""
+    """Move the view as float8 before the reshapes, or use the float8 tensor that the bytes were viewed from."""
     node = match.nodes[-1]
     found: Any
     source, reshapes = _source(node.args[0])
@@ -92,7 +92,7 @@ def _straighten(match: Any, *_: Any) -> None:
 
 
 def _is_no_reshape(match: Any) -> bool:
-    """Whether a node reshapes a product to the shape that the product has already."""
+    """Whether a node reshapes a product to the shape that the product already has."""
     node = match.nodes[-1]
     if not _compat.async_tp() or node.meta["val"].shape != node.args[0].meta["val"].shape:
         return False
@@ -100,7 +100,7 @@ def _is_no_reshape(match: Any) -> bool:
 
 
 def _drop(match: Any, *_: Any) -> None:
-    """Remove a reshape that changes nothing. PyTorch's pass would mistake it for a reshape to more dims."""
+    """Remove a reshape that changes nothing; PyTorch's pass would take it for a reshape to more dims."""
     node = match.nodes[-1]
     node.replace_all_uses_with(node.args[0])
     match.graph.erase_node(node)

@@ -1,7 +1,7 @@
-"""fp8compile::cast: values times the multiplier of their block, rounded to codes.
+"""fp8compile::cast: multiply values by their block's multiplier, and round the products to codes.
 
-fp8compile::cast_again computes the same, for the backward. Compilers merge equal calls of one op, and would keep the
-forward's codes, one byte per element, until the backward. A call of another op is computed again.
+fp8compile::cast_again computes the same codes in the backward. Compilers merge equal calls of one op, which would keep
+the forward's codes, one byte per element, until the backward; a call of a different op is computed anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _kernel(
 
 
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
-    """An uninitialized uint8 tensor for codes; with groups, ``columns`` is the number of transposed codes' columns."""
+    """An uninitialized uint8 tensor for the codes of ``x``; with ``columns``, for (K, columns) transposed codes."""
     shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
     return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Collectives that quantization needs, as nodes of the graph."""
+"""Collectives that quantization needs; in a compiled graph each is a node."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IN_BACKWARD: ContextVar[bool] = ContextVar("sent_in_backward", default=False)
 
 @contextmanager
 def sent_in_backward() -> Iterator[None]:
-    """Keep the messages of this context in a compiled graph's backward; PyTorch might move them into the forward."""
+    """Context that keeps its collectives in a compiled graph's backward; PyTorch might move them into the forward."""
     token = _IN_BACKWARD.set(True)
     try:
         yield
@@ -67,10 +67,10 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 
 
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
-    """Reduce many amaxes over ranks; amaxes with the same groups are sent in one message.
+    """Reduce many amaxes over ranks as `all_reduce_amax` does; amaxes with the same groups share one message.
 
-    Each amax, as `all_reduce_amax` takes it, has an entry in ``groups``: the groups over which it is reduced, one
-    after the other. An empty entry leaves the amax as it is.
+    ``groups`` has an entry for each amax: the groups over which it is reduced, one after the other. An empty entry
+    leaves the amax as it is.
     """
     found = list(amaxes)
     messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}
@@ -117,7 +117,7 @@ def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
 def all_to_all(
     x: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup | str
 ) -> Tensor:
-    """Exchange entries along dim 0; returns what this rank received, in the order of ranks.
+    """Exchange entries along dim 0 between ranks; returns the entries that this rank received, in the order of ranks.
 
     Args:
         x: Entries to send, in the order of the ranks that get them.
@@ -131,15 +131,15 @@ def all_to_all(
 
 
 def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
-    """The argument of `pad` that adds entries before and after one dim only."""
+    """The argument of `pad` that adds ``before`` and ``after`` entries to dim ``dim`` of a tensor of ``ndim`` dims."""
     return (0, 0) * (ndim - 1 - dim) + (before, after)
 
 
 @inductor.once_a_graph
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | str) -> Tensor:
-    """Concatenate the parts of all ranks along ``dim`` to a contiguous tensor.
+    """Concatenate the shards of all ranks along ``dim`` to a contiguous tensor.
 
-    ``sizes`` has the size of each rank's part along ``dim``; sizes may differ and be 0.
+    ``sizes`` has the size of each rank's shard along ``dim``; sizes may differ and be 0.
     """
     dim, largest = dim % x.ndim, max(sizes)
     if all(size == largest for size in sizes):
@@ -154,10 +154,10 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
 def reduce_scatter(
     x: Tensor, reduction: str, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str
 ) -> Tensor:
-    """Sum (``"sum"``) or average (``"avg"``) over the ranks of a group, and return the part of rank number ``rank``.
+    """Sum (``"sum"``) or average (``"avg"``) over the ranks of a group, and return the shard of rank number ``rank``.
 
-    ``x`` has the shape of the whole result. ``sizes`` has the size of each rank's part along ``dim``; sizes may differ
-    and be 0.
+    ``x`` has the shape of the whole result. ``sizes`` has the size of each rank's shard along ``dim``; sizes may
+    differ and be 0.
     """
     dim, largest = dim % x.ndim, max(sizes)
     if any(size != largest for size in sizes):

@@ -1,8 +1,8 @@
-"""fp8compile::count_cast: how many codes of each row of a cast are 0 for a value that is not, and how many saturate.
+"""fp8compile::count_cast: count, for each row of a cast, nonzero values with code 0, and values that saturate.
 
-Both counts are halves of one number, so a cast has one reduction more. Inductor stores a value that takes many
-operators, and would store what is to be counted of each element. Its code then is too long for Inductor to fuse casts
-of several layers, so the op has a lowering: a reduction that computes all of it.
+Both counts are halves of one integer, so a cast gets only one more reduction. Inductor would store the summand of each
+element, because many operators compute it, and the code would be too long to fuse casts of several layers. Therefore
+the op has its own lowering: a reduction that computes the summands itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["count_cast", "half_of", "in_halves"]
 
 
 def _dtype(size: Any) -> torch.dtype:
-    """A dtype whose halves count up to ``size``."""
+    """The least signed dtype each of whose halves can count up to ``size``; int64 for a symbolic size."""
     if not isinstance(size, int):
         return torch.int64
     return torch.int16 if size < 1 << 8 else torch.int32 if size < 1 << 16 else torch.int64
@@ -32,7 +32,7 @@ def _shift(dtype: torch.dtype) -> int:
 
 
 def half_of(counts: Tensor, half: int) -> Tensor:
-    """One of the two counts of `count_cast`, int64: 0 the underflows, 1 the saturations."""
+    """One of the two counts in a result of `count_cast`, int64: half 0 has the underflows, half 1 the saturations."""
     shift = _shift(counts.dtype)
     return (counts.long() >> shift * half) & ((1 << shift) - 1)
 
@@ -43,17 +43,17 @@ def in_halves(underflows: Tensor, saturations: Tensor) -> Tensor:
 
 
 def _impl(magnitude: Tensor, codes: Tensor, limit: Tensor, mask: int) -> Tensor:
-    """Count what a cast does to values.
+    """Count the values of each row that a cast rounds to 0, and those that it saturates.
 
     Args:
         magnitude: Magnitudes of the values, (..., n) float32.
-        codes: Their codes, (..., n) uint8.
+        codes: Codes of the values, (..., n) uint8.
         limit: The largest magnitude that does not saturate, float32; it broadcasts against the magnitudes.
-        mask: The bits of a code without its sign.
+        mask: Bit mask of a code's magnitude, without its sign bit.
 
     Returns:
-        A number for each row, (...). Its lower half counts codes of 0 for other values, its upper half magnitudes
-        beyond the limit. It has 16 bits if n < 256, 32 if n < 65536, else 64.
+        One integer per row, (...): its lower half counts nonzero values with code 0, its upper half magnitudes above
+        the limit. It has 16 bits if n < 256, 32 if n < 65536, else 64.
     """
     dtype = _dtype(magnitude.shape[-1])
     underflow = ((codes & mask) == 0) & (magnitude > 0)

@@ -1,11 +1,11 @@
-"""What kernels that quantize also count of their casts, for `fp8compile.Monitor`.
+"""Counts that quantizing kernels also make of their casts, for `fp8compile.Monitor`.
 
-An op whose name ends in ``_counted`` launches the kernel of the op without that ending. It returns the same results,
-and behind them ``counts``, int32 (directions, 3, programs): for each direction of the cast, and for each program of
-the kernel, the numbers of `COUNTED`. Those of all programs add up to those of the tensor; the first, the bits of a
-float32, is a maximum. Programs of a stack are sorted by matrix.
+An op whose name ends in ``_counted`` launches the same kernel as the op without that ending. It returns the same
+results, then ``counts``, int32 (directions, 3, programs): the three numbers of `COUNTED` for each direction of the
+cast and each program of the kernel. The amax is stored as the bits of a float32, and the tensor's is the maximum over
+programs; the other two numbers add up. Programs of a stack are sorted by matrix.
 
-Kernels of groups add to the numbers of each group: ``counts`` are int64 (directions, 3, E).
+Kernels of groups accumulate per group instead: ``counts`` is int64 (directions, 3, E).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Format = Float8Format | Float4Format
 
 
 def empty_counts(like: Tensor, directions: int, programs: int) -> Tensor:
-    """Counts without values, for a kernel to write."""
+    """An uninitialized tensor of counts, int32 (directions, 3, programs), for a kernel to write."""
     return like.new_empty((directions, len(COUNTED), programs), dtype=torch.int32)
 
 
 def counts_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """The numbers of `COUNTED` of a cast, (3,) int32.
+    """Compute the numbers of `COUNTED` for one cast, (3,) int32.
 
     Args:
-        values: What was cast.
-        codes: Their codes, one a byte.
+        values: The values that were cast.
+        codes: Codes of the values, one per byte.
         scale: The factor of each code, float32; it broadcasts against the values.
         fmt: Format of the codes.
     """
@@ -63,28 +63,28 @@ def counts_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Tens
 
 
 def counts_of_blocks(values: Tensor, codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """`counts_of` a matrix with one code a byte, by the grid of its scales; those of two levels are multiplied."""
+    """`counts_of` a matrix with one code per byte, whose scales are the grid ``scale``."""
     scales = expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
     return counts_of(values, codes, scales, quantizer.element_format())
 
 
 def counts_of_steps(each: Sequence[Tensor], programs: int) -> Tensor:
-    """Counts as a kernel leaves them, of what steps have counted in each direction: one program has them all."""
+    """Lay out reference counts, (3,) per direction, as a kernel's (directions, 3, programs); program 0 has all."""
     found = torch.stack(list(each)).unsqueeze(-1)
     return torch.nn.functional.pad(found, (0, programs - 1)) if programs else found[..., :0]
 
 
 def no_counts_of_groups(offsets: Tensor, directions: int) -> Tensor:
-    """Counts of groups before anything is counted, for a kernel to add to."""
+    """Zero counts of groups, int64 (directions, 3, E), for a kernel to add to."""
     return offsets.new_zeros((directions, len(COUNTED), offsets.shape[0]), dtype=torch.int64)
 
 
 def counts_of_groups(
     x: Tensor, offsets: Tensor, quantizers: Sequence[Quantizer], multipliers: Tensor | None = None
 ) -> Tensor:
-    """Counts as a kernel of groups leaves them, of rows that each quantizer casts group by group.
+    """The counts that a kernel of groups leaves, computed by casting each group's rows of ``x`` with each quantizer.
 
-    ``multipliers``, a row for each group, are known already; None to compute them.
+    ``multipliers`` has a row for each group; None to compute multipliers from the rows.
     """
     counts = no_counts_of_groups(offsets, len(quantizers))
     for direction, quantizer in enumerate(quantizers):
@@ -101,9 +101,9 @@ def counts_of_groups(
 
 
 def pieces_of_counts(counts: Tensor, name: str, matrices: int) -> Tensor:
-    """The pieces of one number of `COUNTED`, (matrices, pieces), of the counts of one direction.
+    """One number of `COUNTED` from the counts of one direction, as (matrices, values to combine).
 
-    ``matrices`` is the number of matrices of a stack, or of groups; 1 without.
+    ``name`` names the number. ``matrices`` counts a stack's matrices, or groups; it is 1 if there are none.
     """
     found = counts[COUNTED.index(name)].view(matrices, -1)
     if name != "amax":

@@ -1,4 +1,4 @@
-"""Hints to Inductor: ops that copy their input in eager mode, and in a graph tell how to store it. No value changes.
+"""Hints to Inductor: ops that return their input's values, and tell a compiled graph when and how to store them.
 
 after       identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
 realize     a value that is computed once and stored, instead of computed for each use

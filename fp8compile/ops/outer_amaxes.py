@@ -1,4 +1,4 @@
-"""fp8compile::outer_amaxes: stores a matrix, and returns its amax before and after the Hadamard transform.
+"""fp8compile::outer_amaxes: store a matrix, and compute its amaxes without and with a Hadamard transform.
 
 Codes with two levels of scales need the amax of the whole tensor first; this op is the first of two reads. On a GPU it
 is one Inductor kernel, which also computes the matrix, such as an activation.

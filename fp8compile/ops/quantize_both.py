@@ -47,7 +47,7 @@ def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
 
 
 def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty results in the layouts that GEMMs read: scales along rows and codes along columns are column-major."""
+    """Uninitialized results in the layouts that GEMMs read: row scales and column codes are column-major."""
     *stack, m, k = x.shape
     row_blocks, column_blocks = rows.scale_shape((m, k))[1], columns.scale_shape((m, k))[0]
     return (
@@ -65,7 +65,7 @@ def along_rows(x: Tensor, quantizer: Quantizer, steps: Steps) -> tuple[Tensor, T
 
 
 def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference: run both casts one after the other; results are in the layouts of `empty_outputs`."""
+    """The reference kernel: runs both casts one after the other; results have the layouts of `empty_outputs`."""
     if x.ndim == 3:
         codes, scales, *along_columns = zip(*(two_casts(matrix, rows, columns) for matrix in x), strict=True)
         turned, column_scales = along_columns

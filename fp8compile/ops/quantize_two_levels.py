@@ -1,7 +1,7 @@
-"""fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and along columns, from one read.
+"""fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and along columns, from one read of it.
 
-It is `fp8compile.ops.quantize_both` for codes of four bits. Their outer amaxes are arguments, because they must be
-known before any code (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the layout of a GPU's GEMM.
+The NVFP4 version of `fp8compile.ops.quantize_both`. Outer amaxes are arguments, because they must be known before the
+first code is computed (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the layout that a GPU's GEMM reads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def is_packed_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the GPU kernel takes both quantizers.
+    """Whether the GPU kernel can quantize in both directions with these two quantizers.
 
     It takes packed `TwoLevelScaling` with the same rule of scales and blocks (1, 16) and (16, 1), without a transform
     along rows.
@@ -120,7 +120,7 @@ def _counted_fake(
 
 
 def counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
-    """`fp8compile.ops.counting_kernels.counts_of` a matrix whose outer amax is known."""
+    """`fp8compile.ops.counting_kernels.counts_of` a matrix whose outer amax is known, (3,) int32."""
     own = quantizer.unpacked()
     codes, scale, outer = by_outer_amax(x, outer_amax, own)
     values = random_hadamard(x.float(), 0, own.transform()) if own.transform() else x

@@ -1,4 +1,4 @@
-"""register_op: one call that registers a PyTorch operator, from its schema to samples for tests.
+"""register_op: one call registers a PyTorch operator with its schema, kernel, derivative, decomposition and samples.
 
 The five arguments in `ARGUMENTS` must be given, even as None: if one is left out by mistake, register_op raises and
 says what to write.
@@ -212,23 +212,23 @@ def register_op(
             shapes traces faster.
         backward: ``(ctx, *grads)``. Returns a gradient or None for each argument. ``ctx.needs_input_grad`` has one
             entry for each argument. None: the op has no derivative, and a backward pass that reaches it raises.
-        decompose: Takes the same arguments; Inductor compiles it in place of the op. None: the op stays one call. If
-            that depends on the arguments or on the target of their device (`target_of`), it returns
-            ``NotImplemented`` to keep the op as one call.
+        decompose: Takes the same arguments; Inductor compiles it in place of the op. It may return
+            ``NotImplemented``, for some arguments or for a target device (`target_of`), to keep the op as one call.
+            None: the op always stays one call.
         sharding: Takes the same arguments, reads only their shapes, and returns ``Split`` values. None: the op needs
             whole tensors.
         samples: Returns argument tuples that cover the op, for tests.
         setup_context: ``(ctx, inputs, output)``. Saves what ``backward`` needs; to be given if and only if
             ``backward`` is.
         prepare: ``(needs_input_grad, args)``. If gradients are recorded, returns the arguments with which ``impl`` or
-            ``decompose`` runs. It can replace a constant by one that leaves out work for gradients that are not
+            ``decompose`` runs; it can replace a constant by another one that omits work for gradients that are not
             needed.
         updates: Names of arguments that ``backward`` writes to, such as a state. ``backward`` returns None for them,
             and writes to no other argument.
-        portable: Takes the same arguments; plain PyTorch that reads no data and calls none of your kernels, on any
-            device. `decompositions` puts it in place of the op, if ``decompose`` and ``impl`` can't be used. A text
-            instead of a function says why there is none; `decompositions` raises it.
-        unknown: No other argument is taken; for a misspelled name the error suggests the right one.
+        portable: Takes the same arguments; plain PyTorch for any device that reads no data and calls none of your
+            kernels. `decompositions` puts it in place of the op, if ``decompose`` and ``impl`` can't be used. If there
+            is no such code, a text with the reason, which `decompositions` raises.
+        unknown: No other argument is allowed; the error for a misspelled name suggests the right one.
 
     Returns:
         The operator.
@@ -288,7 +288,7 @@ def register_kernel_op(
 ) -> torch._ops.OpOverload:
     """Register an op without derivative that is one kernel on a GPU.
 
-    On a CPU and in exported programs, ``steps`` replaces it, a function of the same arguments in plain PyTorch.
+    ``steps`` replaces it on a CPU and in exported programs: plain PyTorch with the same arguments.
     """
 
     @functools.wraps(steps)
@@ -335,18 +335,18 @@ def _device(args: Iterable[Any]) -> str:
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Every registered operator in terms of PyTorch's own operators, for ``ExportedProgram.run_decompositions``.
+    """Map every registered operator to PyTorch's own operators, for ``ExportedProgram.run_decompositions``.
 
-    The resulting program runs, and is saved and loaded, without this package. Some operators can't be expressed in
-    PyTorch's; ``run_decompositions`` then raises a RuntimeError. These are messages of expert parallelism, kernels for
-    groups of rows on a GPU, and products over the tokens of groups, which only backwards have. Experts run one after
-    the other over all rows, because an exported program can't read how many rows each expert has.
+    The resulting program runs, and is saved and loaded, without this package. Some operators can't be decomposed:
+    messages of expert parallelism, kernels for groups of rows on a GPU, and products over the tokens of groups, which
+    only backwards have. ``run_decompositions`` then raises a RuntimeError. Experts run one after the other over all
+    rows, because an exported program can't read how many rows each expert has.
     """
     return {op.overload: _portable(op) for op in OPS.values()}
 
 
 def _refuse_to_save(target: object) -> None:
-    """Raise a RuntimeError if a program to be saved calls an op of this package, which no other process may know."""
+    """Raise a RuntimeError if a program to be saved calls an op of this package; no other process may know the op."""
     if isinstance(target, torch._ops.OpOverload) and target._schema.name in OPS:
         raise RuntimeError(
             f"torch.export.save: the program calls {target._schema.name}, and the file would load nowhere: the "

@@ -17,8 +17,8 @@ __all__ = ["made_of_kept", "rounded"]
 def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
     """Return ``x`` in float32, rounded to its own dtype even if the op that computes ``x`` is fused.
 
-    ``apart`` takes a second barrier with the same bits, so that compilers do not merge casts of forward and backward.
-    Codes that the forward keeps would store all activations and weights once more.
+    With ``apart``, another barrier gives the same bits, so that compilers do not merge casts of forward and backward.
+    Merged casts would keep their codes until the backward, one more copy of all activations and weights.
     """
     return _rounded(x, apart)
 
@@ -32,10 +32,10 @@ def _rounded(x: Tensor, apart: bool) -> Tensor:
 
 
 def made_of_kept(x: Tensor) -> Tensor:
-    """Return ``x`` behind a barrier that changes no bits, for a call in the backward that reads it.
+    """Return ``x`` behind a barrier that changes no bits, for a call in the backward that reads ``x``.
 
-    PyTorch's partitioner always saves what a call in the backward reads, such as an activation, even if a product of
-    two saved tensors would give it again. Behind a barrier the partitioner decides by bytes. A tensor that no
+    PyTorch's partitioner always saves what a call in the backward reads, such as an activation, even if it could be
+    recomputed as a product of two saved tensors. Behind a barrier the partitioner decides by bytes. A tensor that no
     pointwise code computes is returned as it is, because a barrier would copy it.
     """
     if not is_fusible(x):

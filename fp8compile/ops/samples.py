@@ -33,7 +33,7 @@ def matrices() -> Iterator[Tensor]:
 
 
 def tokens() -> Iterator[tuple[Tensor, Tensor]]:
-    """Matrices and offsets: skewed groups, empty groups, a single group. Rows after the last group hold NaN."""
+    """Pairs (matrix, offsets) with skewed, empty and single groups; rows after the last group are NaN."""
     for x, ends in zip((x for x in matrices() if x.ndim == 2), ENDS, strict=True):
         offsets = torch.tensor([int(end * x.shape[0]) for end in ends], dtype=torch.int32)
         x[int(offsets[-1]) :] = torch.nan

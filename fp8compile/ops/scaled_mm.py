@@ -30,7 +30,7 @@ def as_sides(
 
 
 def outer_scales_of(a: Quantized, b: Quantized) -> tuple[Tensor | None, ...]:
-    """The last two arguments of a product's op, the outer scales; () if neither operand has one."""
+    """The outer scales as the last two arguments of a product's op; () if neither operand has one."""
     return () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
 
 
@@ -73,7 +73,7 @@ def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
 
 
 def _sharding(*args: Any) -> list[Split]:
-    """The sharding rule: cut rows of a or columns of b. A cut summed dim would make bits depend on the ranks."""
+    """The sharding rule: shard rows of a or columns of b. Sharding the summed dim would change bits with the ranks."""
     _, _, _, _, a_quantizer, b_quantizer, *others = args
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
     whole = (None,) * (2 + len(others))

@@ -1,7 +1,7 @@
-"""fp8compile::scatter_sum: returns this rank's part of a sum over ranks; the gradient keeps its placement.
+"""fp8compile::scatter_sum: this rank's shard of a sum over ranks; the gradient stays sharded in the same way.
 
 DTensor's own redistribution gathers the gradient in high precision before it reaches the layer. With this op the layer
-quantizes its part of the gradient, and gathers codes. For a plain tensor the op is a copy.
+quantizes its shard of the gradient, and gathers codes. For a plain tensor the op is a copy.
 """
 
 from __future__ import annotations

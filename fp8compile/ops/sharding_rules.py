@@ -1,6 +1,6 @@
-"""Sharding rules: where the arguments of an op may be cut, and how results of shards combine to the whole result.
+"""Sharding rules: which dims of an op's arguments may be sharded, and how the shards' results combine.
 
-A rule is a function of the op's arguments that returns every way to cut them. It reads only the shapes of tensors.
+A rule is a function of the op's arguments that returns every way to shard them. It reads only the shapes of tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ REDUCTIONS = ("max", "min", "sum")
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim along which an argument may be cut.
+    """A dim along which an argument may be sharded.
 
     Attributes:
         dim: The dim; negative numbers count from the end.
-        unit: Number of neighbouring elements that are never separated; the last unit may have fewer. All cut
-            arguments of a split have the same number of units, and a rank gets the same units of each argument.
+        unit: Number of neighbouring elements that stay on one rank; the last unit may have fewer. All sharded
+            arguments of a `Split` have the same number of units, and a rank gets the same units of each argument.
     """
 
     dim: int
@@ -32,7 +32,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Split:
-    """One way to run an op on shards so that the combined result is the same as on whole tensors.
+    """One way to run an op on shards whose combined results are the same as on whole tensors.
 
     Attributes:
         inputs: One entry for each argument of the op: a ``Cut``, or None if every rank has the whole argument or the
@@ -64,18 +64,18 @@ Sharding = Callable[..., Iterable[Split]]
 
 
 def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) -> list[Split]:
-    """The splits of an elementwise op: all its tensors are cut along the same dim.
+    """The splits of an elementwise op: for each dim, all its tensors are sharded along that dim.
 
-    The op's arguments are ``inputs`` tensors, then ``others`` that are not cut. It returns ``outputs`` tensors.
+    The op takes ``inputs`` tensors, then ``others`` arguments that are not sharded, and returns ``outputs`` tensors.
     """
     return [Split((Cut(dim),) * inputs + (None,) * others, (dim,) * outputs) for dim in range(ndim)]
 
 
 def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]]:
-    """The ways to cut a tensor without cutting through a block, each with the matching cut of the grid of scales.
+    """The ways to shard a tensor between its blocks, each with the matching cut of the grid of scales.
 
     The grid's cut is None if the grid has a single entry along the dim: a shard can be cast or dequantized with that
-    entry, but a shard alone can't compute it.
+    scale, but can't compute it alone.
     """
     cuts: list[tuple[Cut, Cut | None]] = []
     last = len(shape) - 1

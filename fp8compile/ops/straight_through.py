@@ -1,7 +1,7 @@
-"""fp8compile::straight_through: returns the values of one tensor, and passes its gradient to another one.
+"""fp8compile::straight_through: return the values of one tensor, and pass the result's gradient to another one.
 
-Rounding has a derivative of zero almost everywhere. To train through it, the result has the rounded ``values``, and
-``x`` gets the gradient of the result.
+Rounding has a derivative of zero almost everywhere. To train through rounding, the result equals the rounded
+``values``, and its gradient goes to ``x``.
 
 Source: Bengio et al. 2013, arXiv:1308.3432 (the straight-through estimator).
 """

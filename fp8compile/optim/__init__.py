@@ -1,9 +1,9 @@
-"""Optimizers in the shape of ``torch.optim`` whose moments are codes between steps: a byte a value and their scales.
+"""Optimizers with the interface of ``torch.optim`` that store moments as FP8 codes and scales.
 
-    state --dequantize--> float32 moments --rule of the optimizer--> parameter, float32 moments --quantize--> state
+    state --dequantize--> float32 moments --update rule--> parameter, new float32 moments --quantize--> state
 
-All of that is one compiled graph for all parameters, in which float32 moments do not reach memory if rows are whole
-blocks.
+One compiled graph does this for all parameters. Where the row length is a multiple of 128, float32 moments are never
+written to memory.
 """
 
 from fp8compile.optim.adamw import AdamW

@@ -1,4 +1,4 @@
-"""AdamW whose moments are codes: two bytes a parameter and their scales, where float32 moments take eight."""
+"""AdamW with FP8 moments: two bytes per parameter plus scales, instead of eight bytes in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["AdamW"]
 def _rule(
     parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """AdamW of one parameter (Loshchilov and Hutter 2019, arXiv:1711.05101), in float32."""
+    """Update of one parameter by AdamW, in float32 (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
     grad = grad * sign
@@ -30,22 +30,22 @@ def _rule(
 
 
 class AdamW(MomentOptimizer):
-    """AdamW in the shape of ``torch.optim.AdamW``, with moments that are e4m3 codes between steps.
+    """AdamW with the interface of ``torch.optim.AdamW`` that stores its moments as e4m3 codes.
 
-    A step reads the codes, computes in float32, and rounds once. All parameters are one compiled graph, in which
-    float32 moments do not reach memory if rows are whole blocks. Learning rates and other numbers are inputs of the
-    graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its root, and a value above 0 never has the
-    code 0 (``fp8compile.quantizers.RootScaling``).
+    A step dequantizes the moments, computes in float32, and quantizes once. One compiled graph updates all parameters;
+    where rows are whole blocks, it never writes float32 moments to memory. Learning rates and other hyperparameters
+    are inputs of the graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its square root, and a
+    positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``).
 
-    A block is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096 elements, one dim, or rows
-    of fewer than 16 elements.
+    A block, which shares one scale, is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096
+    elements, fewer than two dims, or rows of fewer than 16 elements.
 
-    The state of a parameter has ``exp_avg_codes``, ``exp_avg_scale``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scale``,
-    or ``exp_avg`` and ``exp_avg_sq`` where values are kept: plain tensors, DTensors if the parameter is one.
+    The state of a parameter has ``exp_avg_codes``, ``exp_avg_scale``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scale``;
+    a moment that is not quantized is ``exp_avg`` or ``exp_avg_sq``. They are DTensors if the parameter is a DTensor.
 
     Args:
-        params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them. Each option below may
-            differ between groups, but ``backend``.
+        params: Parameters, named parameters or parameter groups, as in ``torch.optim``. Groups may override each
+            option below except ``backend``.
         lr: Learning rate, a float or a tensor of one element.
         betas: Decay rates of the two moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.
@@ -53,23 +53,23 @@ class AdamW(MomentOptimizer):
         amsgrad: Only False.
         maximize: Whether the objective is maximized.
         foreach: Not True: the step is one graph for all parameters.
-        capturable: Only False: the host counts the steps, so that a CUDA graph around a step is not possible.
+        capturable: Only False: the host counts the steps, so a CUDA graph can't capture a step.
         differentiable: Only False.
         fused: Not True: the graph is fused already.
         exp_avg_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
         exp_avg_sq_dtype: The same for the second moment.
-        rounding: Rounding of moments to codes. ``"stochastic"``: up or down at random. ``"nearest"``: a change of less
-            than half the distance between codes is lost in each step, so that with ``betas[1]`` near 1 the second
-            moment only follows the largest value of its block.
-        seed: Seed of stochastic rounding. The noise is a function of seed, position in the whole parameter, and value:
-            a resumed run rounds as before, on any number of ranks.
-        bf16_stochastic_round: Whether bfloat16 parameters are rounded stochastically too, as torchao names it.
-        backend: Backend of ``torch.compile`` for the step; None runs it op by op, with float32 moments of one
-            parameter at a time.
+        rounding: Rounding of moments to codes. ``"stochastic"``: up or down at random. ``"nearest"``: each step loses
+            changes below half the distance between codes; with ``betas[1]`` near 1 the second moment then only follows
+            the largest value of its block.
+        seed: Seed of stochastic rounding. The noise depends on seed, step, position in the unsharded parameter, and
+            value, so a resumed run rounds as before on any number of ranks.
+        bf16_stochastic_round: Whether bfloat16 parameters are rounded stochastically too (the name is torchao's).
+        backend: Backend of ``torch.compile`` for the step; None runs eagerly, with float32 moments of one parameter
+            at a time.
 
     Raises:
         TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or not floating-point.
-        ValueError: An option has a value that is not allowed, or ranks cut a parameter within a block.
+        ValueError: An option has a value that is not allowed, or a shard boundary divides a block.
     """
 
     moments: ClassVar[dict[str, bool]] = {"exp_avg": False, "exp_avg_sq": True}
@@ -121,7 +121,7 @@ class AdamW(MomentOptimizer):
         super().__init__(params, defaults, backend)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Check the options and the parameters of a group."""
+        """Raise a ValueError or TypeError if an option or a parameter of a group is not allowed."""
         for name in ("lr", "eps", "weight_decay"):
             check_number("AdamW", name, group[name])
         for index, beta in enumerate(group["betas"]):
@@ -129,10 +129,10 @@ class AdamW(MomentOptimizer):
         super().check_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of ``torch.optim.AdamW``.
+        """Load a ``state_dict`` of this optimizer or of ``torch.optim.AdamW``.
 
         Raises:
-            ValueError: The state was trained with ``amsgrad``, whose maximum has no place here.
+            ValueError: The state was trained with ``amsgrad``; its third moment has no counterpart here.
         """
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise ValueError(
@@ -143,9 +143,9 @@ class AdamW(MomentOptimizer):
         super().load_state_dict(state_dict)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The numbers that AdamW's formula unpacks behind the learning rate, in its order.
+        """Hyperparameters of one step, in the order in which ``_rule`` unpacks them after the learning rate.
 
-        They are Python floats, so that bias corrections are computed in float64; a step rounds them to float32.
+        Python floats keep bias corrections in float64; the step rounds all of them to float32.
         """
         beta1, beta2 = map(float, group["betas"])
         return (

@@ -1,8 +1,8 @@
-"""advance: one step of all parameters as one function of tensors, which torch.compile makes one graph of.
+"""The step of an optimizer with quantized moments, one function of tensors for all parameters.
 
-A rule is a function of float32 tensors of one parameter; this file reads moments out of their codes before it, and
-writes them back as codes after it. What changes from step to step, such as the learning rate, is in the tensor
-``scalars``, so that no step recompiles.
+An update rule takes float32 tensors of one parameter. This file dequantizes the moments before it, and quantizes the
+new ones after it. Numbers that change with each step, such as the learning rate, are in the tensor ``scalars``, so
+that no step recompiles.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tens
 
 @dataclass(frozen=True)
 class Job:
-    """What a step reads and writes for one parameter; each tensor is this rank's part.
+    """Tensors that a step reads and writes for one parameter; each is this rank's shard.
 
     Attributes:
-        shape: The shape in which the rule sees the parameter, that of ``MomentRows.in_blocks``.
-        parameter: The parameter, any floating point dtype.
-        grad: Its gradient, any floating point dtype.
-        target: What the rule's first result is written to: the parameter, or another tensor of as many elements.
+        shape: Shape in which the rule sees the parameter, from ``MomentRows.in_blocks``.
+        parameter: The parameter, any floating-point dtype.
+        grad: Its gradient, any floating-point dtype.
+        target: Gets the first result of the rule: the parameter, or another tensor of as many elements.
         moments: For each moment its values, or codes and scale, in ``shape``.
-        quantizers: For each moment its quantizer; None if values are kept.
-        place: What `MomentRows.place` returned.
+        quantizers: For each moment its quantizer; None if it is not quantized.
+        place: Row and column positions from `MomentRows.place`, for stochastic rounding; may be ().
         bf16_seed: Seed of stochastic rounding of a bfloat16 target; None rounds to the nearest.
     """
 
@@ -52,20 +52,19 @@ class Job:
     bf16_seed: int | None = None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields as a tuple, as `advance` takes them: Dynamo guards on a tuple's entries at little cost."""
+        """The fields as a tuple, the form that `advance` takes; Dynamo guards on tuples at little cost."""
         own = self.parameter.detach(), self.grad.detach(), self.target.detach()
         return self.shape, own, self.moments, self.quantizers, self.place, self.bf16_seed
 
 
 def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> None:
-    """Run a rule for each parameter, and write parameters and moments in place.
+    """Run the update rule for each parameter, and write parameters and moments in place.
 
     Args:
         rule: The optimizer's arithmetic.
-        scalars: A row for each job, float32. Its first entry is 1, or 0 for a parameter without gradient in this step,
-            whose tensors then stay as they are. The second is the count of steps, by which noise differs from step to
-            step. The rule gets the others.
-        jobs: What `Job.arguments` returned.
+        scalars: One row per job, float32. First 1, or 0 if the parameter has no gradient in this step, so that nothing
+            of it changes; then the step count, which varies the rounding noise; then the numbers for the rule.
+        jobs: Results of `Job.arguments`.
     """
     for row, (shape, (parameter, grad, target), moments, quantizers, place, seed) in zip(scalars, jobs, strict=True):
         active, step, *numbers = row.unbind()
@@ -89,14 +88,14 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
 
 @asks_a_constant
 def is_local(quantizer: CurrentScaling | None) -> bool:
-    """Whether codes depend on values alone, and not on where these lie; also if there is no quantizer."""
+    """Whether codes depend on values only, not on positions; True if ``quantizer`` is None."""
     return quantizer is None or quantizer.is_local()
 
 
 def _of_step(place: tuple[Tensor, ...], step: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of rows and columns with the count of steps in their upper 32 bits.
+    """Add the step count to the row positions, in their upper 32 bits, so that noise differs per step.
 
-    Without the count, a value that stays as it is would be rounded in the same direction in every step.
+    Without this, a value that does not change would be rounded in the same direction in every step.
     """
     rows, columns = place
     return rows + step.to(torch.int64) * 2**32, columns
@@ -107,9 +106,9 @@ def _write(target: Tensor, values: Tensor, active: Tensor) -> None:
 
 
 def _rounded_to_bfloat16(x: Tensor, seed: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """Round float32 values up or down at random, so that the expected error is 0; the result is float32 still.
+    """Round float32 values stochastically to bfloat16 numbers, unbiased; the result's dtype stays float32.
 
-    Values that bfloat16 has, infinities among them, stay as they are; a NaN stays a NaN.
+    Values that bfloat16 represents, including infinities, do not change; a NaN stays a NaN.
     """
     matrix = x.reshape(len(rows), len(columns)).contiguous()
     below = (noise(matrix, seed, rows, columns) * 65536.0).to(torch.int32)  # less than the 16 bits that are cut

@@ -1,6 +1,6 @@
-"""MomentOptimizer: what optimizers whose moments are codes have in common: their state, its files, and the step.
+"""MomentOptimizer: base class of optimizers with quantized moments: state, checkpoints and the step.
 
-param_groups, state --host--> jobs, a row of scalars for each --advance, one graph for all--> parameters, state
+param_groups, state --host--> jobs, one row of scalars each --advance, one graph for all--> parameters, state
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ OURS = ("rounding", "seed", "bf16_stochastic_round")  # options of how state is 
 
 
 class MomentOptimizer(Optimizer):
-    """Base of optimizers whose moments are codes. A subclass has names of moments, a rule, and its scalars.
+    """Base of optimizers with quantized moments; a subclass defines ``moments``, ``rule`` and `scalars`.
 
     Attributes:
-        moments: Names of the moments, each with whether it is never negative.
-        rule: The arithmetic of a step of one parameter.
+        moments: Maps the name of each moment to whether it is never negative and so stored as its square root.
+        rule: Arithmetic of one step of one parameter.
     """
 
     moments: ClassVar[dict[str, bool]]
@@ -49,11 +49,11 @@ class MomentOptimizer(Optimizer):
     # ------------------------------------------------------------------ groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as ``torch.optim`` does; options that it does not give are the optimizer's defaults.
+        """Add a parameter group, as ``torch.optim`` does; missing options take the optimizer's defaults.
 
         Raises:
             TypeError: A parameter is quantized, or not of a real floating-point dtype.
-            ValueError: An option has a value that is not allowed, or ranks cut a parameter within a block.
+            ValueError: An option has a value that is not allowed, or a shard boundary divides a block.
         """
         super().add_param_group(param_group)
         try:
@@ -63,7 +63,7 @@ class MomentOptimizer(Optimizer):
             raise
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Check the options and the parameters of a group."""
+        """Raise a ValueError or TypeError if an option or a parameter of a group is not allowed."""
         owner = type(self).__name__
         self._check_options(group)
         for p in group["params"]:
@@ -94,15 +94,15 @@ class MomentOptimizer(Optimizer):
     # ------------------------------------------------------------------ a step
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The numbers that `rule` unpacks behind the learning rate; ``step`` counts the steps, this one included."""
+        """Numbers that `rule` unpacks after the learning rate; ``step`` counts steps, including this one."""
         raise NotImplementedError
 
     @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step; returns what ``closure`` returns, which is called first, with gradients enabled.
+        """Run one step. If ``closure`` is given, first call it with gradients enabled, and return its result.
 
-        A parameter without gradient stays as it is, and so does its state.
+        A parameter without gradient does not change, nor does its state.
         """
         loss = None
         if closure is not None:
@@ -138,7 +138,7 @@ class MomentOptimizer(Optimizer):
             torch.autograd.graph.increment_version([each.target for each in jobs])
 
     def _with_state(self, group: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
-        """The group's parameters that have a gradient now or had one before; gives a state to those without one."""
+        """Yield the group's parameters on a device that have a gradient or a state; create missing states."""
         for p in group["params"]:
             if p.device != device or (p.grad is None and not self.state.get(p)):
                 continue
@@ -165,7 +165,7 @@ class MomentOptimizer(Optimizer):
             state.update(parts)
 
     def job(self, p: Tensor, group: dict[str, Any]) -> Job:
-        """What a step reads and writes for a parameter."""
+        """The tensors that a step reads and writes for parameter ``p``."""
         rows, local, state = MomentRows.of(p), local_itself(p), self.state[p]
         if not is_fake(local):  # a graph of the step takes plain tensors, and FSDP2 may gather shards as codes
             local = plain_alias(local)
@@ -188,7 +188,7 @@ class MomentOptimizer(Optimizer):
         )
 
     def advance(self, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> None:
-        """Run the rule on all jobs, as one graph of ``backend``."""
+        """Update parameters and moments of all jobs in one graph; eagerly if ``backend`` is None."""
         if self._compiled is None:
             own = partial(advance, type(self).rule)
             self._compiled = own if self._backend is None else compiled_alone(advance, type(self).rule, self._backend)
@@ -198,10 +198,10 @@ class MomentOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` of this optimizer, or of the one in ``torch.optim``, returned.
+        """Load a ``state_dict`` of this optimizer, or of its counterpart in ``torch.optim``.
 
-        If this optimizer keeps a moment as codes, saved codes stay as they are, and saved values, such as those of
-        ``torch.optim.AdamW``, are rounded to codes once. If it keeps a moment as values, saved codes become values.
+        If this optimizer stores a moment as codes, saved codes are loaded as they are, and saved values, such as those
+        of ``torch.optim.AdamW``, are quantized once. If it stores a moment as values, saved codes are dequantized.
         """
         kept = [{name: group[name] for name in (*self._dtype_options(), *OURS)} for group in self.param_groups]
         before = [dict(group) for group in self.param_groups]
@@ -224,7 +224,7 @@ class MomentOptimizer(Optimizer):
 
 
 def check_number(owner: str, name: str, value: Any, *, below: float = math.inf) -> None:
-    """Raise a ValueError unless a hyperparameter is a tensor of one element, or a number >= 0 and < ``below``."""
+    """Raise a ValueError unless ``value`` is a one-element tensor, or a number >= 0 and < ``below``."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or is_dtensor(value):
             raise ValueError(f"{owner}: {name} has shape {tuple(value.shape)}; a tensor has one element.")

@@ -1,11 +1,11 @@
-"""How a moment of a parameter lies in an optimizer's state: as values, or as codes and scales of blocks of a row.
+"""Layout of a moment in an optimizer's state: values, or codes and scales of blocks within rows.
 
     parameter (N, K)        exp_avg_codes (N, K) uint8     exp_avg_scale (N, ceil(K / 128)) float32
     (E, N, K)               (E, N, K)                      (E, N, ceil(K / 128))
     (N, 64, 3, 3)           (N, 64, 3, 3)                  (N, 5): trailing dims make one row of 576
 
-A block lies within one row, so that rows which FSDP2 shards have their scales with them: codes and scales are plain
-tensors, cut as the parameter is, and any number of ranks loads them to the bit.
+A block never crosses rows, so FSDP2 shards scales together with the rows. Codes and scales are plain tensors, sharded
+as the parameter is; checkpoints load bit for bit on any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SHORTEST_ROW = 16  # a shorter row stays float32, because its scale would cost m
 
 @dataclass(frozen=True)
 class MomentRows:
-    """A parameter as its moments see it: as rows, along which blocks lie.
+    """Shapes and sharding of a parameter reshaped to rows, along which its moments are quantized.
 
     Attributes:
-        local: Shape of this rank's part of the view as rows.
-        whole: Shape of the view of the whole parameter.
-        cuts: How ranks cut the view.
+        local: Shape of this rank's shard, reshaped to rows.
+        whole: Shape of the unsharded parameter, reshaped to rows.
+        cuts: How ranks shard the reshaped parameter.
     """
 
     local: tuple[int, ...]
@@ -55,10 +55,10 @@ class MomentRows:
 
     @staticmethod
     def of(parameter: Tensor) -> MomentRows:
-        """The rows in which the moments of a parameter are quantized.
+        """Reshape a parameter to the rows in which its moments are quantized.
 
         Raises:
-            ValueError: Ranks cut a dim that is merged into a row, but is not the first of the merged dims.
+            ValueError: The parameter is sharded along a dim that is merged into a row and is not the first merged dim.
         """
         whole, local = _as_rows(parameter.shape), tuple(local_itself(parameter).shape)
         last = max(len(whole) - 1, 0)
@@ -75,11 +75,11 @@ class MomentRows:
         return MomentRows((*local[:last], math.prod(local[last:])) if local else (), whole, tuple(cuts))
 
     def are_small(self) -> bool:
-        """Whether the parameter is too small for codes, so that its moments are float32, on any number of ranks."""
+        """Whether the unsharded parameter is too small for codes, so that its moments stay float32."""
         return len(self.whole) < 2 or math.prod(self.whole) < SMALLEST or self.whole[-1] < SHORTEST_ROW
 
     def check_blocks(self) -> None:
-        """Raise a ValueError if ranks cut rows within a block."""
+        """Raise a ValueError if a shard boundary divides a block of a row."""
         for cut in self.cuts if not self.are_small() else ():
             ends = [sum(cut.sizes[: rank + 1]) for rank in range(len(cut.sizes))]
             if cut.dim == len(self.whole) - 1 and any(end % BLOCK[1] for end in ends if end < cut.total):
@@ -90,10 +90,10 @@ class MomentRows:
                 )
 
     def in_blocks(self) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """The shape in which a step computes this rank's rows, and the block of that shape.
+        """Shape in which a step computes this rank's rows, and the quantization block in that shape.
 
-        If rows consist of whole blocks, each block becomes a row of its own, and Inductor makes one kernel of a step.
-        For blocks within longer rows it makes two kernels, between which float32 moments are in memory.
+        If the row length is a multiple of 128, each block becomes a row, and Inductor generates one kernel for a step.
+        Otherwise it generates two kernels, which exchange float32 moments through memory.
         """
         length = BLOCK[1]
         if self.local[-1:] and self.local[-1] % length == 0:
@@ -101,9 +101,9 @@ class MomentRows:
         return self.local, BLOCK
 
     def place(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Positions in the whole parameter, int64, of the rows and columns of `in_blocks`; () if no rank cuts it.
+        """Positions in the unsharded parameter, int64, of rows and columns of `in_blocks`; () if not sharded.
 
-        Stochastic rounding needs them: they are the arguments ``rows`` and ``columns`` of `fp8compile.ops.cast`.
+        Stochastic rounding takes them as arguments ``rows`` and ``columns`` of `fp8compile.ops.cast`.
         """
         if not self.cuts:
             return ()
@@ -118,7 +118,7 @@ class MomentRows:
 
 
 def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Merge trailing dims until a row is as long as a block; the first dim, which FSDP2 cuts, is never merged."""
+    """Merge trailing dims until a row has at least 128 elements; never merge dim 0, which FSDP2 shards."""
     rows = tuple(shape)
     while len(rows) > 2 and rows[-1] < BLOCK[1]:
         rows = (*rows[:-2], rows[-2] * rows[-1])
@@ -127,19 +127,19 @@ def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def _quantizer(root: bool, block: tuple[int, int], rounding: str, seed: int) -> CurrentScaling:
-    """The quantizer of a moment, made and validated once: every step asks for that of every parameter."""
+    """The quantizer of a moment, cached because it is looked up for each parameter in each step."""
     return (RootScaling if root else CurrentScaling)(block=block, rounding=rounding, seed=seed)
 
 
 @dataclass(frozen=True)
 class StoredMoment:
-    """One moment of an optimizer in the state of its parameters.
+    """How an optimizer stores one of its moments.
 
     Attributes:
-        name: Its key, as in ``torch.optim``: ``exp_avg``. Codes have the keys ``exp_avg_codes`` and ``exp_avg_scale``,
-            so that nobody takes codes for values.
+        name: Key in the state, as in ``torch.optim``, such as ``exp_avg``. Codes and scales have keys of their own,
+            ``exp_avg_codes`` and ``exp_avg_scale``, so that nobody mistakes codes for values.
         dtype: ``torch.float8_e4m3fn`` for codes, else the dtype of the values.
-        quantizer: How its rows become codes.
+        quantizer: Quantizes the moment's rows.
     """
 
     name: str
@@ -148,25 +148,25 @@ class StoredMoment:
 
     @staticmethod
     def of_group(name: str, group: dict[str, Any], *, root: bool) -> StoredMoment:
-        """The moment with the dtype and rounding of a parameter group; ``root`` is for one that is never negative."""
+        """How a group's options store moment ``name``; ``root`` quantizes the root of a nonnegative moment."""
         quantizer = _quantizer(root, BLOCK, group["rounding"], group["seed"])
         return StoredMoment(name, group[f"{name}_dtype"], quantizer)
 
     def quantizer_for(self, rows: MomentRows) -> CurrentScaling | None:
-        """The quantizer of the moment in the shape ``rows.in_blocks()``; None if values are kept."""
+        """The quantizer of the moment in the shape ``rows.in_blocks()``; None if the moment is not quantized."""
         if self.dtype != CODES or rows.are_small():
             return None
         own = self.quantizer
         return _quantizer(isinstance(own, RootScaling), rows.in_blocks()[1], own.rounding, own.seed)
 
     def parts(self, state: dict[str, Any], rows: MomentRows) -> tuple[Tensor, ...]:
-        """This rank's values, or codes and scales, as views in the shape of ``rows.in_blocks()``."""
+        """This rank's values, or codes and scales, from ``state``, as views in the shape ``rows.in_blocks()``."""
         shape, block = rows.in_blocks()
         shapes = shape, grid_shape(shape, block)
         return tuple(local_itself(state[key]).view(each) for key, each in zip(self.keys(rows), shapes, strict=False))
 
     def keys(self, rows: MomentRows) -> tuple[str, ...]:
-        """The keys of the moment's tensors in the state."""
+        """Keys of the moment's tensors in the state: its name, or those of codes and scales."""
         return (self.name,) if self.quantizer_for(rows) is None else self.keys_of_codes()
 
     def is_in(self, state: dict[str, Any], rows: MomentRows) -> bool:
@@ -184,7 +184,7 @@ class StoredMoment:
         return f"{self.name}_codes", f"{self.name}_scale"
 
     def zeros(self, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """The state of a moment that is all zeros; DTensors, cut as the parameter is, if that is a DTensor."""
+        """Initial state of the moment, all zeros: DTensors sharded like ``parameter`` if it is a DTensor."""
         local = local_itself(parameter)
         if self.quantizer_for(rows) is None:
             return self._of_values(torch.zeros(local.shape, device=local.device), parameter, rows)
@@ -200,9 +200,7 @@ class StoredMoment:
         return dict(zip(self.keys_of_codes(), found, strict=True))
 
     def loaded(self, state: dict[str, Any], parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """Copy this moment's state from a saved state.
-
-        If this moment is kept as codes, saved values become codes. If it is kept as values, saved codes become values.
+        """Copy this moment's tensors from a saved state; quantizes or dequantizes them if needed.
 
         Raises:
             KeyError: The state has neither codes nor values of the moment.
@@ -228,9 +226,9 @@ class StoredMoment:
 
 
 def quantized(values: Tensor, quantizer: CurrentScaling, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Quantize a moment's rows, float32, to codes and scales; ``place`` is what `MomentRows.place` returned.
+    """Quantize a moment's rows, float32, to codes and scales; ``place`` is from `MomentRows.place`.
 
-    Ranks exchange nothing, because no block is cut.
+    Needs no communication, because no block is divided between ranks.
     """
     multiplier, scale = ops.scale(ops.amax(values, quantizer), quantizer)
     return ops.cast(values, multiplier, quantizer, *place), scale

@@ -1,6 +1,6 @@
-"""Muon whose momentum is codes: one byte a parameter and its scales, where a float32 momentum takes four.
+"""Muon with FP8 momentum: one byte per parameter plus scales, instead of four bytes in float32.
 
-momentum codes --one graph for all--> momentum codes, update bfloat16 --gather--> orthogonalize --> this rank's part
+momentum codes --one graph for all--> momentum codes, update bfloat16 --gather--> orthogonalize --> this rank's shard
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw")
 def _rule(
     parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Momentum of one parameter, as torch.optim.Muon: an average of gradients, and Nesterov's look ahead."""
+    """Momentum update of one parameter, as in torch.optim.Muon: average of gradients, optionally Nesterov."""
     _, momentum, rest, look_ahead = scalars
     (buffer,) = moments
     buffer = buffer * momentum + grad * rest
@@ -34,34 +34,34 @@ def _rule(
 
 
 class Muon(MomentOptimizer):
-    """Muon in the shape of ``torch.optim.Muon``, with a momentum that is e4m3 codes between steps.
+    """Muon with the interface of ``torch.optim.Muon``; it stores its momentum as e4m3 codes between steps.
 
-    One compiled graph computes the momentum of all parameters; PyTorch's own function orthogonalizes each update. If
-    ranks share a matrix, they gather its update in bfloat16 for that, once a step, and each rank keeps its part.
+    One compiled graph computes the momentum of all parameters; PyTorch's own function orthogonalizes each update. For
+    this, ranks that share a matrix gather its update in bfloat16 once a step; each rank applies its own shard.
 
     The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` if a matrix has fewer
     than 4096 elements or rows of fewer than 16. Blocks, rounding, seeds and saved states work as in ``AdamW``.
 
     Args:
-        params: Matrices, or groups of them. Give embeddings, norms and biases to another optimizer.
+        params: Matrices, or groups of matrices. Give embeddings, norms and biases to another optimizer.
         lr: Learning rate, a float or a tensor of one element.
         weight_decay: Decoupled weight decay.
         momentum: Decay rate of the momentum, at least 0 and below 1.
         nesterov: Whether the update looks one step ahead.
         ns_coefficients: Coefficients of the Newton-Schulz iteration.
-        eps: The least norm that an update is divided by.
+        eps: Lower bound of the norm that divides an update.
         ns_steps: Number of Newton-Schulz iterations.
         adjust_lr_fn: How the learning rate depends on a matrix's shape, as in ``torch.optim.Muon``: None or
             ``"original"``, or ``"match_rms_adamw"``.
         momentum_buffer_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
         rounding: Rounding of the momentum to codes, ``"stochastic"`` or ``"nearest"``.
         seed: Seed of stochastic rounding.
-        backend: Backend of ``torch.compile`` for the momentum; None runs it op by op.
+        backend: Backend of ``torch.compile`` for the momentum; None runs eagerly.
 
     Raises:
         TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or not floating-point.
-        ValueError: A parameter is no matrix, an option has a value that is not allowed, or ranks cut a parameter
-            within a block.
+        ValueError: A parameter is no matrix, an option has a value that is not allowed, or a shard boundary divides a
+            block.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
@@ -103,7 +103,7 @@ class Muon(MomentOptimizer):
         super().__init__(params, defaults, backend)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Check the options and the parameters of a group."""
+        """Raise a ValueError or TypeError if an option or a parameter of a group is not allowed."""
         for name in ("lr", "eps", "weight_decay"):
             check_number("Muon", name, group[name])
         check_number("Muon", "momentum", group["momentum"], below=1.0)
@@ -118,12 +118,12 @@ class Muon(MomentOptimizer):
         super().check_group(group)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """The numbers that Muon's formula unpacks behind the learning rate, in its order; Python floats."""
+        """Hyperparameters as Python floats, as ``_rule`` unpacks them after the learning rate."""
         momentum = float(group["momentum"])
         return momentum, 1 - momentum, momentum if group["nesterov"] else 1.0
 
     def job(self, p: Tensor, group: dict[str, Any]) -> Job:
-        """What a step reads and writes for a parameter; the target is the update, bfloat16."""
+        """The tensors that a step reads and writes for ``p``; the target is a new bfloat16 update tensor."""
         found = super().job(p, group)
         self._updates[p] = torch.empty(found.parameter.shape, dtype=torch.bfloat16, device=p.device)
         return replace(found, target=self._updates[p])
@@ -131,9 +131,9 @@ class Muon(MomentOptimizer):
     @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step; returns what ``closure`` returns, which is called first, with gradients enabled.
+        """Run one step. If ``closure`` is given, first call it with gradients enabled, and return its result.
 
-        A parameter without gradient stays as it is, and so does its state.
+        A parameter without gradient does not change, nor does its state.
         """
         self._updates: dict[Tensor, Tensor] = {}
         loss = super().step(closure)
@@ -145,7 +145,7 @@ class Muon(MomentOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of ``torch.optim.Muon``, which does not count steps."""
+        """Load a ``state_dict`` of this optimizer, or of ``torch.optim.Muon``, which has no step count."""
         state = {index: {"step": 0.0, **each} for index, each in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 

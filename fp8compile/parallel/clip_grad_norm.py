@@ -1,7 +1,7 @@
-"""The norm of all gradients of a model whose parameters lie on several meshes, or on none.
+"""The norm of all gradients of a model whose parameters are on several meshes, or on none.
 
 `torch.nn.utils.clip_grad_norm_` raises for such a model, because no operator of DTensor takes two meshes. It also
-raises for the infinity norm if a rank's part of a parameter is empty.
+raises for the infinity norm if a rank's shard of a parameter is empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Place = tuple[DeviceMesh, tuple[int, ...]]  # a mesh, and the dims of the mesh o
 
 
 def _place(parameter: nn.Parameter) -> Place | None:
-    """The mesh and cut dims of a parameter; None if each rank has all of it."""
+    """The mesh of a parameter, and the mesh dims that shard it; None if each rank has all of the parameter."""
     if not isinstance(parameter, DTensor):
         return None
     cut = (index for index, each in enumerate(parameter.placements) if not each.is_replicate())
@@ -32,7 +32,7 @@ def _place(parameter: nn.Parameter) -> Place | None:
 
 
 def _local(grad: Tensor, parameter: Any) -> Tensor:
-    """This rank's part of a gradient; a partial sum is reduced over ranks first."""
+    """This rank's shard of a gradient; a partial sum is reduced over ranks first."""
     if not isinstance(grad, DTensor):
         return grad
     if any(each.is_partial() for each in grad.placements):
@@ -43,7 +43,7 @@ def _local(grad: Tensor, parameter: Any) -> Tensor:
 
 
 def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """The norm of this rank's parts together; 0 if all are empty, because PyTorch's infinity norm raises for them."""
+    """The norm of this rank's shards together; 0 if all are empty, because PyTorch's infinity norm raises for them."""
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device)
@@ -51,7 +51,7 @@ def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, devic
 
 
 def _over_ranks(norm: Tensor, place: Place, norm_type: float) -> Tensor:
-    """The norm over all ranks, from the norm of each rank's part."""
+    """The norm over all ranks, from the norm of each rank's shards."""
     mesh, dims = place
     groups = [mesh.get_group(index) for index in dims]
     if norm_type == torch.inf:

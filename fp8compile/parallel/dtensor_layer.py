@@ -1,7 +1,7 @@
 """The linear layer on DTensors: one handler for the ops of all layers.
 
-    left operand      this rank's part of the input or of grad_output
-    right operand     this rank's part of the weight or of the input, as values or codes
+    left operand      this rank's shard of the input or of grad_output
+    right operand     this rank's shard of the weight or of the input, as values or codes
     product           quantize, gather codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
 
 A result has the placements that a plain linear layer would give it, so PyTorch's plans work unchanged.
@@ -55,7 +55,7 @@ ON_MESHES = Whole, SharedScale, Delayed, DelayedForGradient, *OVER_FSDP  # other
 
 @dataclass(frozen=True)
 class _Right:
-    """The right operand of a product."""
+    """The right operand of a product: a weight, or an input."""
 
     # This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel part.
     part: Plain
@@ -65,9 +65,9 @@ class _Right:
 
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
-    """The codes of this rank's part of a weight that is a QuantizedTensor already, and how they lie in the whole.
+    """The codes of this rank's shard of a quantized weight, with their layout in the whole weight.
 
-    Raise a ValueError if the part's scales are not those of the weight's blocks, given how ranks cut the weight.
+    Raise a ValueError if the shard's scales are not those of the weight's blocks, given how ranks shard the weight.
     """
     function, quantized = gemm.name, weight.local
     assert has_codes(quantized), "the weight is quantized"
@@ -97,7 +97,7 @@ def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
 
 
 def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
-    """The right operand for a weight under graph_fsdp: this rank's rows of its tensor parallel part.
+    """The right operand for a weight under graph_fsdp: this rank's rows of its tensor parallel shard.
 
     The product gathers the codes of these rows over the ranks of FSDP.
     """
@@ -180,7 +180,7 @@ def _grad_weight(grad_output: DTensor, a: Plain, right: _Right, operands: Operan
 
 
 def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTensor]:
-    """Codes of the input, two per byte and cut as the input is, with scales and outer scales, whole on each rank."""
+    """Keep the input as codes, two per byte and sharded like the input; scales and outer scales are replicated."""
     part, mesh = part_of("kept_input", x), x.device_mesh
     codes, *scales = keep_input(part, quantizer, STEPS[Phase.EAGER])
     shape, placements = list(x.shape), [Replicate() if p.is_partial() else p for p in x.placements]
@@ -193,7 +193,7 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
 
 
 def _counts(cuts: Sharding, mesh: DeviceMesh) -> bool:
-    """Whether this rank counts its elements in statistics: no other rank has them, or it is the first that does."""
+    """Whether statistics count this rank's elements: no other rank has them, or this rank is the first that does."""
     return all(cut is not None or mesh.get_local_rank(index) == 0 for index, cut in enumerate(cuts))
 
 
@@ -205,7 +205,7 @@ def _weight_seen(part: Plain, recipe: Recipe, *, counts: bool) -> Seen:
 
 
 def _observed(op: ObserveOp, *args: Any) -> Any:
-    """Run an op that observes a layer on DTensors; totals cover this rank's elements, so they are plain tensors."""
+    """Run a layer's statistics op on DTensors; totals cover this rank's elements, so they are plain tensors."""
     (first, x, weight, *_), _, place, _, later, names, recipe = op.split(args)
     tokens, mesh = first if op.gradient else x, args[0].device_mesh
     gemm, multiplier = GRAD_INPUT if op.gradient else OUTPUT, _whole_state(place.given().get("multiplier"))

@@ -1,4 +1,4 @@
-"""Runs registered ops, ours and those of other libraries, on DTensors by their sharding rules.
+"""Run registered ops, ours and those of other libraries, on DTensors by their sharding rules.
 
 For each mesh dim it chooses the `Split` that gathers the fewest bytes. A maximum over ranks is reduced at once,
 because gloo would reduce a `Partial("max")` by its float maximum, which loses another rank's NaN.
@@ -30,7 +30,7 @@ __all__ = ["dispatch_by_rule"]
 
 
 def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
-    """Number of units, each of ``unit`` elements, that each rank has; None if a cut separates elements of a unit."""
+    """Number of units, each of ``unit`` elements, that each rank has; None if a shard ends within a unit."""
     end = 0
     for size in cut.sizes:
         end += size
@@ -41,7 +41,7 @@ def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in one group of ranks: which arguments are gathered, and how the others are cut."""
+    """One way to run an op in one group of ranks: which arguments are gathered, and how the others are sharded."""
 
     # For each argument, the dim along which it has to be cut, and the number of elements that stay together (a unit).
     # None if each rank needs all of the argument.

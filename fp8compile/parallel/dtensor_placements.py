@@ -1,7 +1,7 @@
-"""Converts a DTensor to this rank's part and back. Each mesh dim's placement becomes a cut over its ranks, or None.
+"""Convert a DTensor to this rank's shard and back. Each mesh dim's placement becomes a `DimSharding`, or None.
 
-Placements are read as DTensor defines them: if several mesh dims have Shard(d), each cuts the part that the mesh dim
-before it left.
+Placements are read as DTensor defines them: if several mesh dims have Shard(d), each shards what the mesh dim before
+it left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[Pro
 
 
 def cuts_of(tensor: DTensor) -> Sharding:
-    """How each mesh dim cuts a DTensor that `part_of` takes; None for a mesh dim that does not cut it.
+    """How each mesh dim shards a DTensor that `part_of` takes; None for a mesh dim that does not shard it.
 
     Partial sums count as summed. On the meta device, the mesh needs no process groups.
     """
@@ -64,7 +64,7 @@ def cuts_of(tensor: DTensor) -> Sharding:
 
 
 def part_of(function: str, tensor: DTensor) -> Plain:
-    """This rank's part of a DTensor and how it is cut. Partial sums are summed over ranks first.
+    """This rank's shard of a DTensor, and how the DTensor is sharded. Partial sums are summed over ranks first.
 
     Raise a ValueError that names ``function`` for placements other than Shard, Replicate and Partial.
     """
@@ -78,7 +78,7 @@ def part_of(function: str, tensor: DTensor) -> Plain:
 
 
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """The contiguous DTensor of shape ``shape`` that has ``local`` as its part on this rank."""
+    """The contiguous DTensor of shape ``shape`` that has ``local`` as its shard on this rank."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         local.contiguous(), mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride
@@ -86,7 +86,7 @@ def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
 
 
 def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
-    """The placements of a product's result, one for each mesh dim, from what the ranks of each dim did for it.
+    """The placements of a product's result, one for each mesh dim, from the `Step` of each mesh dim's ranks.
 
     ``dims`` has, for ``"m"`` (rows) and ``"n"`` (columns), the dim of the result that each group shards.
     """

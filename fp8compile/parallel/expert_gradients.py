@@ -50,7 +50,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
     Args:
         model: A model with experts that `ExpertParallel` or `spread_experts` has placed. Gradients of other parameters
             stay as they are.
-        parts: Number of equal parts into which the batch was cut, over all ranks whose gradients are summed. That is
+        parts: Number of equal parts into which the batch was split, over all ranks whose gradients are summed. That is
             the number of ranks that experts are spread over, counting ranks with the same tokens once, times
             ``replicas``. If FSDP shards the experts, leave out its ranks: it takes the mean over them.
         replicas: Ranks that have the same experts and other tokens, whose gradients are summed first. None if FSDP

@@ -1,4 +1,4 @@
-"""Registers handlers by which DTensor runs our ops and those of other libraries."""
+"""Register the handlers with which DTensor runs our ops and other libraries' ops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Grouped linear layers whose matrices are cut over ranks: tensor parallelism within experts.
+"""Grouped linear layers whose matrices are sharded over ranks: tensor parallelism within experts.
 
-    column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, cut
-    row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, cut  ->  all rows
+    column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, sharded
+    row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, sharded  ->  all rows
 
 Between the two, ranks send only the amaxes of blocks that span several ranks.
 """
@@ -66,7 +66,7 @@ def column_parallel_grouped_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` with the rows of each matrix cut over ranks; returns this rank's output features.
+    """`fp8compile.grouped_linear` with the rows of each matrix sharded over ranks; returns this rank's features.
 
     Codes and scales are the same as in one process, and so are the output and the weight's gradient, bit for bit. The
     gradient of ``x`` is a sum over ranks. Differentiable once. All ranks of the group call this with the same rows.
@@ -75,19 +75,19 @@ def column_parallel_grouped_linear(
         x: (rows, in_features), sorted by group, the same on all ranks.
         weight: (groups, out_features / R, in_features), this rank's rows of each matrix.
         offsets: (groups,), int32: where each group ends, the same on all ranks.
-        bias: (groups, out_features / R), this rank's part, or None.
+        bias: (groups, out_features / R), this rank's shard, or None.
         recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
         feature_sizes: Number of rows of each matrix for each rank; by default all ranks have as many as this one. If
-            a block has more than one row but not all, each part has to end where a block ends.
-        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
+            a block has more than one row but not all, each shard has to end where a block ends.
+        observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 
     Returns:
         (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
         TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is not a process group.
-        ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
+        ValueError: The same as `fp8compile.grouped_linear`; or a shard ends within a block, or ranks give different
             sizes.
     """
     return _parallel(
@@ -106,7 +106,7 @@ def row_parallel_grouped_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` with the columns of each matrix cut over ranks; returns the sum over ranks.
+    """`fp8compile.grouped_linear` with the columns of each matrix sharded over ranks; returns the sum over ranks.
 
     Codes and scales are the same as in one process, and so are both gradients, bit for bit. The output is a sum over
     ranks, in the dtype of ``x``. Differentiable once. All ranks of the group call this with the same rows.
@@ -119,8 +119,8 @@ def row_parallel_grouped_linear(
         recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
         feature_sizes: Number of columns of each matrix for each rank; by default all ranks have as many as this one.
-            If a block has more than one column but not all, each part has to end where a block ends.
-        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
+            If a block has more than one column but not all, each shard has to end where a block ends.
+        observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 
     Returns:
         (rows, out_features), the dtype of ``x`` (or of autocast), zeros after the last group.

@@ -1,14 +1,14 @@
 """Tensor parallel linear layers on plain tensors of one rank, as Megatron's layers are.
 
-    column_parallel_linear   weight (N/R, K)    tokens, whole or cut  ->  features of the output, cut
-    row_parallel_linear      weight (N, K/R)    features of the input, cut  ->  tokens, whole or cut
+    column_parallel_linear   weight (N/R, K)    tokens, whole or sharded  ->  features of the output, sharded
+    row_parallel_linear      weight (N, K/R)    features of the input, sharded  ->  tokens, whole or sharded
 
 The first followed by the second computes an MLP or an attention block, and nothing is sent between the two. Gathers
 send codes; sums are sent in the dtype of the tensor.
 
     tokens    column, forward and backward                     row, forward and backward
     whole     nothing; grad_input all-reduced                  output all-reduced; nothing
-    cut       codes of x gathered;                             output reduce-scattered;
+    sharded   codes of x gathered;                             output reduce-scattered;
               grad_input reduce-scattered, codes of x again    codes of grad_output gathered, for both gradients
 """
 
@@ -47,7 +47,7 @@ def check_group(function: str, group: object, *tensors: object) -> str:
 def _shared_sizes(
     function: str, argument: str, given: object, group: ProcessGroup, total: int, what: str
 ) -> tuple[int, ...]:
-    """The size of each rank's part of ``total``: the given sizes, or equal parts if none are given."""
+    """The size of each rank's shard of ``total``: the given sizes, or equal shards if none are given."""
     if given is None:
         if total % group.size():
             raise ValueError(
@@ -121,22 +121,22 @@ def column_parallel_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """A linear layer whose weight's rows are cut over ranks; returns this rank's output features for all tokens.
+    """A linear layer whose weight's rows are sharded over ranks; returns this rank's output features for all tokens.
 
-    Codes and scales are the same as in one process, even if the end of a rank's part cuts a block. So are output and
+    Codes and scales are the same as in one process, even if the end of a rank's shard cuts a block. So are output and
     grad_weight, bit for bit; grad_input is a sum over ranks. Differentiable once. All ranks of the group call this.
 
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32: all tokens, or this rank's.
         weight: Shape (out_features / R, in_features), this rank's rows, the dtype of ``x``.
-        bias: Shape (out_features / R,), this rank's part, or None.
+        bias: Shape (out_features / R,), this rank's shard, or None.
         recipe: Quantizers for the operands.
         group: The R ranks.
-        sequence_dim: The dim of ``x`` that is cut over the ranks; None if each rank has all tokens.
+        sequence_dim: The dim of ``x`` that is sharded over the ranks; None if each rank has all tokens.
         sequence_sizes: Number of tokens of each rank along that dim, zeros allowed; by default all ranks have as many
             as this one.
         feature_sizes: Number of rows of the weight for each rank; by default all ranks have as many as this one.
-        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
+        observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 
     Returns:
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
@@ -164,9 +164,9 @@ def row_parallel_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """A linear layer whose weight's columns are cut over ranks; returns the sum over ranks.
+    """A linear layer whose weight's columns are sharded over ranks; returns the sum over ranks.
 
-    Codes and scales are the same as in one process, even if the end of a rank's part cuts a block. So are grad_input
+    Codes and scales are the same as in one process, even if the end of a rank's shard cuts a block. So are grad_input
     and grad_weight, bit for bit. The output, for all tokens or for this rank's, is a sum over ranks in the dtype of
     ``x``. Differentiable once. All ranks of the group call this.
 
@@ -176,10 +176,10 @@ def row_parallel_linear(
         bias: Shape (out_features,), the same on all ranks, or None. Added once; its gradient is that of all tokens.
         recipe: Quantizers for the operands.
         group: The R ranks.
-        sequence_dim: The dim of the output that is cut over the ranks; None if each rank gets all tokens.
+        sequence_dim: The dim of the output that is sharded over the ranks; None if each rank gets all tokens.
         sequence_sizes: Number of tokens that each rank gets along that dim, zeros allowed; equal parts by default.
         feature_sizes: Number of columns of the weight for each rank; by default all ranks have as many as this one.
-        observer: Where the backward adds up statistics of the operands, `fp8compile.nn.Observed.observer`.
+        observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).

@@ -1,11 +1,11 @@
 """Styles for `torch.distributed.tensor.parallel.parallelize_module` that send codes instead of bfloat16.
 
-    style              PyTorch's style gathers, in the tensor's dtype        this style gathers codes of it
-    ColwiseParallel    the input, if it is cut, in the forward               in the forward, and for grad_weight
+    style              PyTorch's style gathers, in the tensor's dtype        this style gathers its codes
+    ColwiseParallel    the input, if it is sharded, in the forward           in the forward, and for grad_weight
     RowwiseParallel    grad_output, if the output is sequence parallel       for grad_input and for grad_weight
 
 Arguments and defaults are PyTorch's, so a plan can be ported name by name. Without layouts, each rank has all tokens.
-A layer quantizes the part that its rank has. Compiled code makes equal calls once, so linears that read one tensor
+A layer quantizes its rank's shard. Compiled code makes equal calls once, so linears that read one tensor
 (q, k, v; gate, up) share one quantization and one gather (PyTorch 2.15 repeats the gather). Everything else is as in
 PyTorch's style: sums over ranks are in the output's dtype.
 """
@@ -40,13 +40,13 @@ def _check_linear(style: str, module: nn.Module) -> None:
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
-    """Cut the weight's out_features over the ranks, and gather codes of the input, whichever dim of it is cut.
+    """Shard the weight's out_features over the ranks, and gather codes of the input, whichever dim of it is sharded.
 
     Args:
         input_layouts: Placement of an input that is a plain tensor; by default each rank has all of it. ``Shard(1)``
-            means that the sequence of (batch, sequence, features) is cut. A DTensor has its own placement.
-        output_layouts: Placement of the output; by default it is cut along the last dim.
-        use_local_output: Whether the output is a plain tensor with this rank's part; else it is a DTensor.
+            means that the sequence of (batch, sequence, features) is sharded. A DTensor has its own placement.
+        output_layouts: Placement of the output; by default it is sharded along the last dim.
+        use_local_output: Whether the output is a plain tensor with this rank's shard; else it is a DTensor.
 
     Raises:
         TypeError: When the style is applied: the module is not a ``fp8compile.Linear``.
@@ -69,13 +69,13 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
-    """Cut the weight's in_features over the ranks, and gather codes of grad_output if the output's sequence is cut.
+    """Shard the weight's in_features over the ranks; gather codes of grad_output if the output's sequence is sharded.
 
     Args:
-        input_layouts: Placement of an input that is a plain tensor; by default it is cut along the last dim.
-        output_layouts: Placement of the sum over ranks; by default each rank has all of it. ``Shard(1)`` cuts the
+        input_layouts: Placement of an input that is a plain tensor; by default it is sharded along the last dim.
+        output_layouts: Placement of the sum over ranks; by default each rank has all of it. ``Shard(1)`` shards the
             sequence of (batch, sequence, features).
-        use_local_output: Whether the output is a plain tensor with this rank's part; else it is a DTensor.
+        use_local_output: Whether the output is a plain tensor with this rank's shard; else it is a DTensor.
 
     Raises:
         TypeError: When the style is applied: the module is not a ``fp8compile.Linear``.

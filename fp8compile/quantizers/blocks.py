@@ -74,7 +74,7 @@ def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 
 
 def _sides(rows: int, columns: int, block: Block) -> tuple[int, int, int, int]:
-    """(grid rows, block rows, grid columns, block columns), with -1 replaced by the size of the dim."""
+    """Returns (grid rows, block rows, grid columns, block columns), with -1 replaced by the size of the dim."""
     block_rows = rows if block[0] == -1 else block[0]
     block_columns = columns if block[1] == -1 else block[1]
     return _count(rows, block[0]), block_rows, _count(columns, block[1]), block_columns

@@ -1,4 +1,4 @@
-"""Checks of a constant's class, each as early as Python allows it.
+"""Checks of classes derived from `Constant`, each as early as Python allows it.
 
 class statement    annotations and defaults of fields, attributes that are not fields, methods that belong together
 first instance     the decorator, and annotations that name something defined later in the module
@@ -161,7 +161,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 @cache
 def check_decorated(cls: type[Any]) -> None:
-    """Raise a TypeError unless a class is a frozen dataclass, all of whose fields count for equality."""
+    """Raise a TypeError unless the class is itself a frozen dataclass with generated equality."""
     name, parameters = cls.__name__, vars(cls).get("__dataclass_params__")
     if parameters is None:
         raise TypeError(f"{name} is no dataclass of its own: its fields would not count. Write {DECORATOR} above it.")

@@ -1,7 +1,7 @@
 """Immutable values that torch.compile treats as constants of the graph: the base of quantizers and recipes.
 
-A graph's source, and so the key of each compile cache, has a salt: a hash over the sources that an op is compiled to.
-Without it, a cache on disk would return code compiled from an old version.
+The source of a graph, and therefore the key of each compile cache, contains a salt: a hash over the source files that
+an op is compiled from. Without it, a cache on disk would return code compiled from an old version.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def module_source(module_name: str) -> bytes:
-    """The source code to hash for a module of another package: its whole package, or only the module if it is alone.
+    """The source code to hash for a module of another package: all of its package, or the module if it has none.
 
     Code typed at a prompt has no source. A number unique to this process replaces it, so that its graphs miss the
     cache.
@@ -144,7 +144,7 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 @cache
 def _foreign_types(cls: type[Any]) -> dict[str, Any]:
-    """Types of the fields that classes of other packages declare; this package's classes check their own fields."""
+    """Types of the fields that other packages' classes in the MRO declare; our own classes check their own fields."""
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
     types = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     return {name: hint for name, hint in types.items() if name in declared}
@@ -199,7 +199,7 @@ class Constant(_compat.OpaqueBase):
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields that a file or a copy has, with the checks of the constructor; anything else raises."""
+        """Restore the fields from a pickle or a copy through the constructor, whose checks raise on invalid fields."""
         vars(self).update(vars(type(self)(**state)))
 
     def __repr__(self) -> str:

@@ -71,7 +71,7 @@ class CurrentScaling(Quantizer):
         return torch.uint8 if self.stores_e8m0() else torch.float32
 
     def is_local(self) -> bool:
-        """Whether a value's code depends on its block alone; False for stochastic rounding, with noise by position."""
+        """Whether a value's code depends only on its block; False for stochastic rounding, which adds noise."""
         return self.rounding == "nearest"
 
     def multiplier(self, amax: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class CurrentScaling(Quantizer):
         return self._stochastic(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole decide the noise."""
+        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole tensor decide the noise."""
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
         return self._stochastic(x, multiplier, rows, columns)

@@ -27,11 +27,11 @@ LARGEST_MARGIN = 8
 def next_state(
     history: Tensor, multiplier: Tensor, amax: Tensor, room: Tensor, algorithm: str
 ) -> tuple[Tensor, Tensor]:
-    """Append one more amax to each history, and compute the next multipliers.
+    """Append one more amax to each history, and compute the next multipliers of delayed scaling.
 
     In a history, the oldest amax is at index 1 and the newest at the end. Index 0 is not changed: it is 0, or for a
-    quantized parameter the amax of the values that its codes were made from. If the amax that decides (the largest
-    finite one, or the newest) is 0, NaN or infinite, the multiplier is not changed.
+    quantized parameter the amax of the values that its codes were made from. The deciding amax is the largest finite
+    one, or the newest; if it is 0, NaN or infinite, the multiplier is not changed.
 
     Args:
         history: Shape (..., history), float32; zeros at the start.

@@ -43,7 +43,7 @@ class Quantizer(Constant):
 
     A quantizer is immutable and never holds a tensor or a process group. Quantizers with the same class and fields are
     equal. They can be hashed and pickled, and are constants of compiled graphs. The steps depend on values only; if a
-    tensor is spread over ranks, the amax is reduced between two steps (see ``fp8compile.quantize``).
+    tensor is sharded over ranks, the amax is reduced between two steps (see ``fp8compile.quantize``).
 
     A subclass defines ``multiplier``, the scale rule. It may override any other method, but some belong together:
 
@@ -109,9 +109,9 @@ class Quantizer(Constant):
         return True
 
     def unpacked(self) -> Quantizer | None:
-        """The quantizer of the same codes with one code in each byte, which ranks can cut anywhere.
+        """The quantizer of the same codes with one code in each byte, which ranks can shard anywhere.
 
-        It is None if codes are packed and have no unpacked form; ranks then can't cut or send them.
+        It is None if codes are packed and have no unpacked form; such codes can't be sharded or sent.
         """
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
@@ -120,11 +120,11 @@ class Quantizer(Constant):
         return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
-        """The quantizer for a layer's matrix of this shape: itself, or `unpacked()` if it can't pack its codes."""
+        """The quantizer for a layer's matrix of this shape: itself, or `unpacked()` if the shape can't be packed."""
         return self
 
     def transform(self) -> tuple[int, ...]:
-        """Signs of the orthogonal transform before the cast, along the dim that a GEMM sums over; () for no transform.
+        """Signs of the random Hadamard transform before the cast, along a GEMM's summed dim; () for no transform.
 
         Both operands of a GEMM have the same transform.
         """
@@ -178,7 +178,7 @@ class Quantizer(Constant):
     def gemm_format(self) -> Float8Format | None:
         """The float8 format in which a GEMM of the hardware may read the codes, ``E4M3`` or ``E5M2``, else None.
 
-        It is a format if the value of a code is the number that the format has for it, times the scale of its block. A
+        It is a format if each code stands for the float8 number with the same bits, times the scale of its block. A
         class whose own ``dequantize`` has the same result as the inherited one may return the format;
         ``fp8compile.testing.check_quantizer`` then checks that the results agree.
         """
@@ -269,7 +269,7 @@ class Quantizer(Constant):
 
 @lru_cache(maxsize=256)
 def transposed(quantizer: Quantizer) -> Quantizer:
-    """The result of ``quantizer.transposed()``, cached."""
+    """Returns ``quantizer.transposed()``, cached."""
     return quantizer.transposed()
 
 

@@ -63,7 +63,7 @@ ALLOWED_PAIRS = (
 
 
 def gemm_kind(a: Block, b: Block) -> str | None:
-    """The kind of GEMM that can apply the scales of two operands (m, k) and (k, n) with these blocks.
+    """The kind of GEMM that can apply the scales of operands (m, k) and (k, n) with the blocks ``a`` and ``b``.
 
     It is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
     """
@@ -107,9 +107,9 @@ class Recipe(Constant):
             one byte of memory for each element, two if output and grad_input read different codes; under FSDP2 those
             of a rank's shard. The codes are the same. See docs/memory.md.
         dequantized_output: Whether the output multiplies in high precision: the values of its operands' codes, rounded
-            to the layer's dtype. This is for pairs that no GEMM multiplies. Either one operand has no quantizer and is
-            multiplied as it is (W4A16 has one for ``weight`` alone), or the two have codes that do not go together.
-            Gradients pass straight through the rounding: that of the weight is ``dy^T @ x``.
+            to the layer's dtype. This is for pairs that no GEMM multiplies: only one operand has a quantizer, and the
+            other is multiplied as it is (W4A16 has a quantizer for ``weight`` alone), or no GEMM takes both kinds of
+            codes. Gradients pass straight through the rounding: that of the weight is ``dy^T @ x``.
         dequantized_gradients: Whether a gradient whose GEMM stays in high precision multiplies the dequantized codes
             that the forward multiplied, rounded to the layer's dtype, instead of x and w. It is then the gradient of
             the function that the forward computed. An operand without codes is multiplied as it is.

@@ -1,4 +1,4 @@
-"""RootScaling: codes of square roots, for values that are never negative; one above 0 never becomes 0.
+"""RootScaling: quantize non-negative values by their square roots, so that no positive value becomes 0.
 
     v --square root--> root --amax, scale, cast--> codes, at least 1 where v > 0, and scale;    v ~= (codes * scale)**2
 
@@ -34,11 +34,11 @@ class RootScaling(CurrentScaling):
         return super().amax(exact_root(x.float()))
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Cast the roots of values; a value above 0 gets at least the smallest code above 0."""
+        """Cast the square roots of values; a value above 0 gets at least the smallest code above 0."""
         return _above_zero(super().cast(exact_root(x.float()), multiplier), x)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole decide the noise."""
+        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole tensor decide the noise."""
         return _above_zero(super().cast_at(exact_root(x.float()), multiplier, rows, columns), x)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,5 +47,5 @@ class RootScaling(CurrentScaling):
 
 
 def _above_zero(codes: Tensor, x: Tensor) -> Tensor:
-    """The codes, with 1 in place of each 0 that stands for a value above 0."""
+    """The codes, with 1 in place of each 0 whose value in ``x`` is above 0."""
     return torch.where((codes == 0) & (x > 0), 1, codes)

@@ -1,4 +1,4 @@
-"""Scale rules compute the multiplier of a block's values, which are multiplied and then rounded, from its amax.
+"""Scale rules: functions that compute from a block's amax the multiplier of its values, used before they are rounded.
 
     amax f32 --max(., eps)--> --format_max / .--> --min(., largest f32)--> [clear mantissa] --> multiplier f32
 
@@ -72,7 +72,7 @@ def _by_bits(bits: Tensor) -> Tensor:
 
 
 def nan_where_not_finite(amax: Tensor, multiplier: Tensor) -> Tensor:
-    """Replace entries of a multiplier or scale by NaN if their amax is NaN or infinite."""
+    """Replace the entries of a multiplier or scale by NaN where ``amax`` is NaN or infinite."""
     finite = amax < torch.inf  # False for NaN too; `isfinite` would take four operations
     return torch.where(finite, multiplier, _by_bits(constant(FLOAT32_NAN, torch.int32, amax)))
 

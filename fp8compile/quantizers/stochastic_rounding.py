@@ -41,7 +41,7 @@ def _mixed(h: Tensor) -> Tensor:
 
 
 def positions(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of the rows and columns of a whole matrix, as `noise` takes them."""
+    """The arguments ``rows`` and ``columns`` of `noise` for a whole matrix of this shape."""
     return torch.arange(shape[0], device=device) * shape[1], torch.arange(shape[1], device=device)
 
 

@@ -1,4 +1,4 @@
-"""Rules of two levels: compute both scales, and the multipliers of values, from the amaxes of a tensor and its blocks.
+"""Scale rules of two levels: both scales and the multipliers, from the amaxes of the tensor and of its blocks.
 
     outer_amax f32 --> outer_scale f32, one for the whole tensor -------------+
                                                                               +--> multiplier f32 of a block's values

@@ -91,7 +91,7 @@ class TwoLevelScaling(Quantizer):
         return 1 if self.block == ROWS else 0
 
     def _codes_matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of the codes before two share a byte."""
+        """Rows and columns of the codes before two of them are packed into a byte."""
         sizes = [math.prod(shape[:-1]), shape[-1]] if len(shape) else [1, 1]
         if self.hadamard:
             dim = self._summed_dim()
@@ -181,7 +181,7 @@ class TwoLevelScaling(Quantizer):
         return self.rounding == "nearest" and not self.hadamard
 
     def has_kernels(self) -> bool:
-        """Whether GPU kernels can quantize tokens by this rule of scales; none can by ``"reciprocal"``."""
+        """Whether GPU kernels that quantize tokens exist for this scale rule; none exists for ``"reciprocal"``."""
         return self.scale != "reciprocal"
 
     def gemm_format(self) -> Float8Format | None:
@@ -194,7 +194,7 @@ class TwoLevelScaling(Quantizer):
         return TWO_LEVEL_RULES[self.scale]
 
     def _transformed(self, x: Tensor, dim: int = 0, every: slice = slice(None)) -> Tensor:
-        """The matrix that is cast, or the rows or columns that ``every`` selects; in float32 if it is transformed."""
+        """The (M, K) view, transformed (float32) if there is a transform; only the entries ``every`` along ``dim``."""
         matrix = as_matrix(x)
         if self.hadamard:
             return random_hadamard(matrix.float(), self._summed_dim(), self.hadamard, every=every)
@@ -223,7 +223,7 @@ class TwoLevelScaling(Quantizer):
         return self._cast(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole decide the noise."""
+        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole tensor decide the noise."""
         return self._cast(x, multiplier, rows, columns)
 
     def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:
@@ -235,9 +235,9 @@ class TwoLevelScaling(Quantizer):
         return from_matrix(codes, self.codes_shape(x.shape))
 
     def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
-        """The first (``start`` 0) or second (``start`` 1) of each two codes that share a byte.
+        """Cast the first (``start`` 0) or second (``start`` 1) code of each pair that shares a byte.
 
-        Only their values are cast. If all codes were computed first and split afterwards, compiled code would store
+        Only their values are cast. If all codes were computed first and then split, compiled code would store all of
         them.
         """
         dim, every = PAIRS[self.packed], slice(start, None, 2)

@@ -1,4 +1,4 @@
-"""Tensors that the forward saves for the backward, as codes: which ones, in a context or by Inductor's partitioner."""
+"""FP8 compression of tensors saved for the backward, in an eager context or by Inductor's partitioner."""
 
 from fp8compile.saved_tensors.choice import SavedAsCodes
 from fp8compile.saved_tensors.hooks import saved_as_codes

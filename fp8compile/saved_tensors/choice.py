@@ -1,4 +1,4 @@
-"""SavedAsCodes: which tensors the forward saves as codes, and by which quantizer, as one immutable value."""
+"""SavedAsCodes: immutable selection of saved tensors that become codes, with their quantizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE, ROW = (-1, -1), (1, -1)
 
 
 class KeptRow(Protocol):
-    """A tensor that a model keeps; `fp8compile.testing.KeptTensor` is one."""
+    """Protocol of a tensor saved for the backward; `fp8compile.testing.KeptTensor` implements it."""
 
     @property
     def bytes(self) -> int:
@@ -29,15 +29,15 @@ class KeptRow(Protocol):
 
     @property
     def code_bytes(self) -> int | None:
-        """Bytes of the tensor's codes and scales; None if it never becomes codes."""
+        """Bytes of the tensor's codes and scales; None if it can't be saved as codes."""
 
     @property
     def saved(self) -> SavedTensor | None:
-        """The tensor as a filter sees it; None if it never becomes codes."""
+        """The tensor as a filter sees it; None if it can't be saved as codes."""
 
 
 class KeptReport(Protocol):
-    """A report on what a model keeps; `fp8compile.testing.MemoryReport` is one."""
+    """Protocol of a report on what a model keeps; `fp8compile.testing.MemoryReport` implements it."""
 
     @property
     def kept(self) -> Sequence[KeptRow]:
@@ -46,25 +46,25 @@ class KeptReport(Protocol):
 
 @dataclass(frozen=True)
 class SavedAsCodes:
-    """Save tensors for the backward as codes and scales, which become values again where the backward reads them.
+    """Save tensors for the backward as codes and scales; the backward dequantizes where it reads them.
 
-    Give it to ``fp8compile.compile(model, saved=...)``, or to ``fp8compile.saved_as_codes(...)``, a context around a
-    call. The forward's results stay the same, bit for bit. Gradients are those of the rounded tensors.
+    Pass it to ``fp8compile.compile(model, saved=...)``, or to the context ``fp8compile.saved_as_codes(...)`` around a
+    call. The forward's results stay the same, bit for bit. Gradients are computed from the rounded tensors.
 
     Attributes:
-        quantizer: Makes the codes of each tensor, seen as a matrix whose rows run along the last dim. None stands for
-            e4m3 with scales that are powers of two. Blocks are then those of the recipe by which the nearest layer
-            quantizes what is computed from the tensor: whole rows for rowwise, tensorwise and delayed recipes,
-            otherwise the recipe's own blocks. They are 1 x 128 if there is no such layer, and in eager mode.
+        quantizer: Quantizes each tensor as a matrix whose rows run along the last dim. None means e4m3 with scales
+            that are powers of two, and blocks from the recipe of the nearest layer that quantizes a value computed
+            from the tensor: whole rows for rowwise, tensorwise and delayed recipes, otherwise the recipe's own blocks.
+            Without such a layer, and in eager mode, blocks are 1 x 128.
         filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple names kinds of
-            `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. It may also have values
-            of `SavedTensor`: these tensors become codes whatever their size, and so do those of equal layers, whose
-            modules' names differ in numbers alone. A function takes a `SavedTensor` of any size and returns whether
-            it becomes codes.
+            `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. It may also contain
+            `SavedTensor` values: these tensors become codes whatever their size, together with those of equal layers
+            (same module name up to numbers). A function takes a `SavedTensor` of any size and returns whether it
+            becomes codes.
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``filter`` is neither a tuple nor a function.
-        ValueError: The quantizer can't quantize a tensor of three dims by itself, or a kind is not known.
+        ValueError: The quantizer can't quantize a tensor of three dims without other inputs, or a kind is unknown.
     """
 
     quantizer: Quantizer | None = None
@@ -120,17 +120,17 @@ class SavedAsCodes:
 
     @staticmethod
     def for_budget(report: KeptReport, budget: int) -> SavedAsCodes:
-        """The value with which a model keeps at most ``budget`` bytes for the backward, and gradients change least.
+        """Choose tensors so that a model keeps at most ``budget`` bytes, with the least effect on gradients.
 
-        Tensors become codes kind by kind, in the order of `SavedTensor`: kinds whose codes change gradients least come
-        first. Within a kind, tensors that save the most bytes come first. Equal layers are treated alike.
+        Kinds become codes in the order that `SavedTensor` lists, beginning with kinds that change gradients least.
+        Within a kind, tensors that save the most bytes come first. Equal layers are treated alike.
 
         Args:
             report: What the model keeps, by ``fp8compile.testing.memory_report``.
-            budget: The most bytes that it may keep.
+            budget: The most bytes that the model may keep.
 
         Returns:
-            A value whose filter lists the tensors that become codes; an empty list if the model fits as it is.
+            A value whose filter lists the tensors that become codes; the list is empty if the model fits without.
 
         Raises:
             ValueError: The model keeps more than the budget even if all tensors become codes.
@@ -156,16 +156,16 @@ class SavedAsCodes:
         return SavedAsCodes(filter=tuple(chosen))
 
     def quantizer_for(self, block: tuple[int, int] | None) -> Quantizer:
-        """The quantizer of a tensor, given what `kind_from_graphs.block_beside` returned for it."""
+        """Quantizer for a saved tensor; ``block`` is from `kind_from_graphs.block_beside`."""
         if self.quantizer is not None:
             return self.quantizer
         return _powers_of_two(ALONE if block is None else ROW if block == WHOLE else block)
 
     def uuid(self) -> str:
-        """A text for keys of compile caches: equal if value and sources are equal, in any process.
+        """Text for keys of compile caches: equal in all processes if value and source code are equal.
 
-        A filter function with a closure or with defaults has a new text in each process, because the values in these
-        can't be compared.
+        A filter function with a closure or defaults gets a new text in each process, because their values can't be
+        compared.
         """
         chosen = repr(self.filter) if not callable(self.filter) else _source_of(self.filter)
         return f"SavedAsCodes {source_salt(SavedAsCodes)} {self.quantizer!r} {chosen}"
@@ -178,7 +178,7 @@ def _powers_of_two(block: tuple[int, int]) -> CurrentScaling:
 
 @lru_cache
 def _source_of(function: Callable[..., Any]) -> str:
-    """A text that changes with a function's source; unique to this process if its values can't be told."""
+    """Text that changes with a function's source; random per process if it has a closure or defaults."""
     if not inspect.isfunction(function) or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return uuid.uuid4().hex
     import hashlib

@@ -1,7 +1,7 @@
-"""Saved tensors in eager mode: autograd calls the pack hook before the operator that saves the tensor runs.
+"""Saved tensors as codes in eager mode, where the pack hook runs before the saving operator.
 
-The hook returns a `Kept`, which still has the tensor. The operator that runs next tells which kind of tensor it is.
-Then codes take the tensor's place.
+The hook therefore returns a `Kept` that still holds the tensor. The next operator that runs tells the tensor's kind;
+then codes replace the tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WATCHES = threading.local()
 
 
 class Kept:
-    """What autograd keeps in place of a tensor: the tensor until its kind is known, then the tensor or its codes."""
+    """Placeholder for a saved tensor: holds the tensor and, once its kind is known, maybe only codes."""
 
     def __init__(self, value: Tensor) -> None:
         self.value: Tensor | None = value
@@ -37,7 +37,7 @@ class Kept:
         self.spec: Any = None  # of a DTensor
 
     def settle(self, kind: str, saved: SavedAsCodes) -> None:
-        """Replace the tensor by codes if ``saved`` chooses a tensor of this kind; otherwise keep it as it is."""
+        """Replace the tensor by codes if ``saved`` selects tensors of this kind; otherwise keep the tensor."""
         value, self.square = self.value, None
         if value is None or value._version != self.version:
             return
@@ -53,7 +53,7 @@ class Kept:
         self.value = None
 
     def tensor(self) -> Tensor:
-        """The saved tensor, or the values of its codes, as the backward reads it."""
+        """The saved tensor, dequantized if it was stored as codes."""
         if self.value is not None:
             if self.value._version != self.version:
                 raise RuntimeError(
@@ -67,7 +67,7 @@ class Kept:
 
 
 class Watch(_compat.OnlookingMode):
-    """Sees each operator that runs in a context, and tells by it the kind of the tensors that were just saved."""
+    """Dispatch mode that watches each operator, to determine the kind of the tensors saved just before."""
 
     supports_higher_order_operators = True  # a compiled region may run as one
 
@@ -87,7 +87,7 @@ class Watch(_compat.OnlookingMode):
         return super().__exit__(*error)
 
     def keep(self, x: Tensor) -> Any:
-        """What autograd keeps in place of ``x``."""
+        """Return the `Kept` that autograd stores instead of ``x``."""
         kept = self.known[x]() if x in self.known else None
         if kept is not None and kept.version == x._version:
             return kept
@@ -100,7 +100,7 @@ class Watch(_compat.OnlookingMode):
         return kept
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Settle the tensors that were saved since the last operator, by the operator ``func``, and call ``func``."""
+        """Settle pending saved tensors whose kind the operator ``func`` shows; then call ``func``."""
         if not self.pending or operator_name(func) in VIEWS | COPIES:
             return func(*args, **kwargs)
         pending, self.pending = self.pending, []
@@ -115,14 +115,14 @@ class Watch(_compat.OnlookingMode):
         return result
 
     def settle(self) -> None:
-        """Settle the tensors that are left as kind "other", because no operator comes after them."""
+        """Settle all pending tensors as kind "other", because no operator follows."""
         for kept in self.pending:
             kept.settle("other", self.saved)
         self.pending = []
 
 
 def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
-    """The kind of a saved tensor, told by the next operator; None after a square, because a norm's sum may follow."""
+    """Kind of a saved tensor, told by the next operator; None after a square, which a norm may begin."""
     name, x = operator_name(func), kept.value
     if kept.square is not None:
         return "norm" if name in SUMS and args[0] is kept.square and len(args) > 1 else "other"
@@ -146,9 +146,9 @@ def _watches() -> list[Watch]:
 
 
 def _may_be_packed(x: Tensor) -> bool:
-    """Whether ``x`` is a floating-point tensor of rows that the forward made, and not its caller.
+    """Whether ``x`` may become codes: a floating-point tensor with rows that the forward computed.
 
-    An operator that saves its own result saves it without a ``grad_fn``; such tensors are never packed.
+    Results that an operator saves itself are never packed: they have no ``grad_fn`` yet.
     """
     is_callers = x._base is not None and x._base.is_leaf and x._base.requires_grad  # a part of a parameter
     return (
@@ -163,6 +163,6 @@ def _may_be_packed(x: Tensor) -> bool:
 
 
 def packed_in_eager(x: Tensor, saved: SavedAsCodes) -> Any:
-    """What autograd keeps in place of ``x``; ``x`` itself if the context was left or ``x`` is never packed."""
+    """Pack hook of eager mode: a `Kept` for ``x``; ``x`` itself outside the context or if not eligible."""
     watch = next((each for each in reversed(_watches()) if each.saved == saved), None)
     return watch.keep(x) if watch is not None and _may_be_packed(x) else x

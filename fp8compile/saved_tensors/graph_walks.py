@@ -1,4 +1,4 @@
-"""Walks through graphs: through views, casts, copies and calls of compiled regions.
+"""Functions that walk FX graphs through views, casts, copies and calls of compiled regions.
 
 Graphs may be decomposed by Inductor or not, and may call the graphs of regions (``invoke_subgraph``).
 """
@@ -35,17 +35,17 @@ NEAR = 256  # nodes to look at around a tensor: more than a feed-forward block h
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the operator that a node calls, without namespace and overload."""
+    """Name of the operator that a node calls, without namespace and overload."""
     return operator_name(node.target)
 
 
 def value_of(node: Any) -> Any:
-    """The fake tensor of a node."""
+    """Fake tensor of a node (``meta["val"]``); None for anything that is no node."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the result of a node lies in the memory of its first argument."""
+    """Whether the result of a node is a view of its first argument."""
     if node.target is operator.getitem:
         source: Any = node.args[0]
         return source.op == "call_function" and name_of(source) in SPLITS
@@ -53,13 +53,13 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether the result of a node has the values of its first argument, maybe rounded."""
+    """Whether the result of a node is a copy of its first argument, possibly cast to another dtype."""
     name = name_of(node)
     return name in COPIES or (getattr(node.target, "namespace", "") == "fp8compile" and name in OWN_COPIES)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether a node computes each element from one element of each argument."""
+    """Whether a node computes each element from one element of each argument, as views and copies also do."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or is_view(node) or is_copy(node)
 
 
@@ -75,12 +75,12 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a node is made of numbers alone."""
+    """Whether a node has no tensor inputs, so that it is a constant."""
     return node.op == "call_function" and not any(isinstance(value_of(each), Tensor) for each in node.all_input_nodes)
 
 
 def _body(call: fx.Node) -> fx.Graph:
-    """The graph that a region's call runs."""
+    """Graph of the compiled region that ``call`` runs."""
     holder: Any = call.args[0]
     owner = call.graph.owning_module
     assert owner is not None, "a graph that calls a region belongs to a module, which has the region's graph"
@@ -90,7 +90,7 @@ def _body(call: fx.Node) -> fx.Graph:
 
 
 def same_memory(node: fx.Node) -> list[fx.Node]:
-    """A node, and the nodes in whose memory it lies, back to the one that makes it, maybe in the graph of a region."""
+    """A node and the nodes it is a view of, back to the allocating one, also inside compiled regions."""
     found = [node]
     while (node := found[-1]).op == "call_function":
         source: Any = node.args[0] if node.args else None
@@ -110,12 +110,12 @@ def same_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """The node that makes the memory in which a node lies, in the same graph, maybe the call of a region."""
+    """The node of the same graph that allocates a node's memory; it may be the call of a compiled region."""
     return [each for each in same_memory(node) if each.graph is node.graph][-1]
 
 
 def users_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read a node; in place of a region's call, the region's placeholders that stand for the node."""
+    """Yield the nodes that read a node; for the call of a compiled region, its placeholders for that node."""
     for user in node.users:
         if user.op == "output":
             continue
@@ -127,7 +127,7 @@ def users_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
-    """The nodes that read the values of a node, also through views and, if asked for, through casts and copies."""
+    """Nodes that read a node's values, also through views and, if asked for, through copies."""
     found, pending, seen = [], [node], {node}
     while pending:
         for user in users_of(pending.pop()):
@@ -142,10 +142,9 @@ def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
 
 
 def functions_of(node: fx.Node, *, past_nonlinear: bool) -> list[fx.Node]:
-    """The nodes that are computed element by element from one node, which is included.
+    """Nodes computed elementwise from one node, including itself; other tensors may only be added to it.
 
-    On the way other tensors may be added, as the residual stream is, but not multiplied or the like. The walk stops
-    at operators in `NONLINEAR` unless ``past_nonlinear``.
+    The walk stops at operators in `NONLINEAR` unless ``past_nonlinear``.
     """
     found, pending = {node: None}, [node]
     while pending and len(found) < NEAR:

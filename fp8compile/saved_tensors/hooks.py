@@ -1,7 +1,7 @@
-"""saved_as_codes: a context in which calls save tensors as codes, compiled by any backend or in eager mode.
+"""saved_as_codes: context in which calls save tensors as codes, eager or compiled by any backend.
 
-The hooks that pack and unpack saved tensors are FX graphs. AOTAutograd inlines them into the graphs of a compiled
-call, and compiles the call again if the hooks are other objects. In eager mode autograd calls the hooks.
+The pack and unpack hooks for saved tensors are FX graphs. AOTAutograd inlines them into the graphs of a compiled call,
+and compiles again if the hooks are other objects. In eager mode autograd calls the hooks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ VALUES: dict[str, SavedAsCodes] = {}  # by the text that stands for them in grap
 def saved_as_codes(
     saved: SavedAsCodes | None = None, *, quantizer: Quantizer | None = None, filter: Filter = None
 ) -> Iterator[None]:
-    """Context in which calls save tensors for the backward as codes, in eager mode or compiled by any backend.
+    """Context in which calls save tensors for the backward as codes, eager or compiled by any backend.
 
-    Put it around the call of a model; the backward may run outside. A call is compiled once for inside of the context,
-    and once for outside. Tensors that a compiled region saves are packed after the region, by additional kernels;
+    Use it around the call of a model; the backward may run outside. A model called both inside and outside the context
+    is compiled once for each. Tensors that a compiled region saves are packed after the region, by additional kernels;
     ``fp8compile.compile(model, saved=...)`` packs them inside of it. Make a filter function once, because a new
     function compiles the call again.
 
@@ -80,7 +80,7 @@ def _check_hooks_around() -> None:
 
 @cache
 def _hooks(saved: SavedAsCodes) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The pack and the unpack hook of a value; equal values have the same two, as guards compare their identities."""
+    """Pack hook and unpack hook of a value; cached, because guards compare the hooks' identities."""
     name = saved.uuid()
     VALUES[name] = saved
     return _as_graph(pack_hook, name), _as_graph(unpack_hook, name)
@@ -97,7 +97,7 @@ def _as_graph(function: Any, name: str) -> fx.GraphModule:
 
 
 def _traced_packing(saved: SavedAsCodes) -> Any:
-    """The packing of the tensor that AOTAutograd asks for, None to leave it; NotImplemented outside AOTAutograd."""
+    """Packing of the tensor that AOTAutograd traces; None if it is not packed, NotImplemented if eager."""
     context = _compat.saved_tensor_context()
     if context is None:
         return NotImplemented
@@ -116,7 +116,7 @@ def _traced_packing(saved: SavedAsCodes) -> Any:
 
 
 def pack_hook(x: Tensor, name: str) -> Any:
-    """What is kept in place of a saved tensor; ``name`` stands for a value in `VALUES`."""
+    """Pack hook: what is saved instead of ``x``; ``name`` is the key of a `SavedAsCodes` in `VALUES`."""
     packing = _traced_packing(VALUES[name])
     if packing is NotImplemented:
         return packed_in_eager(x, VALUES[name])
@@ -124,7 +124,7 @@ def pack_hook(x: Tensor, name: str) -> Any:
 
 
 def unpack_hook(kept: Any, name: str) -> Tensor:
-    """The saved tensor, from what `pack_hook` returned."""
+    """Unpack hook: returns the saved tensor, given the result of `pack_hook`."""
     if isinstance(kept, Tensor):  # it was not packed
         return kept
     packing = _traced_packing(VALUES[name])

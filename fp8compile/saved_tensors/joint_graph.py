@@ -1,9 +1,9 @@
-"""Saved tensors as codes in one graph of forward and backward, whose nodes are tagged with what is made again.
+"""Saved tensors as codes in a joint forward-backward graph that is tagged for recomputation.
 
-    node --pack--> codes (saved)      codes --unpack--> values    made again in the backward, and what is computed of
-                                                                  them there too
-PyTorch's tags (`torch.utils.checkpoint.CheckpointPolicy`, in ``node.meta["recompute"]``) say what a later pass, such
-as that of torchtitan's GraphTrainer, moves into the backward. So COMPRESS is SAVE for codes and RECOMPUTE for values.
+    node --pack--> codes (tagged: save)   codes --unpack--> values (tagged: recompute, also nodes computed from them)
+
+The tags are PyTorch's (`torch.utils.checkpoint.CheckpointPolicy`, in ``node.meta["recompute"]``). A later pass, such
+as that of torchtitan's GraphTrainer, moves nodes tagged to be recomputed into the backward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ IsBackward = Callable[[fx.Node], bool]
 
 
 def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward: IsBackward) -> list[str]:
-    """Have the backward of a joint graph read codes of chosen tensors of its forward; changes the graph.
+    """Make the backward of a joint graph read codes of chosen forward tensors; changes the graph in place.
 
     Args:
-        module: The graph. Nodes of the forward that are not tagged to be made again are saved if the backward, or
-            what is made again for it, reads them.
-        saved: What becomes codes.
+        module: The graph. A forward node counts as saved if it is not tagged for recomputation, and the backward or a
+            recomputed node reads it.
+        saved: Which tensors become codes, and how.
         is_backward: Whether a node belongs to the backward.
 
     Returns:
@@ -51,7 +51,7 @@ def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward
 
 
 def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
-    """The nodes of the forward that are made again because the backward needs them."""
+    """Forward nodes tagged for recomputation that the backward needs."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -70,7 +70,7 @@ def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
 def _chosen(
     graph: fx.Graph, kept: list[fx.Node], readers: set[fx.Node], saved: SavedAsCodes, is_backward: IsBackward
 ) -> dict[fx.Node, Packing]:
-    """The packing of each chosen tensor, unless another view of its memory stays."""
+    """Packing of each chosen tensor; leaves out tensors with another view that stays in memory anyway."""
     forward = _copied(graph, [node for node in graph.nodes if not is_backward(node)])
     backward = _copied(graph, [node for node in graph.nodes if node in readers])
     results = {node for output in graph.find_nodes(op="output") for node in output.all_input_nodes}
@@ -85,7 +85,7 @@ def _chosen(
 
 
 def _copied(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """A graph of some nodes, in which placeholders stand for the others that they read; returns the copies."""
+    """Copy ``nodes`` into a new graph, with placeholders for other inputs; returns the copy of each node."""
     copy = fx.Graph(owning_module=graph.owning_module)
     env: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -100,7 +100,7 @@ def _copied(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]
 
 
 def _compress(graph: fx.Graph, chosen: dict[fx.Node, Packing], again: set[fx.Node], is_backward: IsBackward) -> None:
-    """Insert the packing behind each chosen node, and redirect the backward to what is made of codes."""
+    """Insert the packing after each chosen node, and make the backward read the dequantized values."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     save, recompute = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
@@ -120,7 +120,7 @@ def _compress(graph: fx.Graph, chosen: dict[fx.Node, Packing], again: set[fx.Nod
 
 
 def _inserted(place: fx.Node, body: fx.GraphModule, inputs: Sequence[fx.Node], tag: object) -> list[fx.Node]:
-    """Copy a traced function in front of ``place``, with the tag and the annotations of its first input."""
+    """Insert a traced graph before ``place``, with ``tag`` and the annotations of its first input."""
     before = place.prev
     with place.graph.inserting_before(place):
         results = inlined(place.graph, body, inputs)

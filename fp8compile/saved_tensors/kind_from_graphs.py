@@ -1,4 +1,4 @@
-"""Finds out what a saved tensor is, from the forward graph that saves it and the backward graph that reads it."""
+"""Classifies a saved tensor by the forward graph that saves and the backward graph that reads it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = ["block_beside", "described"]
 
 
 def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
-    """Describe a saved tensor; None if it is never packed.
+    """Describe a saved tensor; None if it can't become codes.
 
-    Never packed are statistics, arguments of the forward, and tensors of other dtypes than float32, bfloat16, float16.
+    Statistics, arguments of the forward, and tensors other than float32, bfloat16 and float16 never become codes.
 
     Args:
-        node: The node of the forward graph that makes it.
-        place: The placeholder of the backward graph that stands for it.
+        node: Node of the forward graph that makes the tensor.
+        place: Placeholder of the backward graph for the same tensor.
     """
     value = value_of(node)
     if not isinstance(value, Tensor) or value.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -66,7 +66,7 @@ def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
 
 
 def block_beside(node: fx.Node, place: fx.Node) -> tuple[int, int] | None:
-    """The block of the nearest cast that is computed from a saved tensor, in the forward or else in the backward."""
+    """Block of the nearest cast computed from a saved tensor, in the forward, else backward; or None."""
     starts = (*same_memory(node), place)
     return next((block for start in starts if (block := _nearest_block(start)) is not None), None)
 
@@ -89,7 +89,7 @@ def _nearest_block(start: fx.Node) -> tuple[int, int] | None:
 
 
 def _kind(nodes: Sequence[fx.Node], place: fx.Node) -> str:
-    """The kind of a saved tensor; ``nodes`` are the one that is saved and those of the same memory."""
+    """Kind of a saved tensor; ``nodes`` are its node in the forward and the nodes that share its memory."""
     if any(map(_is_checkpoints_input, nodes)):
         return "checkpoint"
     if (called := _call_that_reads(place, through_copies=False)) is not None:
@@ -110,13 +110,13 @@ def _functions(nodes: Sequence[fx.Node], *, past_nonlinear: bool) -> list[fx.Nod
 
 
 def _is_checkpoints_input(node: fx.Node) -> bool:
-    """Whether a checkpointed region, in which the node is not, reads it. PyTorch numbers regions from 1 on."""
+    """Whether a node outside a checkpointed region is read inside it; PyTorch numbers regions from 1."""
     own = node.meta.get("ac_graph_id")
     return any((user.meta.get("ac_graph_id") or own) != own for user in readers_of(node, through_copies=True))
 
 
 def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
-    """The kind of a tensor, told by the first library call that reads it; None if only generated kernels read it."""
+    """Kind of a tensor, told by the first library call that reads it; None if no library call does."""
     for user in readers_of(place, through_copies=through_copies):
         if is_pointwise(user):
             continue
@@ -128,7 +128,7 @@ def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
 
 
 def _is_softmaxs_input(node: fx.Node) -> bool:
-    """Whether a softmax reads a node: its exp enlarges rounding errors. An amax of magnitudes belongs to a scale."""
+    """Whether a softmax, which amplifies rounding errors, reads a node; an amax of ``abs`` is a scale's."""
     if node.op == "call_function" and name_of(node) == "abs":
         return False
     users = [user for user in users_of(node) if user.op == "call_function" and name_of(user) in SOFTMAX]
@@ -145,7 +145,7 @@ def _is_norms_input(node: fx.Node) -> bool:
 
 
 def _is_factor(node: fx.Node) -> bool:
-    """Whether a node is multiplied, element by element, by another tensor that is not one number or one row."""
+    """Whether a node is multiplied elementwise by another tensor of two or more dims."""
     for user in users_of(node):
         if user.op == "call_function" and name_of(user) == "mul":
             others = [each for each in tensor_inputs(user) if each is not node]
@@ -159,7 +159,7 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def _reduces_last_dim(node: fx.Node) -> bool:
-    """Whether a node reduces the last dim of its input, and not all dims to one number."""
+    """Whether a node reduces the last dim of its input, but not all dims."""
     source = value_of(node.args[0])
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if not isinstance(source, Tensor) or not isinstance(dims, (int, list, tuple)):
@@ -174,7 +174,7 @@ def _has_values_of_first(node: fx.Node) -> bool:
 
 
 def _is_statistic(node: fx.Node) -> bool:
-    """Whether a node has one value for each row, computed from the row, or is a second or later result of a call."""
+    """Whether a node has one value per row of its source, or is a second or later result of a call."""
     current = node
     while current.op == "call_function" and name_of(current) != "realize" and _has_values_of_first(current):
         current = current.args[0]  # type: ignore[assignment]
@@ -205,7 +205,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _hint(size: Any) -> int:
-    """A size as an int: a dynamic size as in the first call; one that depends on data counts as 8192."""
+    """A size as an int: the traced hint of a dynamic size; 8192 for a size that depends on data."""
     if is_unbacked(size):
         return 8192
     found: Any = size.node.hint if isinstance(size, torch.SymInt) else size
@@ -213,7 +213,7 @@ def _hint(size: Any) -> int:
 
 
 def _module(node: fx.Node) -> str:
-    """The path of the module that was called when a node was traced; empty if there is none."""
+    """Path of the innermost module whose call traced a node; empty if there is none."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     path = module_path(next(reversed(stack.values()))[0]) if stack else ""
     return path.removeprefix("_orig_mod.")

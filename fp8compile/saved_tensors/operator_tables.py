@@ -1,4 +1,4 @@
-"""Tables of operators by name, which tell the kind of a tensor that one reads; for graphs and for eager mode."""
+"""Tables of operator names, used to classify a saved tensor by the operators that read it."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ GEMMS = {
 
 
 def operator_name(target: Any) -> str:
-    """The name of an operator, without namespace and overload."""
+    """Name of an operator, without namespace and overload."""
     packet = getattr(target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(target, "__name__", str(target))
 
 
 def kind_of_call(target: Any) -> str | None:
-    """The kind of a tensor that is an argument of this operator: "attention" or "gemm"; None for other operators."""
+    """Kind of a saved tensor that this operator reads: "attention" or "gemm"; None for other operators."""
     name = operator_name(target)
     if "attention" in name:
         return "attention"

@@ -1,4 +1,4 @@
-"""The one rule by which a saved tensor becomes codes and values again, in graphs and in eager mode.
+"""Conversion of a saved tensor to codes and back, shared by graphs and eager mode.
 
 x --amax, scale, cast--> codes, scales --saved--> codes times scales, rounded once to the dtype of x
 """
@@ -29,12 +29,12 @@ MOST_ROWS = 16  # of a block that lies in a column: a graph has some nodes for e
 
 @dataclass(frozen=True)
 class Packing:
-    """How one saved tensor is packed.
+    """How one saved tensor is converted to codes and back.
 
     Attributes:
-        quantizer: Makes the codes of the tensor, after ``for_shape``.
-        order: The order of dims in which the tensor's elements lie in memory. Codes are made in this order, so that
-            values that are made of them have the strides of the tensor.
+        quantizer: Quantizes the tensor; specialized by ``for_shape``.
+        order: Order of the tensor's dims in memory, outermost first. The tensor is quantized in this order, so that
+            the dequantized tensor gets the same strides.
         dtype: Dtype of the tensor.
     """
 
@@ -83,9 +83,9 @@ class Packing:
         return codes.view(x.shape), values.to(torch.bfloat16)
 
     def unpack(self, parts: Sequence[Tensor]) -> Tensor:
-        """The values of codes and scales that `pack` returned: ``quantizer.dequantize``, rounded once to the dtype.
+        """Dequantize codes and scales that `pack` returned; rounds once to ``dtype``.
 
-        A code times a power of two needs no rounding. The product is then one operator, which Inductor repeats in each
+        If scales are powers of two, the product needs no rounding and is one operator; Inductor can repeat it in each
         kernel that reads the values.
         """
         codes, scale, *outer = parts
@@ -99,7 +99,7 @@ class Packing:
 
 
 def _is_exact(quantizer: Quantizer) -> bool:
-    """Whether all scales are powers of two, so that a code times its scale is a bfloat16 number."""
+    """Whether all scales are powers of two, so that bfloat16 represents code times scale exactly."""
     return (
         type(quantizer) is CurrentScaling
         and quantizer.scale != "fp32"
@@ -124,7 +124,7 @@ def _times(numbers: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _memory_order(x: Tensor) -> tuple[int, ...] | None:
-    """The order of dims in which a tensor's elements lie one after the other; None if it leaves gaps or overlaps."""
+    """Order of dims in which a tensor is contiguous in memory; None if it has gaps or overlaps."""
     strides = list(x.stride())
     orders = [tuple(range(x.ndim))]
     if all(isinstance(stride, int) for stride in strides):

@@ -1,4 +1,4 @@
-"""The partitioner of Inductor, after which chosen tensors go from the forward to the backward as codes.
+"""Partitioner for Inductor that passes chosen tensors from forward to backward as codes.
 
     joint graph --min-cut--> forward, backward --for each chosen tensor--> forward + pack, unpack + backward
 
@@ -26,12 +26,12 @@ NAMED: dict[str, Any] = {}  # partitioners by the text of their value
 
 
 def packing_of(node: fx.Node, place: fx.Node, saved: SavedAsCodes) -> Packing | None:
-    """How a tensor between a forward and a backward graph is packed; None if it stays as it is.
+    """Packing of a tensor that a forward graph passes to a backward graph; None if it stays as it is.
 
     Args:
-        node: The node of the forward graph that makes it.
-        place: The placeholder of the backward graph that stands for it.
-        saved: What becomes codes.
+        node: Node of the forward graph that makes the tensor.
+        place: Placeholder of the backward graph for the same tensor.
+        saved: Which tensors become codes, and how.
     """
     tensor = described(node, place)
     if tensor is None or not saved.chooses(tensor):
@@ -40,13 +40,13 @@ def packing_of(node: fx.Node, place: fx.Node, saved: SavedAsCodes) -> Packing | 
 
 
 def pack_saved(forward: fx.GraphModule, backward: fx.GraphModule, returned: int, saved: SavedAsCodes) -> None:
-    """Let the forward save codes of the chosen tensors, and let the backward read them; changes both graphs.
+    """Make the forward save codes of chosen tensors, and the backward read them; changes both graphs.
 
     Args:
         forward: The forward graph.
-        backward: The backward graph, with placeholders of the names of the forward's saved outputs.
-        returned: Number of outputs of the forward that its caller gets; the others are saved.
-        saved: What becomes codes.
+        backward: The backward graph; its placeholders have the names of the forward's saved outputs.
+        returned: Number of leading forward outputs that go to the caller; the others are saved.
+        saved: Which tensors become codes, and how.
     """
     (outputs,) = forward.graph.output_node().args
     places = {place.name: place for place in backward.graph.find_nodes(op="placeholder")}
@@ -67,7 +67,7 @@ def pack_saved(forward: fx.GraphModule, backward: fx.GraphModule, returned: int,
 def _chosen(
     outputs: Sequence[Any], returned: int, places: dict[str, fx.Node], saved: SavedAsCodes
 ) -> dict[fx.Node, Packing]:
-    """The packing of each chosen tensor, unless the tensor stays in memory anyway: as a result, or by another view."""
+    """Packing of each chosen tensor; skips tensors kept in memory anyway (as a result, by another view)."""
     found: dict[fx.Node, Packing] = {}
     stays: set[fx.Node] = set()
     for at, node in enumerate(outputs):
@@ -86,7 +86,7 @@ def _chosen(
 def _packed(
     forward: fx.GraphModule, backward: fx.GraphModule, node: fx.Node, place: fx.Node, packing: Packing
 ) -> list[fx.Node]:
-    """Put the packing of one tensor into both graphs; returns the nodes that the forward saves in its place."""
+    """Insert packing and unpacking of a tensor into both graphs; returns the nodes that are now saved."""
     with forward.graph.inserting_before(forward.graph.output_node()):
         parts = inlined(forward.graph, packing_graph(packing, node), [node])
     names = _unused_names(f"{node.name}_codes", len(parts), (forward.graph, backward.graph))
@@ -119,20 +119,20 @@ def _unused_names(stem: str, count: int, graphs: Sequence[fx.Graph]) -> list[str
 
 
 def packing_graph(packing: Packing, node: fx.Node) -> fx.GraphModule:
-    """The graph that packs the tensor of a node."""
+    """Trace the packing of a node's tensor to a graph."""
     return traced(lambda x: packing.pack(x), node.meta["val"])
 
 
 def unpacking_graph(packing: Packing, parts: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph that makes values of the codes and scales that `packing_graph` returns."""
+    """Trace the unpacking of the codes and scales ``parts`` to a graph."""
     return traced(lambda *each: packing.unpack(each), *(each.meta["val"] for each in parts))
 
 
 @lru_cache
 def partitioner(saved: SavedAsCodes) -> Any:
-    """The partitioner that packs what ``saved`` chooses, for Inductor's option ``custom_partitioner_fn``.
+    """Partitioner for Inductor's ``custom_partitioner_fn`` that packs tensors as ``saved`` says.
 
-    Equal values have the same partitioner.
+    Equal values return the same object.
     """
 
     def change(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:
@@ -145,5 +145,5 @@ def partitioner(saved: SavedAsCodes) -> Any:
 
 
 def _named(text: str) -> Any:
-    """The partitioner whose ``uuid()`` is ``text``; only the process that made it has it."""
+    """The partitioner with ``uuid()`` equal to ``text``; exists only in the process that made it."""
     return NAMED[text]

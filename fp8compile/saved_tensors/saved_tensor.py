@@ -1,4 +1,4 @@
-"""SavedTensor: what is known of a tensor that the forward saves for the backward."""
+"""SavedTensor: description of a tensor that the forward saves for the backward."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ SMALLEST = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A floating-point tensor that the forward makes and saves for the backward.
+    """A floating-point tensor that the forward computes and saves for the backward.
 
-    Statistics (means, amaxes, the sums of attention), random states and a graph's own arguments are no such tensors.
+    Excluded are statistics (means, amaxes, the sums of attention), random states and a graph's own arguments.
 
     Attributes:
-        kind: What reads it.
+        kind: What reads the tensor.
 
             - ``"norm"``: an input of a norm over the last dim, or a term of the sum that is its input.
             - ``"activation"``: an input of SiLU, GELU, sigmoid or tanh, or a factor of an elementwise product.
             - ``"checkpoint"``: an input of a checkpointed region.
             - ``"attention"``: the backward of an attention reads it.
-            - ``"gemm"``: a product of the backward reads it, or a layer that quantizes it.
+            - ``"gemm"``: a GEMM of the backward, or a layer that quantizes, reads it.
             - ``"other"``: anything else, such as a tensor that the backward of an unknown operator reads.
-        shape: Its shape. A dynamic size is the one that the graph was traced with.
-        dtype: Its dtype.
-        module: Fully qualified name of the module that makes it, as Dynamo knows it; empty if nobody knows.
+        shape: Shape of the tensor. A dynamic size is the one that the graph was traced with.
+        dtype: Dtype of the tensor.
+        module: Fully qualified name of the module that makes it, as Dynamo knows it; empty if unknown.
         made_by: Name of the operator that makes it, such as ``"add"``; empty in eager mode.
     """
 
@@ -45,11 +45,11 @@ class SavedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_like(self, other: SavedTensor) -> bool:
-        """Whether two tensors differ in nothing but numbers in their modules' names, as those of equal layers do."""
+        """Whether two tensors are equal up to numbers in module names, as those of equal layers are."""
         mine, others = (_unnumbered(each.module) for each in (self, other))
         return mine == others and replace(self, module="") == replace(other, module="")
 

@@ -24,7 +24,7 @@ __all__ = ["check_serves", "codes_seen", "is_stack", "unserved"]
 def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | None = None) -> str | None:
     """The reason why a layer with this recipe can't run on the codes of a quantized weight; None if it can.
 
-    ``for_grad_input`` is the quantizer of the weight's second set of codes, if there is one.
+    ``for_grad_input`` is the quantizer of separate codes for grad_input, if the weight has such.
     """
     if for_grad_input is not None:
         wanted = zip((quantizer, for_grad_input), (recipe.weight, recipe.weight_for_grad_input), strict=True)
@@ -95,7 +95,7 @@ def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
 
 
 def _run(func: Any, *args: Any) -> Any:
-    """Run a layer's op on the codes that its weight has; the op quantizes only its other operand."""
+    """Run a layer's op on the codes of its weight; the op quantizes only its other operand."""
     op, gemm = OPS_OF_LAYERS[func], LAYER_OPS[func]
     x, weight, recipe = args[0], args[1], args[-1]
     if op.ends:
@@ -108,7 +108,7 @@ def _run(func: Any, *args: Any) -> Any:
 
 
 def _observe(func: Any, *args: Any) -> Any:
-    """Run the op that observes a layer with a weight that is kept as codes; of the weight it sees codes and scales."""
+    """Run a layer's statistics op if the weight is kept as codes; it reads the weight's codes and scales."""
     op = OBSERVE_OPS[func]
     if op.gradient:  # the forward has counted the weight's codes
         tokens, x, _, *others = args
@@ -117,10 +117,10 @@ def _observe(func: Any, *args: Any) -> Any:
 
 
 def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:
-    """What can be observed of a weight that is kept as codes: the codes that each product reads.
+    """The codes of a weight that is kept as codes, by the product that reads them, for statistics.
 
-    If the two sets of codes share their memory, the forward sees only the set for the output. Nothing is observed if
-    the codes do not fit ``recipe``.
+    If both sets of codes share their memory, the forward sees only the output's. There are none if the codes do not
+    fit ``recipe``.
     """
     if unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input) is not None:
         return Seen(None)

@@ -48,14 +48,14 @@ def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup)
 
 
 def own_sizes(function: str, argument: str, given: Any, group: ProcessGroup, own: int, what: str) -> tuple[int, ...]:
-    """The sizes of all ranks' parts of a tensor, as the caller gave them, checked.
+    """Check and return the sizes of all ranks' shards of a tensor.
 
     Args:
         function: Name of the function that was called, for errors.
         argument: Name of its argument, for errors.
-        given: The argument: a size for each rank; None if all ranks have as much as this one.
+        given: The argument: a size for each rank; None if all ranks have as much as this rank.
         group: The ranks.
-        own: The size of this rank's part, which its entry has to be.
+        own: Size of this rank's shard; this rank's entry of ``given`` must equal it.
         what: What is counted, such as "rows", for errors.
     """
     if given is None:

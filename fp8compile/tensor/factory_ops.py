@@ -56,10 +56,9 @@ def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> 
 
 
 def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
-    """Make one set of zero codes of a given size, with new memory for its scales.
+    """Make zero codes of a given size in place of the set ``own``, with new memory for the scales.
 
-    A rank without elements needs the scales of the whole weight too, so the new set gets a copy of them if ``own`` has
-    them.
+    A rank without elements needs the scales of the whole weight too, so these are copied if ``own`` has them.
     """
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(

@@ -42,7 +42,7 @@ class PassInMemory:
         self.gemm: str | None = None
 
     def check_forward(self) -> None:
-        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds the other set of codes."""
+        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds grad_input's codes."""
         if self.gemm == GRAD_INPUT.name:
             raise RuntimeError(REPEATED.format(what="a forward reads a weight in the backward"))
 
@@ -64,7 +64,7 @@ class GatherPolicy:
     Attributes:
         for_both: What is gathered if one gather serves both passes: ``"codes"`` or ``"param_dtype"``.
         checkpointed: Whether the backward repeats the forward.
-        kind: ``OWN``, ``BOTH`` or ``PLAIN``; None before the first gather.
+        kind: ``OWN`` (codes of one pass), ``BOTH`` (codes of both) or ``PLAIN`` (values); None before a gather.
         in_memory: Records which codes were gathered last, if each pass gathers its own.
         name: Name of the weight in its module.
     """

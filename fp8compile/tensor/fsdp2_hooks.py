@@ -1,7 +1,7 @@
-"""The hooks that FSDP2 calls around an all-gather on a weight that is sent as codes.
+"""The hooks that FSDP2 calls around the all-gather of a weight that it sends as codes.
 
-Forward and backward each gather their own set of codes into the same memory, unless one gather has to serve both.
-Scales of a set that was not gathered are NaN, so that a product with its codes would be noticed.
+Forward and backward each gather their own codes into the same memory, unless one gather has to serve both passes.
+Scales of codes that were not gathered are NaN, so that a product with these codes would be noticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FullyShardHooks:
     """The two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
 
     Attributes:
-        gathers: What the gathers of a weight with two sets of codes send; None if both passes read the same codes.
+        gathers: What gathers send if forward and backward read different codes; None if both read the same codes.
         batch: Number of leading dims over which matrices are stacked.
     """
 
@@ -43,7 +43,7 @@ class FullyShardHooks:
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, Sequence[SetToGather]]:
-        """Return how ranks cut the weight, and the sets of codes that this rank can send.
+        """Return how ranks shard the weight, and the sets of codes that this rank can send.
 
         ``size`` is the size of the whole weight, ``module`` the module that has it, and ``mp_policy`` FSDP2's
         ``MixedPrecisionPolicy``.
@@ -55,13 +55,13 @@ class FullyShardHooks:
         raise NotImplementedError
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
-        """Keyword arguments group, shard_dim and sizes for the gathered QuantizedTensor; empty if it is whole."""
+        """Keyword arguments group, shard_dim and sizes for the gathered QuantizedTensor; empty for a whole weight."""
         return {}
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-        """Return the tensors that this rank sends, and the layout that tells how to read what arrives."""
+        """Return the tensors that this rank sends, and the layout that tells how to read the gathered tensors."""
         size = tuple(outer_size)
         kind, gemms = (BOTH, PAIR) if self.gathers is None else self.gathers.now(module)
         shards, sets = self.sets_to_gather(mesh, size, module, mp_policy)
@@ -105,9 +105,9 @@ class FullyShardHooks:
 
 
 def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quantized], tuple[Tensor, ...]]:
-    """Make the sets of codes of a weight on the memory that FSDP2 gathers into.
+    """Make the codes and scales of a gathered weight, with codes in the memory that FSDP2 gathers into.
 
-    Returns the sets, and the tensors whose memory was allocated here.
+    Returns the sets of codes, and the tensors whose memory was allocated here.
     """
     sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to these tensors, in inference mode or not
@@ -133,7 +133,7 @@ def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quan
 
 
 def _fill(weight: QuantizedTensor, gathered: Sequence[Tensor], layout: GatherLayout) -> None:
-    """Write the scales of the codes that were gathered into a weight's memory."""
+    """Write the scales of the gathered codes into the memory of a weight that was gathered before."""
     arrived = layout.scales_of_whole(gathered)
     if layout.is_alone_with_both:
         codes = weight.sets()[1].codes
@@ -154,7 +154,7 @@ def _write(memory: Tensor, values: Tensor) -> None:
 
 
 def _without_values(own: Quantized) -> list[Tensor]:
-    """NaN for all scales of a set whose codes were not gathered."""
+    """NaN in place of all scales of codes that were not gathered."""
     device = own.scale.device
     levels = scale_without_values(own.quantizer, (), torch.nan, device), torch.full((), torch.nan, device=device)
     return [level.expand(scale.shape) for level, scale in zip(levels, own.scales, strict=False)]

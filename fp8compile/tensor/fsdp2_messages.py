@@ -1,7 +1,7 @@
-"""The tensors that FSDP2 sends for a weight that is kept as codes, and how to read what arrives.
+"""The tensors that FSDP2 sends for a weight that is kept as codes, and how to read the gathered tensors.
 
-Codes are sent as they are, and scales that only this rank has as one 1-D tensor of bytes beside them. If FSDP2 can't
-send two sizes (one rank, padded shards, a cut along another dim than 0), ranks send scales by their own messages.
+One tensor has the codes, and a second one, 1-D bytes, the scales that only this rank has. If FSDP2 can't send two
+sizes (one rank, padded shards, sharding along another dim than 0), ranks exchange scales in separate messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class SetToGather:
-    """One set of codes of a rank's shard of a weight, which an FSDP2 all-gather may send.
+    """One set of codes of a rank's shard of a weight (the output's or grad_input's), which FSDP2 may gather.
 
     Attributes:
         gemm: The GEMM that reads the codes.
@@ -36,7 +36,7 @@ class SetToGather:
         is_own: For each level of scales (blocks, outer), whether they cover only this rank's shard and so must be
             sent.
         scale_shapes: Shapes of the gathered weight's scales, by level.
-        make: Given a quantizer that may pack the same codes otherwise, returns the codes in that packing, then the
+        make: Given a quantizer that may pack the same codes differently, returns the codes in that packing, then the
             scales by level.
     """
 
@@ -55,13 +55,13 @@ class SetToGather:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """How to read the tensors that a gather brings. A rank may keep this until the backward, so it holds no codes.
+    """How to read the tensors of a gather. A rank may keep this until the backward, so it holds no codes.
 
     Attributes:
-        shards: How ranks cut the weight.
+        shards: How ranks shard the weight.
         size: Size of the whole weight.
-        quantizers: For each set, the quantizer of the codes in the form in which they are sent.
-        scale_shapes: For each set, the shapes of the whole weight's scales, by level.
+        quantizers: For each set of codes, the quantizer of the codes in the form in which they are sent.
+        scale_shapes: For each set of codes, the shapes of the whole weight's scales, by level.
         scales: For each GEMM whose codes are sent, a pair for each level: the scale, and whether it is sent beside the
             codes because it belongs to this rank alone. None if plain values are gathered.
     """
@@ -74,7 +74,7 @@ class GatherLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that have parts of the weight."""
+        """Number of ranks that have shards of the weight."""
         return len(self.shards.sizes)
 
     @property
@@ -83,7 +83,7 @@ class GatherLayout:
         return self.ranks == 1 and len(self.scales or ()) == 2
 
     def scales_of_whole(self, gathered: Sequence[Tensor]) -> dict[Gemm, list[Tensor]]:
-        """The scales of the whole weight (of blocks, then outer) for each GEMM whose codes were gathered."""
+        """The whole weight's scales, of blocks and then outer, for each GEMM whose codes were gathered."""
         found: dict[Gemm, list[Tensor]] = {}
         start = 0
         for gemm, levels in (self.scales or {}).items():
@@ -107,12 +107,12 @@ def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
 def codes_to_send(
     sets: Sequence[SetToGather], gemms: Sequence[Gemm], shards: DimSharding, size: tuple[int, ...], *, together: bool
 ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-    """Make the tensors that FSDP2 sends for this rank, and the layout that tells how to read what arrives.
+    """Make the tensors that FSDP2 sends for this rank, and the layout that tells how to read the gathered tensors.
 
     Args:
         sets: All sets of the weight's codes.
         gemms: The GEMMs whose codes are sent.
-        shards: How ranks cut the weight.
+        shards: How ranks shard the weight.
         size: Size of the whole weight.
         together: Whether each gather sends all sets. If not, scales are padded to the bytes that the set with the most
             scales needs, because FSDP2's buffers keep their size.
@@ -143,7 +143,7 @@ def codes_to_send(
 def _scales_of_all_ranks(
     levels: Sequence[Tensor], own: SetToGather, shards: DimSharding, size: tuple[int, ...]
 ) -> list[Tensor]:
-    """The whole weight's scales by level; ranks exchange the scales that each of them has only for its own shard."""
+    """The whole weight's scales by level; ranks exchange the levels that each rank has only for its own shard."""
     dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), own.quantizer) for each in shards.sizes]
     for scale, is_own, level in zip(levels, own.is_own, zip(*shapes, strict=True), strict=True):
@@ -155,8 +155,8 @@ def as_they_travel(quantizers: Sequence[Quantizer], shards: DimSharding, size: S
     """The quantizers of codes in the form in which FSDP2 sends them.
 
     Four-bit codes are sent two per byte, either in both sets or in neither, so that the messages of both sets have the
-    same length. If shards are uneven or columns are cut, codes are sent one to a byte, because a padded shard needs an
-    element for each.
+    same length. If shards are uneven or columns are sharded, codes are sent one to a byte, because in a padded shard
+    each code needs its own element.
     """
     found = [_as_it_travels(each, shards, size) for each in quantizers]
     if any(packed_dim(each) is None for each in found):

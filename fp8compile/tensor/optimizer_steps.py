@@ -98,7 +98,7 @@ def values_of(tensor: QuantizedParameter) -> Tensor:
 def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> None:
     """Write new values to parameters or views of them.
 
-    A whole parameter of a running step keeps the values until the step ends. Any other tensor is quantized now.
+    A whole parameter in a running optimizer step is quantized when the step ends, any other tensor now.
     """
     now = []
     for tensor, value in zip(tensors, values, strict=True):

@@ -37,7 +37,7 @@ def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
 
 
 def in_place_of(parameter: Tensor, data: Tensor) -> Parameter:
-    """Make a parameter of ``data`` that has another one's ``requires_grad``, ``grad_dtype`` and users' attributes."""
+    """Make a parameter from ``data`` with the ``requires_grad``, ``grad_dtype`` and users' attributes of another."""
     found = Parameter(data, requires_grad=parameter.requires_grad)
     vars(found).update(attributes_of_others(parameter))
     keep_grad_dtype(parameter, found)

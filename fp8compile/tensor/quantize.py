@@ -178,7 +178,7 @@ def quantize(
         x: Any shape, bfloat16, float16 or float32. It has at least one dim if the quantizer has two levels of scales.
         quantizer: The quantizer, which says how values become codes.
         group: The ranks over which the whole tensor is spread; ``x`` is this rank's shard. All of them call this.
-        shard_dim: The dim along which the tensor is cut; needed with ``group``.
+        shard_dim: The dim along which the tensor is sharded; needed with ``group``.
         sizes: Number of entries that each rank has along ``shard_dim``. Needed if a shard begins or ends within a
             block, because a rank can't tell the other ranks' sizes from its own. All ranks give the same sizes, or
             none gives any.

@@ -80,7 +80,7 @@ def _up_to_date(name: str) -> property:
 
 
 class QuantizedParameter(FullyShardHooks, QuantizedTensor):
-    """A QuantizedTensor that optimizers write to. A write updates all sets of its codes.
+    """A QuantizedTensor that optimizers write to. A write updates the codes for the output and those for grad_input.
 
     An in-place op dequantizes the parameter, computes in its dtype and quantizes the result, with the amax over all
     ranks that share the scale. For a list of parameters (``foreach``), ranks exchange all amaxes in one message. While
@@ -118,7 +118,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @staticmethod
     def of(x: Tensor, *quantizers: Quantizer, batch: int = 0) -> QuantizedParameter:
-        """Quantize a matrix or a stack of matrices, with one quantizer for each set of codes.
+        """Quantize a matrix or a stack of matrices: with one quantizer, or with two, for output and grad_input.
 
         On the meta device the result has shapes only.
         """
@@ -208,7 +208,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def stored(self) -> tuple[Quantized, ...]:
-        """All sets of codes as they are in memory, without what a running optimizer's step has computed since."""
+        """The codes as they are in memory, one or two sets, without what a running optimizer's step has computed."""
         return self._sets_named("_")
 
     @property
@@ -220,12 +220,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether this shard holds scales of the whole weight along the cut dim, because cuts may split blocks."""
+        """Whether this shard holds the whole weight's scales along the sharded dim, because shards may cut blocks."""
         return any(own.has_all_scales for own in self.stored())
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
-        """Whether only padding follows a slice of this tensor, because ``new_zeros`` made it for FSDP2 to cut."""
+        """Whether only padding follows a slice of this tensor, because ``new_zeros`` made it for FSDP2 to slice."""
         return self.extent == BLANK
 
     def cuts_by(self, own: Quantized, dim: int, first: int, last: int) -> bool:
@@ -243,7 +243,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
         Args:
             group: The ranks whose shards make up the weight.
-            shard_dim: The dim along which the weight is cut.
+            shard_dim: The dim along which the weight is sharded.
             total: Size of the whole weight along ``shard_dim``.
         """
         _compat.allow_group_in_subclass()
@@ -276,7 +276,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             values: The new values.
             multiplier: The factor of each block's values.
             quantizer: The quantizer that rounds, with the format and block of the set's quantizer.
-            placed: How ranks cut the weight. Stochastic rounding of a matrix depends on a value's place in the whole
+            placed: How ranks shard the weight. Stochastic rounding of a matrix depends on a value's place in the whole
                 weight.
         """
         cuts = self.cuts_of(own)
@@ -409,7 +409,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """How ranks cut this parameter, and its sets of codes. A scale that all ranks have is not sent."""
+        """How ranks shard this parameter, and the codes that it can send. A scale that all ranks have is not sent."""
         dim = cut_dim(self, size)
         if dim and not self.batch and self.gathers is not None:
             raise ValueError(CUT_BY_COLUMNS)
@@ -469,7 +469,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return bool(self.batch) or (self.extent in (SHARD, BLANK) and has_blocks)
 
     def flat(self, codes: Sequence[Tensor]) -> QuantizedParameter:
-        """The codes of each set as a 1-D view without scales, because a 1-D tensor has no 2-D blocks.
+        """Make a 1-D view of the codes, without scales, because a 1-D tensor has no 2-D blocks.
 
         FSDP2 keeps such a view of each shard, but never reads its values, and an op on them raises.
         """

@@ -43,7 +43,7 @@ INNER = tuple(f"{part}{end}" for end in ENDS for part in PARTS)
 
 
 def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> DimSharding:
-    """Check the arguments of `QuantizedTensor.all_gather`, and return how the ranks cut the whole tensor."""
+    """Check the arguments of `QuantizedTensor.all_gather`, and return how the ranks shard the whole tensor."""
     if x.group is None:
         raise ValueError(
             "all_gather: this QuantizedTensor has no group, so it is no part of anything. Make it by "
@@ -87,7 +87,7 @@ class QuantizedTensor(Tensor):
         codes: uint8, ``quantizer.codes_shape(shape)``. Only read ``codes`` and ``scale``: a compiled graph does not
             notice that writing to one of them in place changes this tensor.
         scale: The factor of the codes in each block, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. A
-            stack of E matrices has (E, blocks, blocks). A shard that cuts blocks has the scales of the whole tensor.
+            stack of E matrices has (E, blocks, blocks). If shards cut blocks, it has the scales of the whole tensor.
         quantizer: The immutable quantizer that made the codes.
         group: The process group over whose ranks the whole tensor is spread, or None.
         shard_dim: The dim along which these ranks have parts of the whole tensor. None if there is no group, or if
@@ -98,7 +98,7 @@ class QuantizedTensor(Tensor):
             quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
         batch: Number of leading dims over which matrices are stacked.
         quantizer_for_grad_input: The quantizer of a second set of codes, which the GEMM of grad_input reads; None if
-            there is one set. The names of that set's other attributes end in ``_for_grad_input`` too.
+            output and grad_input read the same codes. Its other attributes end in ``_for_grad_input`` too.
         in_memory: Records which set's codes are in memory, if both sets share their memory; else None.
     """
 
@@ -176,7 +176,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def of_sets(cls, sets: Sequence[Quantized], dtype: torch.dtype, **others: Any) -> Self:
-        """Wrap one set of codes or two. ``others`` are further keyword arguments of the class."""
+        """Wrap the output's codes and, if they differ, grad_input's. ``others`` are further keyword arguments."""
         first, second = sets[0], sets[1] if len(sets) == 2 else None
         own = first.codes, first.scale, first.quantizer, dtype
         found = cls(*own, outer_scale=first.outer_scale, second=second, **others)
@@ -196,11 +196,11 @@ class QuantizedTensor(Tensor):
         return tuple(found)
 
     def sets(self) -> tuple[Quantized, ...]:
-        """All sets of codes of this tensor, one or two, even a set whose codes are not in memory now."""
+        """The sets of codes: one, or two if grad_input reads other codes; also those that are not in memory now."""
         return self._sets_named("")
 
     def stored(self) -> tuple[Quantized, ...]:
-        """All sets of codes as memory has them now.
+        """All sets of codes, as their memory holds them now.
 
         In an optimizer's step, a `QuantizedParameter` returns the codes from before the step.
         """
@@ -320,7 +320,7 @@ class QuantizedTensor(Tensor):
         return dequantized(part, dtype).local
 
     def cuts_of(self, own: Quantized) -> Sharding:
-        """How ranks cut this tensor, if they cut through blocks of the set ``own``; else an empty tuple.
+        """How ranks shard this tensor, if shards cut through blocks of the set ``own``; else an empty tuple.
 
         A block that spans the whole dim does not count as cut, because every rank has its scale.
         """
@@ -331,7 +331,7 @@ class QuantizedTensor(Tensor):
         return 1 if dim < self.batch else own.quantizer.block[int(dim == self.ndim - 1)]
 
     def shards(self) -> DimSharding:
-        """How ranks cut the whole tensor. Only call this if ``sizes`` is not None."""
+        """How ranks shard the whole tensor. Only call this if ``sizes`` is not None."""
         group: Any = self.group  # a tensor with sizes has a group and a shard_dim
         dim: Any = self.shard_dim
         sizes: Any = self.sizes

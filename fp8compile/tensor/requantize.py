@@ -28,7 +28,7 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
 def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that share the outer scale of the set ``own``, or block scales if it has one level; else None."""
+    """The ranks that share the outer scale of the codes ``own``, or block scales if there is one level; else None."""
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
 
@@ -45,7 +45,7 @@ def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | 
 
 
 def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Reduce the amaxes of all sets over the ranks that share their scales.
+    """Reduce the amaxes of all sets of codes over the ranks that share their scales.
 
     Returns the amaxes of blocks for each set, and the amax of each matrix for sets with two levels, else None. For
     those sets, tensor parallel ranks send only the matrices' amaxes, because tensor parallelism never cuts their
@@ -128,7 +128,7 @@ def stand_for(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding],
 ) -> list[bool]:
-    """For each weight, whether quantizing these values would give the codes it has. Arguments are like `assign`'s."""
+    """For each weight, whether quantizing these values would give its present codes. For arguments see `assign`."""
     same = dict.fromkeys(map(id, weights), True)
     for each, value, new, _ in _quantized_anew(weights, values, dtypes, rounding, cuts):
         own, quantizer = each.codes, each.codes.quantizer
@@ -164,7 +164,7 @@ def assign(
         values: One tensor for each weight, with its shape; bfloat16, float16 or float32.
         dtypes: Dtypes that the values are rounded to first, one for each weight; by default the values' own.
         rounding: Given a quantizer of the weights, returns one that rounds differently but has its format and block.
-        cuts: How ranks cut each weight, for rounding that depends on a value's place in the whole weight.
+        cuts: How ranks shard each weight, for rounding that depends on a value's place in the whole weight.
     """
     for each, _, new, amax in _quantized_anew(weights, values, dtypes, rounding, cuts):
         for old, part in zip(each.codes.parts(), new.parts(), strict=True):

@@ -99,7 +99,7 @@ def _parameter(
 
 
 def load_pair(sets: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
-    """Make the QuantizedParameter of a pickle, for a weight with two sets of codes; ``sets`` has a parameter each."""
+    """Make the QuantizedParameter of a pickle from two parameters, with the output's and with grad_input's codes."""
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
         raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")
     first, second = sets

@@ -1,4 +1,4 @@
-"""How ranks cut a weight, and which of them share its scales."""
+"""How ranks shard a weight, and which of them share its scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_d
 
 
 def sharded_dims(placements: Sequence[Any], ndim: int = 2) -> list[tuple[int, int]]:
-    """Pairs of a mesh dim and the tensor dim that this mesh dim cuts, for all mesh dims that cut one."""
+    """(mesh dim, tensor dim) for each mesh dim that shards a tensor with these placements."""
     # not is_shard(), which is False for the _StridedShard that FSDP2 makes of rows that tensor parallelism has cut
     cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
     return [(index, placements[index].dim % ndim) for index in cut]
@@ -32,7 +32,7 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
         shard: This rank's shard, as FSDP2 hands it to its hooks; with CPU offload it is a copy of the parameter's.
         mesh: The mesh of the ranks.
         outer_size: Shape of the whole parameter.
-        module: The module that has the parameter; its parameters of the shard's shape are told too.
+        module: The module that has the parameter; its other parameters of the shard's shape are told too.
     """
     dim = cut_dim(shard, outer_size)
     for each in (shard, *map(local_itself, module.parameters(recurse=False))):
@@ -41,9 +41,9 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
 
 
 def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
-    """How ranks cut a weight that is a DTensor; an empty tuple for a plain tensor.
+    """How ranks shard a weight that is a DTensor; an empty tuple for a plain tensor.
 
-    The cut of tensor parallelism comes first, because FSDP2 cuts the parts that tensor parallelism has left.
+    The sharding by tensor parallelism comes first, because FSDP2 shards the parts that tensor parallelism has made.
     """
     if not is_dtensor(weight):
         return ()

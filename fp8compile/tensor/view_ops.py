@@ -1,7 +1,7 @@
 """Ops on a QuantizedTensor that keep its values without reading a number: views, copies, moves between devices.
 
-For each set, a view has the codes of its elements and the scales of the blocks that they are in. A view that would cut
-a block raises a TypeError.
+A view has the codes of its elements and the scales of the blocks that these elements are in. A view that would cut a
+block raises a TypeError.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
-    """The dim of a reshaped view along which ranks have their parts, or None. Both shapes have the same last dim."""
+    """The dim along which a reshaped view is sharded, or None. Both shapes have the same last dim."""
     if dim is None or dim == len(before) - 1:
         return None if dim is None else len(after) - 1
     outer = math.prod(before[:dim])
@@ -272,7 +272,7 @@ def _slice_of(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Pl
 
 
 def _codes_slice(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place) -> Tensor:
-    """The codes of a slice along ``dim``. If neighbours along ``dim`` share a byte, only whole bytes can be cut."""
+    """The codes of a slice along ``dim``. If neighbours along ``dim`` share a byte, a slice must have whole bytes."""
     if own.codes.shape[dim] == x.shape[dim]:
         return func(own.codes, dim, *where)
     first, last, step = slice(*where).indices(x.shape[dim])

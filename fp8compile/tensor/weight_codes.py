@@ -1,11 +1,11 @@
-"""WeightCodes: codes of a plain weight, which hold until something writes to the weight.
+"""WeightCodes: codes of a plain weight, valid until something writes to the weight.
 
     parameter --codes_of--> WeightCodes, an attribute of the parameter --pair--> the codes that products read
         |                       ^
-        +---optimizer.step------+  makes them again, in their own memory
+        +---optimizer.step------+  makes the codes again, in the same memory
 
-Whether they hold is part of the tensor's metadata, on which Dynamo guards: a graph that reads codes never runs with
-codes of another version of the weight. So it is decided outside of the graph, and a graph neither breaks nor counts.
+Whether the codes are valid is part of the tensor's metadata, on which Dynamo guards: a graph that reads codes never
+runs with codes of another version of the weight. This is decided outside of the graph, without a graph break.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WeightCodes(QuantizedTensor):
         return weight is not None and not self.is_in_step and self._made_of == _version(weight)
 
     def fits(self, recipe: Recipe | None, dtype: torch.dtype, *, is_turned: bool) -> bool:
-        """Whether these are the codes that a layer with this recipe reads, of this version of the weight or not."""
+        """Whether a layer with this recipe reads such codes, even if the weight has changed since they were made."""
         weight = None if self._weight is None else self._weight()
         is_same = self.recipe is recipe or self.recipe == recipe
         same = is_same and self.dtype == dtype and self.is_turned == is_turned
@@ -86,7 +86,7 @@ class WeightCodes(QuantizedTensor):
     @torch.inference_mode(mode=False)  # training reads them too
     @torch.no_grad()
     def renew(self) -> None:
-        """Make the codes again of what the weight is now, in their own memory, whose address graphs may know."""
+        """Make the codes again from the weight's present values, in the same memory, which graphs may refer to."""
         weight: Any = None if self._weight is None else self._weight()
         how: Any = self.recipe, self.dtype, self.is_turned
         run = _compiled(*how) if self.is_compiled else partial(_renew, how)
@@ -127,7 +127,7 @@ def _version(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _values(weight: Tensor, dtype: torch.dtype, is_turned: bool) -> Tensor:
-    """What codes are made of: the matrices as products read them, in the dtype that the layer computes in."""
+    """The values to quantize: the matrices as products read them, in the dtype that the layer computes in."""
     values = weight.detach().to(dtype)
     return values.transpose(-2, -1) if is_turned else values
 
@@ -147,9 +147,9 @@ def _compiled(recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Any:
 
 
 def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
-    """The codes that are kept beside a plain parameter; made now if it has none that fit a layer.
+    """The codes that are kept with a plain parameter; made now if it has none that fit the layer.
 
-    They may be of a former version of the weight, see `WeightCodes.holds`.
+    They may be codes of an earlier version of the weight, see `WeightCodes.holds`.
     """
     found = known_codes(weight)
     if found is None or not found.fits(recipe, dtype, is_turned=is_turned):
@@ -161,13 +161,13 @@ def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: b
 
 
 def known_codes(weight: Any) -> WeightCodes | None:
-    """The codes that are kept beside a parameter, or None."""
+    """The codes that are kept with a parameter, or None."""
     found = getattr(weight, ATTRIBUTE, None)
     return found if isinstance(found, WeightCodes) else None  # a parameter out of a file has an empty dict there
 
 
 def pair(codes: WeightCodes) -> Sets:
-    """What both products read of kept codes, as plain tensors. It is a function because Dynamo traces it."""
+    """The codes that output and grad_input read, as plain tensors. A function, because Dynamo traces it."""
     layout = STACK if codes.batch else WHOLE
     first = Quantized(
         codes=codes.codes, scale=codes.scale, quantizer=codes.quantizer, outer_scale=codes.outer_scale, layout=layout
@@ -203,7 +203,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @_compat.untraced
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make codes again of all parameters of an optimizer, also where its kernels count no version."""
+    """Renew the kept codes of an optimizer's parameters, even if its kernels do not count versions."""
     for codes in _codes_of_parameters(optimizer):
         codes.is_in_step = False
         if codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):

@@ -1,4 +1,4 @@
-"""Regression tests against graph breaks, recompiles and lost fusions: for any model, FP8 or not.
+"""Tools to test and explain models under torch.compile, FP8 or not, on machines without GPUs too.
 
 graphs/       graphs, breaks and recompiles of any model under torch.compile; imports nothing of FP8
 contracts/    checks for authors of operators and quantizers

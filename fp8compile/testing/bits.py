@@ -1,4 +1,4 @@
-"""Comparisons of tensors, with results in words: bit for bit, or with a tolerance for sums in another order."""
+"""Comparisons of tensors with results as text: bitwise, or with a tolerance for reordered sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bits of each element as an integer. All NaN get the same integer."""
+    """The bits of each element as an integer; all NaN get the same integer."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
@@ -21,19 +21,19 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def results(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """An op's results as a tuple, also if the op returned a single tensor."""
+    """An operator's results as a tuple, also if the operator returned a single tensor."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def difference(actual: Tensor, expected: Tensor) -> str | None:
-    """How two tensors differ in dtype, shape or bits. All NaN count as equal.
+    """Describe how two tensors differ in dtype, shape or bits. All NaN count as equal.
 
     Args:
         actual: The tensor to check.
         expected: The tensor that it should equal.
 
     Returns:
-        Words that name the first difference; None if there is none.
+        A description of the first difference; None if there is none.
     """
     if actual.dtype != expected.dtype:
         return f"dtype {actual.dtype} instead of {expected.dtype}"
@@ -50,9 +50,9 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
 
 
 def sum_difference(actual: Tensor, expected: Tensor) -> str | None:
-    """Compare like ``difference``, but allow 8 roundings of the largest element, because sums may have another order.
+    """Like ``difference``, but tolerates 8 roundings of the largest element, for reordered sums.
 
-    A backend chooses a product's order of additions by its sizes, and Inductor chooses the order of a plain sum.
+    A backend chooses a GEMM's order of additions by its sizes, and Inductor chooses the order of a plain sum.
     """
     differs = difference(actual, expected)
     alike = (actual.dtype, actual.shape) == (expected.dtype, expected.shape) and actual.is_floating_point()

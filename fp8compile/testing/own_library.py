@@ -1,4 +1,4 @@
-"""Enters this package's operators and its table of products in the register of `testing.gpu.program.libraries`."""
+"""Registers this package's operators and its table of GEMMs with `testing.gpu.program.libraries`."""
 
 from __future__ import annotations
 

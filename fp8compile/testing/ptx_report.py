@@ -1,4 +1,4 @@
-"""The public import path of `ptx_of`, which is defined in `fp8compile.testing.gpu.ptx_report`."""
+"""Public import path of `ptx_of`, which is defined in `fp8compile.testing.gpu.ptx_report`."""
 
 from __future__ import annotations
 

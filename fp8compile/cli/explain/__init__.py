@@ -1,4 +1,4 @@
-"""`fp8compile explain`: says whether a model really runs in FP8."""
+"""`fp8compile explain`: reports whether a model really runs in FP8."""
 
 from fp8compile.cli.explain.subcommand import add_parser
 

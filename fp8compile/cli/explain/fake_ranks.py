@@ -1,7 +1,7 @@
-"""`fp8compile explain --tp N`: explains the first of N ranks in this process; the other ranks do not exist.
+"""`fp8compile explain --tp N`: explains the first of N ranks; the other ranks do not exist.
 
-A fake process group accepts every message and sends none, so a model is parallelized, traced and run as on N
-ranks. The computed values of such a run mean nothing; its messages and the formats of its GEMMs are the right ones.
+A fake process group accepts every message and sends none, so a model is parallelized, traced and run as on N ranks.
+The computed values are meaningless; the messages and the formats of GEMMs are right.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["check_spread", "pretended_ranks"]
 
 @contextmanager
 def pretended_ranks(size: int | None) -> Iterator[None]:
-    """Start a fake process group for the time of this context.
+    """Context in which a fake process group is initialized.
 
     Args:
         size: Number of ranks; None starts no group.
@@ -48,7 +48,7 @@ def pretended_ranks(size: int | None) -> Iterator[None]:
 
 
 def check_spread(target: Target, size: int) -> None:
-    """Raise a `UserError` if no parameter is a DTensor, because the target has to parallelize the model itself."""
+    """Raise a `UserError` if no parameter is a DTensor; the target has to parallelize the model itself."""
     if not any(map(_compat.is_dtensor, target.model.parameters())):
         raise UserError(
             f"--tp {size}: no parameter of {target.name} is a DTensor; apply the plan there, as for {size} ranks: "

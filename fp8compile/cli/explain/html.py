@@ -30,7 +30,7 @@ footer { margin: 2rem 0; color: #5b6675; font-size: .85rem; }
 
 
 def page(found: Explanation, target: str) -> str:
-    """The HTML of the page, which is also well-formed XML.
+    """HTML of the page that shows an explanation; it is also well-formed XML.
 
     Args:
         found: The explanation.

@@ -1,4 +1,4 @@
-"""The sections of `fp8compile explain --memory`: what a training step holds in memory."""
+"""Sections of `fp8compile explain --memory`: what a training step holds in memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ KEPT = (
 
 
 def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
-    """The sections, for the terminal.
+    """Yield two sections for the terminal: memory at moments of a step, and tensors kept for the backward.
 
     Args:
-        reports: A report for each column of the first table, by the column's name. The second table is of the first.
+        reports: A report for each column of the first section, by column name; the second shows the first report.
     """
     first = next(iter(reports.values()))
     columns, *rows = moment_cells(reports)

@@ -1,4 +1,4 @@
-"""`fp8compile explain --mesh fsdp=8,ep=8`: explains one rank of a mesh, without other ranks and without a GPU."""
+"""`fp8compile explain --mesh fsdp=8,ep=8`: explains one rank of a mesh, without others or a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WANTED = "a function of the mesh, or of the mesh and a recipe, that returns (mod
 
 
 def sizes_of(text: str) -> dict[str, int]:
-    """The size of each mesh dim by its name.
+    """Parse sizes of mesh dims; returns them by name.
 
     Args:
         text: The sizes as ``"fsdp=8,ep=8"``, the outermost dim first.
@@ -45,7 +45,7 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def _builder(text: str) -> tuple[Callable[..., Any], int]:
-    """The function that TARGET names, and its number of arguments: 1 (the mesh) or 2 (the mesh and a recipe)."""
+    """The function that TARGET ``text`` names, and its argument count: 1 (mesh) or 2 (mesh, recipe)."""
     function = found_at(text)
     if not callable(function):
         raise UserError(f"{text} is a {type(function).__name__}; with --mesh it has to be {WANTED}")
@@ -82,7 +82,7 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
         gpu: The GPU, a key of ``PEAKS``.
 
     Returns:
-        An explanation for each column of the table, by the column's name.
+        An explanation for each column of the printed table, by the column's name.
 
     Raises:
         UserError: TARGET is no such function, it fails, or the flags don't fit it.
@@ -111,14 +111,14 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
 
 
 def check(found: dict[str, MeshExplanation]) -> None:
-    """Raise `Failed` unless the model of the first column runs as its recipes say."""
+    """Raise `Failed` unless the model of the first explanation runs as its recipes say."""
     name, first = next(iter(found.items()))
     if first.problem:
         raise Failed(f"{name}: {first.problem}")
 
 
 def to_json(found: dict[str, MeshExplanation]) -> str:
-    """The explanations as a JSON object, by column."""
+    """Convert the explanations to a JSON object; its keys are the column names."""
     return json.dumps(
         {
             name: {**asdict(each), "problem": each.problem, "sent_bytes": each.sent_bytes, "fp8": each.fp8_products}
@@ -128,7 +128,7 @@ def to_json(found: dict[str, MeshExplanation]) -> str:
 
 
 def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
-    """The sections that the terminal shows: a table of numbers, and a table of messages."""
+    """Sections for the terminal: a table of numbers, and a table of messages between ranks."""
     each = list(found.values())
     first = each[0]
     ranks = " x ".join(f"{name} {size}" for name, size in first.mesh.items())

@@ -1,4 +1,4 @@
-"""The sections of an explanation: titled tables of plain text, for the terminal and for the HTML page."""
+"""Sections of an explanation: titled tables of plain text, for the terminal and for the HTML page."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LAYER_COLUMNS = ("layer", "out x in", "recipe", "GEMMs", "really run in")
 
 
 def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
-    """Rows whose first cell is a layer's name; equal layers are one row."""
+    """Merge rows of equal layers into one; the first cell of a row is a layer's name."""
     return tuple((name, *rest) for name, rest in folded((str(row[0]), row[1:]) for row in rows))
 
 
 def _runs(gemm: GemmExplanation) -> Cell:
-    """The cell for the formats in which a GEMM runs; its reason becomes a note."""
+    """Table cell with the formats in which a GEMM runs; its detail becomes a note."""
     if gemm.status in (ABSENT, UNPROVEN):
         return Note(gemm.detail, gemm.status)
     if gemm.status == FELL_BACK:
@@ -45,7 +45,7 @@ def _runs(gemm: GemmExplanation) -> Cell:
 
 
 def _layer_content(layer: LayerExplanation) -> tuple[Any, ...]:
-    """The cells of a layer without its name: size, recipe, and the formats in which its GEMMs run."""
+    """A layer's table cells except its name: size, recipe, formats of its GEMMs, whether one fell back."""
     ways: dict[Cell, list[str]] = {}
     for gemm in layer.gemms:
         ways.setdefault(_runs(gemm), []).append(gemm.gemm)
@@ -88,7 +88,7 @@ def _sends(sent: Sends) -> Section:
 
 
 def _small(found: Explanation) -> Section:
-    """The section on layers in FP8 that the default filter would leave out on the GPU."""
+    """Section on layers in FP8 that the default filter would leave in high precision on the GPU."""
     rows = _folded(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers
@@ -182,10 +182,10 @@ def _roofline(bound: Roofline, gpu: GpuExplanation | None) -> Section:
 
 
 def graph_sections(found: Explanation) -> Iterator[Section]:
-    """The sections about a model's graphs; the first one answers whether the model runs in FP8.
+    """Yield sections about a model's graphs; the first one answers whether the model runs in FP8.
 
     Args:
-        found: The explanation to show; it need not have code for a GPU yet.
+        found: The explanation to show; code for a GPU need not be generated yet.
     """
     answer = (found.verdict, *filter(None, [found.gain]))
     lines = (*answer, *(f"FELL BACK: {line}" for line in found.fell_back))
@@ -202,7 +202,7 @@ def graph_sections(found: Explanation) -> Iterator[Section]:
 
 
 def gpu_sections(found: Explanation) -> Iterator[Section]:
-    """The sections about the code for a GPU, or why there is no code; none if no GPU was asked for.
+    """Yield sections about the code for a GPU, or why there is none; nothing if no GPU was asked for.
 
     Args:
         found: The explanation to show.

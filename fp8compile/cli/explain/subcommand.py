@@ -41,7 +41,7 @@ log: logging.Logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``explain`` to the command."""
+    """Add the subcommand ``explain`` to the argument parser."""
     parser = subparsers.add_parser(
         "explain", help="say what of a model really runs in FP8", description=DESCRIPTION, epilog=EXIT_CODES,
         allow_abbrev=False,
@@ -89,7 +89,7 @@ def _convert(model: Any, name: str, experts: str | None) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise a `UserError` if the page can't be written, before minutes are spent on the explanation."""
+    """Raise a `UserError` if the HTML page can't be written, before minutes are spent on the explanation."""
     is_new = not path.exists()
     try:
         path.open("a", encoding="utf-8").close()
@@ -100,7 +100,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _target(parsed: argparse.Namespace) -> Target:
-    """Load the model and its inputs. Output of the user's code goes to standard error, ours to standard output."""
+    """Load the model and its inputs; what the user's code prints goes to standard error."""
     from fp8compile.cli.explain.fake_ranks import check_spread
     from fp8compile.cli.explain.target import load_target
 
@@ -115,7 +115,7 @@ def _target(parsed: argparse.Namespace) -> Target:
 
 
 def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation, None, None]:
-    """Explain the model."""
+    """Explain the model step by step; yields the explanation after each step."""
     from fp8compile.testing.explain import explain_in_steps
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -133,7 +133,7 @@ def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation,
 
 
 def _memory(parsed: argparse.Namespace, target: Target) -> dict[str, MemoryReport]:
-    """The memory of a training step, by the model's name in the table: as TARGET gives it, and without FP8."""
+    """Memory reports of a training step, by column name: the model as TARGET makes it, and without FP8."""
     from fp8compile.testing.memory import memory_beside_unconverted
 
     log.info("generating code for its memory")

@@ -1,4 +1,4 @@
-"""Loads the TARGET of `fp8compile explain`: a model and its inputs, by a name from the command line."""
+"""Loads the TARGET of `fp8compile explain`: a model and its inputs, named on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WANTED = "(model, args) or (model, args, kwargs), or a torch.nn.Module with exam
 
 @dataclass(frozen=True)
 class Target:
-    """A model, and the arguments of a call.
+    """A model, and the arguments to call it with.
 
     Attributes:
         name: TARGET, as the user typed it.
@@ -45,11 +45,11 @@ class Target:
     kwargs: dict[str, Any]
 
     def try_out(self) -> bool | None:
-        """Call the model once, so that inputs that don't fit it are found before a compiler fails on them.
+        """Call the model once, so that wrong inputs raise here and not in a compiler.
 
         Returns:
-            Whether the model has to be called with values. None if it has to and has none, on the meta device; the
-            explanation then says what is wrong.
+            Whether the model can only be called with real values. None if it needs values but is on the meta device;
+            the explanation then says what is wrong.
 
         Raises:
             UserError: The call fails.
@@ -110,7 +110,7 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 
 def found_at(text: str) -> Any:
-    """The object that ``package.module:name``, ``FILE.py:name`` or ``FILE.py`` names.
+    """Import the object that ``package.module:name``, ``FILE.py:name`` or ``FILE.py`` names.
 
     ``FILE.py`` alone means the first of ``DEFAULT_NAMES`` that the file has.
     """
@@ -130,7 +130,7 @@ def found_at(text: str) -> Any:
 
 
 def _called(text: str, value: Any) -> Any:
-    """Call a function or a class without arguments, and return the result."""
+    """Call a function or a class without arguments, and return the result; failures raise a `UserError`."""
     with running(f"{text}: calling it without arguments"):
         return value()
 

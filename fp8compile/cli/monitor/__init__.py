@@ -1,4 +1,4 @@
-"""`fp8compile monitor`: draws what `fp8compile.Monitor` read in a run."""
+"""`fp8compile monitor`: plots the statistics that `fp8compile.Monitor` recorded in a run."""
 
 from fp8compile.cli.monitor.subcommand import add_parser
 

@@ -1,4 +1,4 @@
-"""Charts of a run's readings, drawn by matplotlib: each a figure that becomes a PNG, and an SVG inside of the page."""
+"""Matplotlib charts of a run's monitor readings, as PNG files and as SVGs in the HTML page."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _grid(rows: Rows) -> Any:
 
 
 def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Rows]) -> dict[str, Rows]:
-    """For each operand, its rows by layer; operands with equal rows, whose codes are the same, share a panel."""
+    """Rows of a statistic by layer, for each operand; operands with equal rows share a panel."""
     panels: dict[str, Rows] = {}
     for operand in readings.operands(statistic):
         rows = rows_of(operand, statistic)
@@ -129,7 +129,7 @@ def _heat_map(readings: Readings, statistic: str, norm: Callable[[list[Any]], An
 
 @dataclass(frozen=True)
 class _Scale:
-    """A color scale: matplotlib's norm, a function from a grid of numbers to the numbers to draw, and a label."""
+    """A color scale: matplotlib's norm, a function that prepares numbers for drawing, and a label."""
 
     norm: Any
     shown: Callable[[Any], Any]
@@ -137,7 +137,7 @@ class _Scale:
 
 
 def _shares(grids: list[Any]) -> _Scale:
-    """A logarithmic color scale for shares; a share of 0 is drawn like the smallest positive one."""
+    """Logarithmic color scale for shares; 0 gets the color of the smallest positive share."""
     import numpy
     from matplotlib.colors import LogNorm
 
@@ -149,7 +149,7 @@ def _shares(grids: list[Any]) -> _Scale:
 
 
 def _decibels(grids: list[Any]) -> _Scale:
-    """A linear color scale for decibels; an infinite ratio (no error) is drawn like the largest finite one."""
+    """Linear color scale for decibels; an infinite ratio (no error) is drawn like the largest finite one."""
     import numpy
     from matplotlib.colors import Normalize
 
@@ -192,7 +192,7 @@ def _bad_steps(readings: Readings) -> list[int]:
 
 
 def _ranges(readings: Readings) -> Any:
-    """A chart of the powers of two between an operand's largest and smallest magnitude, beside the formats' ranges."""
+    """Bar chart of each operand's dynamic range (max / min magnitude, powers of two) and the formats'."""
     panels = _panels(readings, "range", readings.last)
     figure = _figure(max(map(len, panels.values())), len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -215,7 +215,7 @@ def _ranges(readings: Readings) -> Any:
 
 
 def _exponents(readings: Readings) -> Any:
-    """A chart of the share of codes in each exponent field."""
+    """Chart of the share of codes in each exponent field."""
     import numpy
     from matplotlib.colors import LogNorm
 
@@ -243,7 +243,7 @@ def _exponents(readings: Readings) -> Any:
 
 
 def charts(readings: Readings) -> Iterator[Chart]:
-    """All charts for which a run's readings have statistics."""
+    """Yield a chart for each statistic that the readings contain."""
     if readings.curves:
         marked = " Dashed lines: steps with NaN or infinite elements." if _bad_steps(readings) else ""
         yield Chart("curves", "Curves", f"The other numbers of the readings.{marked}", _losses(readings))
@@ -263,7 +263,7 @@ def charts(readings: Readings) -> Iterator[Chart]:
 
 
 def png_of(chart: Chart) -> bytes:
-    """The chart as a PNG with a white background."""
+    """Render a chart as a PNG with a white background."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -273,7 +273,7 @@ def png_of(chart: Chart) -> bytes:
 
 
 def _inked(figure: Any) -> None:
-    """Draw all text and axes in a placeholder color, which `svg_of` replaces by the color of the page's text."""
+    """Give text and axes a placeholder color, which `svg_of` replaces by the page's text color."""
     from matplotlib.axis import Axis
     from matplotlib.spines import Spine
     from matplotlib.text import Text
@@ -288,7 +288,7 @@ def _inked(figure: Any) -> None:
 
 
 def svg_of(chart: Chart) -> str:
-    """The chart as an SVG element whose text and axes have the color of the text around it, without a background."""
+    """Render a chart as an SVG element with transparent background, in the page's text color."""
     library = _matplotlib()
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 

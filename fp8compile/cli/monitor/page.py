@@ -1,4 +1,4 @@
-"""Writes the readings of a run as one self-contained HTML page, without external scripts, fonts or images."""
+"""Builds the self-contained HTML page on a run's readings, without external scripts or images."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def _figure(chart: Chart) -> str:
 
 
 def page(title: str, sections: Sequence[Section], charts: Sequence[Chart]) -> str:
-    """The HTML of the page.
+    """HTML text of the page.
 
     Args:
-        title: Its title.
+        title: Title of the page.
         sections: Sections of text and tables above the charts.
         charts: The charts.
     """

@@ -1,4 +1,4 @@
-"""The readings of a run, from JSON lines: one flat dict a reading, as docs/monitor.md describes it.
+"""Loads the monitor's readings of a run from JSON lines, one flat dict each (docs/monitor.md).
 
 A line has ``step`` and entries ``fp8/<layer>/<operand>/<statistic>``; its other numbers, such as ``loss``, are curves.
 """
@@ -29,9 +29,9 @@ class Readings:
     Attributes:
         source: The file.
         steps: Step of each reading.
-        values: For each (layer, operand, statistic), a value for each reading; None if it has none.
+        values: For each (layer, operand, statistic), a value per reading; None if a reading has none.
         curves: For each other number, the step and the value of each line that has it.
-        notes: What was left out, in words.
+        notes: Parts of the file that were skipped, in words.
     """
 
     source: Path
@@ -46,11 +46,11 @@ class Readings:
         return list(dict.fromkeys(layer for layer, _, _ in self.values))
 
     def operands(self, statistic: str) -> list[str]:
-        """The operands that have a statistic, in the order of their first appearance."""
+        """The operands for which a statistic was recorded, in the order of their first appearance."""
         return list(dict.fromkeys(operand for _, operand, name in self.values if name == statistic))
 
     def rows(self, operand: str, statistic: str) -> dict[str, list[Any]]:
-        """The values of a statistic by layer, for the layers that have it for this operand."""
+        """Values of a statistic of an operand, one per reading, by layer."""
         return {
             layer: self.values[layer, operand, statistic]
             for layer in self.layers
@@ -58,7 +58,7 @@ class Readings:
         }
 
     def last(self, operand: str, statistic: str) -> dict[str, Any]:
-        """For each layer, the value of a statistic for an operand in the last reading that has one."""
+        """Latest value of a statistic of an operand, by layer."""
         found = {
             layer: next((each for each in reversed(row) if each is not None), None)
             for layer, row in self.rows(operand, statistic).items()
@@ -114,11 +114,11 @@ def _matches(layer: str, patterns: Iterable[str]) -> bool:
 
 
 def load_readings(run: Path, *, layers: Iterable[str] = ("*",)) -> Readings:
-    """Read the readings of a run.
+    """Load the readings of a run.
 
     Args:
         run: The file with JSON lines, or a folder with one such file or ``monitor.jsonl``.
-        layers: Patterns of fnmatch that names of layers match.
+        layers: fnmatch patterns; only layers whose names match one are loaded.
 
     Raises:
         UserError: There is no such file, a line is no JSON or has no step, or no layer has statistics.

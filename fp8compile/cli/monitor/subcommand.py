@@ -18,7 +18,7 @@ log: logging.Logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``monitor`` to the command."""
+    """Add the subcommand ``monitor`` to the argument parser."""
     parser = subparsers.add_parser(
         "monitor", help="draw the statistics that a run's monitor read", description=DESCRIPTION, allow_abbrev=False
     )

@@ -1,4 +1,4 @@
-"""Lists what is remarkable in a run's readings: first NaN, then operands that saturate, underflow or are coarse."""
+"""Finds notable readings of a run: first NaN, then operands that saturate, underflow or are imprecise."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _extremes(readings: Readings, statistic: str, *, least: bool) -> Iterator[tu
 
 
 def summary(readings: Readings) -> Section:
-    """A table of what is remarkable in the readings; rows about NaN are highlighted.
+    """Table of notable readings; rows about NaN are highlighted.
 
-    Only the first step with NaN or infinite elements is listed, because later ones follow from it.
+    Only the first step with NaN or infinite elements is listed, because it usually causes later ones.
     """
     rows: list[tuple[str, ...]] = [each[:3] for each in _nonfinite(readings)]
     loud = frozenset(range(len(rows)))

@@ -1,4 +1,4 @@
-"""torchtitan's models in FP8: `convert` takes a ``Trainer.Config`` and returns one that trains in FP8.
+"""FP8 training of torchtitan's models: `convert` returns a ``Trainer.Config`` that trains in FP8.
 
 ```python
 from torchtitan.models.llama3.config_registry import llama3_8b

@@ -1,7 +1,7 @@
-"""Config classes that build the same object as another config, and then change it.
+"""Subclasses of torchtitan config classes that build the same object and then change it.
 
-A torchtitan config builds the class that it is nested in, and so does a subclass of the config. So code that checks
-the type of a config, or of the object that it builds, sees no difference.
+A torchtitan config builds an instance of the class that contains it; a subclass of the config does the same. Code that
+checks the type of a config, or of the built object, therefore still works.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["Change", "building"]
 
 
 class Change(Protocol):
-    """A change that is made to a built object. Implementations are hashable; logs of the config show ``to_dict()``."""
+    """Protocol of a change to a built object; implementations are hashable."""
 
     def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> Any:
-        """Call ``plain.build(config, **kwargs)``, and change the result."""
+        """Call ``plain.build(config, **kwargs)``, change the result, and return it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The change as plain values, for logs."""
+        """Description of the change as plain values, for logs of the config."""
 
 
 @cache
@@ -38,11 +38,11 @@ def _class(plain: type[Any]) -> type[Any]:
 
 
 def building(config: Any, change: Change) -> Any:
-    """A copy of a config whose ``build`` also makes a change.
+    """Copy a config so that its ``build`` also applies a change.
 
     Args:
         config: A ``Configurable.Config`` of torchtitan.
-        change: The change, whose ``build`` is called. The copy keeps it in the field ``float8``.
+        change: The change, whose ``build`` is called. The copy stores it in the field ``float8``.
     """
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
     return _class(type(config))(**given, float8=change)  # type: ignore[arg-type]  # classes are hashable

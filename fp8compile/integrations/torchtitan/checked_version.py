@@ -1,4 +1,4 @@
-"""Checks that torchtitan has a version that this package is written for, because its configs change."""
+"""Raises an ImportError on import unless torchtitan has a known version, because its configs change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TO_DO = (
 
 
 def check_version() -> None:
-    """Raise an ImportError unless torchtitan is installed in a known version; a local suffix (+...) is ignored."""
+    """Raise an ImportError unless a known torchtitan version is installed; ignores local suffixes (+...)."""
     try:
         installed = version("torchtitan")
     except PackageNotFoundError as error:

@@ -1,4 +1,4 @@
-"""convert: turns torchtitan's config of a training into the config of the same training in FP8."""
+"""convert: turns torchtitan's training config into the config of the same training in FP8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["convert"]
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Tells torchtitan's metrics that the model is quantized, so that they leave out the share of the bf16 peak.
+    """Makes torchtitan's metrics treat the model as quantized, so that they omit MFU (relative to bf16).
 
     torchtitan itself only recognizes its own quantized classes.
     """
@@ -38,12 +38,12 @@ def convert(
     keep_ends: int = 0,
     fsdp_float8_all_gather: bool = False,
 ) -> Trainer.Config:
-    """Return the config of the same training in FP8; the given config is not changed.
+    """Return a config for the same training in FP8; the given config is not changed.
 
     Args:
         config: A config as torchtitan's registries return it.
         recipe: A recipe, or recipes by name pattern, as `fp8compile.convert` takes them.
-        filter: Which layers to convert; None leaves out layers that FP8 can't help.
+        filter: Which layers to convert; None excludes layers that FP8 can't help.
         keep_ends: Number of blocks at each end of the model that stay in high precision.
         fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes, for recipes that allow it. With one rank
             nothing is gathered.

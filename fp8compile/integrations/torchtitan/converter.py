@@ -1,4 +1,4 @@
-"""Converts a model config of torchtitan: `fp8compile.convert` is applied to the model that it builds."""
+"""Converter for torchtitan's model configs: applies `fp8compile.convert` to the built model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _shown(recipe: Recipes) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Conversion:
-    """Builds a model and converts it, on the device that it is built on; torchtitan builds on the meta device."""
+    """Builds a model and converts it, on the device of the build (torchtitan uses the meta device)."""
 
     recipe: Recipes
     filter: Filter | None
@@ -50,10 +50,10 @@ class _Conversion:
 
 
 class Float8Converter(QuantizationConverter):
-    """A quantization converter, an entry of ``converters`` in torchtitan's model registries.
+    """Quantization converter to FP8, for the list ``converters`` in torchtitan's model registries.
 
-    The model's linears and modules of experts are converted to FP8 when the model is built, by `fp8compile.convert`.
-    Routers stay in high precision. ``fp8compile.conversion_report`` says which layers are left out, and why.
+    When the model is built, `fp8compile.convert` converts its linears and modules of experts to FP8. Routers stay in
+    high precision. ``fp8compile.conversion_report`` lists layers that are left out, with reasons.
 
     `fp8compile.integrations.torchtitan.convert` applies this converter, and also changes the rest of the training's
     config.
@@ -78,7 +78,7 @@ class Float8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """Return the config of the same model in FP8; the given config is not changed.
+        """Return a config for the same model in FP8; the given config is not changed.
 
         Args:
             model_config: Config of the whole model.

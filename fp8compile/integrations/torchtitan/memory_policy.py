@@ -1,4 +1,4 @@
-"""A memory policy for torchtitan's GraphTrainer by which saved tensors become codes."""
+"""Memory policy for torchtitan's GraphTrainer that saves tensors for the backward as codes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["register_memory_policy"]
 def register_memory_policy(
     saved: SavedAsCodes | None = None, *, name: str = "saved_as_codes", base: str = "default"
 ) -> str:
-    """Register a memory policy with GraphTrainer; its config takes the name, ``config.compile.memory_policy = name``.
+    """Register a memory policy with GraphTrainer; select it by ``config.compile.memory_policy = name``.
 
-    Another policy says first what is saved and what is made again. Of what it saves, the chosen tensors are saved as
-    codes: values are made of them in the backward.
+    The policy runs another policy, ``base``, which decides what is saved and what is recomputed. Chosen tensors among
+    the saved ones are then saved as codes, and dequantized in the backward.
 
     Args:
-        saved: What becomes codes; None for `SavedAsCodes()`.
-        name: The name of the policy.
-        base: The name of the policy that comes first. One that offloads moves no tensor that becomes codes.
+        saved: Which tensors become codes, and how; None for `SavedAsCodes()`.
+        name: Name of the new policy.
+        base: Name of the policy that runs first. If it offloads, tensors that become codes are not offloaded.
 
     Returns:
-        The name.
+        ``name``.
 
     Raises:
         TypeError: ``saved`` is no `SavedAsCodes`.

@@ -1,7 +1,7 @@
-"""Wraps torchtitan's function that spreads a model over ranks, for a converted model.
+"""Wrapper of torchtitan's ``parallelize_fn`` for a converted model.
 
-A ``parallelize_fn`` of torchtitan takes these steps. Only activation checkpointing is passed to it as an object, so
-`fsdp_float8_all_gather` runs as a part of that object:
+A ``parallelize_fn`` takes these steps. Only activation checkpointing is passed to it as an object, so this module runs
+`fsdp_float8_all_gather` as a part of that object:
 
     tensor and expert parallel -> activation checkpointing -> torch.compile of each block -> fully_shard
                                   ^ fsdp_float8_all_gather
@@ -38,7 +38,7 @@ NO_CODES = (
 
 @dataclass(frozen=True)
 class _BeforeCompile:
-    """Applies a policy of activation checkpointing (or none), after FP8 weights are prepared for FSDP2's gathers."""
+    """Prepares FP8 weights for FSDP2's gathers, then applies a policy of activation checkpointing, if any."""
 
     policy: ActivationCheckpointing | None
     gather: bool
@@ -52,7 +52,7 @@ class _BeforeCompile:
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """A config of activation checkpointing for a model in FP8. Selective checkpointing keeps FP8 products too.
+    """Activation checkpointing config for FP8 models; selective checkpointing also saves GEMM results.
 
     Attributes:
         plain: The user's config; None for no checkpointing.
@@ -80,10 +80,10 @@ def _say_whose_scales(model: nn.Module, parallel_dims: ParallelDims) -> None:
 
 @dataclass(frozen=True)
 class Float8Parallelize:
-    """A ``parallelize_fn`` for a model in FP8. It calls the model's own function, and adds three things.
+    """A ``parallelize_fn`` for a model in FP8; calls the model's own function, with three additions.
 
-    - With delayed scaling, all ranks that have parts of the same tensors share one state.
-    - ``SelectiveAC`` keeps the products of FP8 layers, ``fp8compile.ops.GEMM_OPS``.
+    - With delayed scaling, all ranks that have parts of the same tensors share one scaling state.
+    - ``SelectiveAC`` also saves the results of FP8 layers (``fp8compile.ops.GEMM_OPS``).
     - FSDP2 gathers weights as codes, if that is asked for and FSDP is enabled.
 
     Attributes:
@@ -95,7 +95,7 @@ class Float8Parallelize:
     fsdp_float8_all_gather: bool = False
 
     def __call__(self, model: nn.Module, *, parallel_dims: ParallelDims, ac_config: Any, **kwargs: Any) -> nn.Module:
-        """Parallelize a model, as torchtitan calls it.
+        """Parallelize a model and return it; takes the arguments that torchtitan passes.
 
         Raises:
             ValueError: Weights are to be gathered as codes, and torchtitan's ``spmd_backend`` is not partial_dtensor.

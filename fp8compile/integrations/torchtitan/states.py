@@ -1,4 +1,4 @@
-"""Tells torchtitan and the layers how states of delayed scaling lie over ranks."""
+"""Declares the distribution of delayed-scaling states over ranks, to torchtitan and to the layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _with_state(model: nn.Module) -> Iterator[Linear]:
 
 
 def declare_states(model: nn.Module) -> None:
-    """Declare each layer's state of delayed scaling as replicated, in the sharding config that torchtitan reads."""
+    """Declare each layer's delayed-scaling state as replicated, in torchtitan's sharding config."""
     for layer in _with_state(model):
         sharding: Any = layer._sharding_config
         if sharding is not None:
@@ -34,7 +34,7 @@ def declare_states(model: nn.Module) -> None:
 
 
 def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
-    """The process group that reduces a tensor's amaxes, besides the DTensor's mesh; None if it has no other rank."""
+    """Process group that reduces amaxes, besides the DTensor's mesh; None if no other rank takes part."""
     if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
         mesh = parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
@@ -48,7 +48,7 @@ def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
 
 
 def share_states(model: nn.Module, parallel_dims: ParallelDims) -> None:
-    """Reduce amaxes of delayed scaling over all ranks that have a part of the same tensor.
+    """Make delayed scaling reduce amaxes over all ranks that have a part of the same tensor.
 
     Args:
         model: A model that is built and not parallelized yet.

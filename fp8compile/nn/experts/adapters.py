@@ -21,12 +21,12 @@ def takes_additions(module: nn.Module) -> bool:
 
 
 def add_to_product(module: nn.Module, weight: str, added: Added) -> None:
-    """Add the result of ``added`` to each product with a weight of a module's experts; replaces an earlier one."""
+    """Add the result of ``added`` to each product with a weight of a module's experts; replaces earlier ones."""
     vars(module).setdefault(NAME, {})[weight] = added
 
 
 def no_longer_add(module: nn.Module, weight: str) -> None:
-    """Leave products with a weight as they are again, after `add_to_product`."""
+    """Undo `add_to_product` for a weight of a module."""
     vars(module).get(NAME, {}).pop(weight, None)
 
 

@@ -1,4 +1,4 @@
-"""The class of a converted module of another library: a subclass of its class whose method multiplies in FP8."""
+"""The FP8 class of a module of another library: a subclass of the module's class, which multiplies in FP8."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class ConvertedModule(CodesInState, MadeClass):
-    """Mixin for converted modules of other libraries, whose FP8 class derives from it and from their former class.
+    """Mixin of converted modules of other libraries; their FP8 class derives from it and from their original class.
 
     Parameters and the state dict stay as they were, unless ``fp8compile.convert`` is called with
     ``quantized_parameters=True``, which makes the weights codes and scales.
@@ -80,12 +80,12 @@ class ConvertedModule(CodesInState, MadeClass):
         return bool(self._quantized_parameters())
 
     def cached_weights(self) -> dict[str, bool]:
-        """The parameters whose codes may live for a step, by name, each with whether matrices lie transposed."""
+        """Names of the parameters whose codes may be kept for a step; True if the matrices are stored transposed."""
         return {} if self._host.observed is not None else dict.fromkeys(layout_of(self).weights, is_transposed(self))
 
 
 class ConvertedExperts(ConvertedModule):
-    """Mixin for converted experts, whose FP8 class derives from it and from their former class.
+    """Mixin of converted experts; their FP8 class derives from it and from their original class.
 
     Attributes:
         dispatch_options: How rows are sent to experts on other ranks.
@@ -109,7 +109,7 @@ class ConvertedExperts(ConvertedModule):
 
 
 class ConvertedLinearLike(ConvertedModule):
-    """Mixin for converted linear layers of other libraries, which are not a ``nn.Linear``."""
+    """Mixin of converted linear layers of other libraries, whose original class is not a ``nn.Linear``."""
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
@@ -125,7 +125,7 @@ OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quanti
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a module's FP8 method, so that it first warns if FSDP was announced and does not manage the module."""
+    """Wrap a module's FP8 method, so that it first calls `warn_if_not_sharded`."""
 
     @wraps(replacement)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

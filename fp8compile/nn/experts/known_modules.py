@@ -78,7 +78,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
-    """The quantizer for a module's matrices as they are in memory; transposed if the module keeps them transposed."""
+    """The quantizer for a module's matrices as they are stored: transposed if the module stores them transposed."""
     return quantizer.transposed() if is_transposed(module) else quantizer
 
 
@@ -94,5 +94,5 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """The name of the method, given by the module's `Host`, in which a module multiplies by its matrices."""
+    """The name of the method in which a module multiplies by its matrices, from the module's `Host`."""
     return _host(module).method

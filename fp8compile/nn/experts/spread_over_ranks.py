@@ -1,4 +1,4 @@
-"""Spread experts over ranks; the placements of their parameters tell over which ranks."""
+"""Spread experts over ranks (expert parallelism): their parameters become DTensors, whose placements show how."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | 
     Args:
         module: A module whose own parameters are stacks, (experts, ...); converted or not.
         mesh: A mesh with one dim. The number of experts is a multiple of its ranks.
-        src_data_rank: The rank whose values are sent to all ranks; None if each rank cuts its own values.
+        src_data_rank: The rank whose values are sent to all ranks; None if each rank takes its part of its own values.
 
     Raises:
-        ValueError: The mesh has more than one dim, or the number of experts is not a multiple of its ranks.
+        ValueError: The mesh has more than one dim, or the number of experts is not a multiple of the mesh's ranks.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 

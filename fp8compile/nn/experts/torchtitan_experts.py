@@ -24,7 +24,7 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
 
 
 def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
-    """Names for observed products by the shape of one matrix; stacks of equal shape share a name.
+    """Map the shape of one matrix to a name for observed products; stacks of equal shape share a name.
 
     A call shows only the shape of a stack, and not which of the module's stacks it is.
     """

@@ -74,7 +74,7 @@ def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's share, about (tokens / R, ...), of a tensor that all R ranks of a mesh have.
 
-    If all of them sent all tokens, each token would count R times in the experts' gradients.
+    If all ranks sent all tokens, each token would count R times in the experts' gradients.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -83,7 +83,7 @@ def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
-    """Gather the shares of all ranks, as `_own_share` cuts them, to (tokens, features) on each rank."""
+    """Gather the shares of all ranks, as `_own_share` made them, to (tokens, features) on each rank."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     shape = Size((tokens, local.shape[1]))

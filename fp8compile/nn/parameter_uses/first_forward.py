@@ -61,7 +61,7 @@ RUNNING = _Running()
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Context in which no forward counts as the first one, and nothing is warned about: the caller reports uses."""
+    """Context in which no forward counts as the first one, and no warning is issued: the caller reports uses."""
     before, RUNNING.is_untold = RUNNING.is_untold, True
     try:
         yield
@@ -81,7 +81,7 @@ def watched(model: nn.Module) -> Iterator[Watching]:
 
 
 def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: bool) -> None:
-    """Watch the next forward of a model that convert was given, in which it has converted ``layers``.
+    """Watch the next forward of a model in which `convert` has converted ``layers``.
 
     If ``strict``, a forward that multiplies a layer's weight outside of the layer raises, instead of warning.
     """

@@ -60,7 +60,7 @@ def _name_and_namespace(op: Any) -> tuple[str, str]:
 
 
 def _kind_of(op: Any) -> Kind:
-    """The kind of use of a parameter that an operator takes together with data."""
+    """The kind of use if an operator takes a parameter together with data."""
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in OPS:
         return Kind.FLOAT8
@@ -70,7 +70,7 @@ def _kind_of(op: Any) -> Kind:
 
 
 def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
-    """The value of an operator's result, and the parameters that meet data in it by kind of use.
+    """Find the value of an operator's result, and which parameters it combines with data, by kind of use.
 
     ``operands`` are the values of the operator's tensor arguments.
     """

@@ -19,7 +19,7 @@ __all__ = ["Owners", "memory_of", "tensors_in", "users_of_parameters"]
 
 
 def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """For each parameter of a model, the modules that have it, in the order of ``model.modules()``."""
+    """For each parameter of a model, the modules that hold it, in the order of ``model.modules()``."""
     users: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

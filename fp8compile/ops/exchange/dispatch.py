@@ -9,7 +9,7 @@ Each op is the gradient of the other. Arguments of both after the rows:
     received    (R, E), int64: number of rows that each rank has for each expert of this rank
     sizes       (2, R), int64, on the host: the sums of `sent` and of `received` over experts, the lengths of messages;
                 None: all messages have the same length, and unused places hold zeros
-    length      number of rows that come out; None: as many as arrive
+    length      number of rows of the result; None: as many as arrive
     slot        (dispatch) the recipe's field for the rows, "input" or "grad_output"
     recipe      decides whether rows, or the gradient of combine, are sent as codes: see `sent_as`
     group       name of the group; ignored if R is 1

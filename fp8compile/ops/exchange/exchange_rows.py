@@ -1,6 +1,6 @@
-"""fp8compile::exchange_rows: each rank gets the rows that the other ranks have for it.
+"""fp8compile::exchange_rows: send rows to the other ranks of a group, and return the rows received.
 
-The host holds the numbers of rows, because it needs them to send messages. The number of rows that arrive is an
+The numbers of rows are on the host, which needs them to send messages. The number of rows that arrive is an
 unbacked symbol of the graph, and no guard depends on it.
 """
 

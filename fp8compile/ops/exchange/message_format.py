@@ -1,8 +1,7 @@
 """The format in which rows are sent as codes: codes and scales of each row side by side, as bytes, in one message.
 
-Rows are sent in their own dtype if another product reads them in high precision, because codes would be sent in
-addition. So are rows of recipes with two levels of scales, whose codes need the amax of an expert's rows from all
-ranks first.
+Rows are sent in their own dtype in two cases: another product reads them in high precision, so codes would be an extra
+message; or the recipe has two levels of scales, whose codes first need the amax of an expert's rows on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
-    """The quantizer of rows that are sent as codes; None for rows that are sent in their own dtype.
+    """The quantizer with which rows are sent as codes; None if rows are sent in their own dtype.
 
     ``slot`` is the recipe's field for the rows, ``"input"`` or ``"grad_output"``.
     """

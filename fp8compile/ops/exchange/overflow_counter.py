@@ -1,4 +1,4 @@
-"""fp8compile::counted: adds to a counter, but not in a forward that activation checkpointing repeats."""
+"""fp8compile::counted: add to a counter, except in a forward that activation checkpointing repeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of rows when a rank has them, when it sends them, when it receives them, and when its experts read them.
+"""The four orders of a rank's rows in expert parallelism, and the indices that move rows between these orders.
 
     rows       sorted by expert, over all ranks' experts       e0 e0 e1 e2 e2 e2 e3
     slots      in the order of the ranks to which they go      to rank 0: e0 e0 e1     to rank 1: e2 e2 e2 e3
@@ -24,16 +24,16 @@ __all__ = ["Moves", "fitting", "take"]
 
 
 def fitting(counts: Tensor, capacity: int) -> Tensor:
-    """Number of rows of each expert that fit into a capacity for each rank, (R, E) int64, from the counts of all rows.
+    """How many rows of each expert fit if each rank gets at most ``capacity`` rows, (R, E) int64.
 
-    The room for a rank is filled in the order of its experts.
+    ``counts``, (R, E), are the numbers of all rows. The room for a rank is filled in the order of its experts.
     """
     ends = counts.cumsum(1).clamp(max=capacity)
     return torch.diff(ends, dim=1, prepend=ends.new_zeros((ends.shape[0], 1)))
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Offset of each part if parts lie one after another without gaps, in the order of the flattened ``sizes``."""
+    """Offset of each part if parts of these sizes follow one another without gaps, in the shape of ``sizes``."""
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 
@@ -58,7 +58,7 @@ def take(rows: Tensor, sources: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moves:
-    """Indices that move rows between the four orders that the head of this file defines.
+    """Indices that move rows between four orders: rows, slots, buffer and grouped; see the head of `moves.py`.
 
     Attributes:
         sent: Number of rows that this rank has for each expert of each rank, (R, E) int64.
@@ -74,7 +74,7 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each receiving rank, (R,) each: where its rows begin, where its slots begin, number of rows sent."""
+        """For each receiving rank, (R,): its first row, its first slot, and the number of rows sent."""
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -82,7 +82,7 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Offsets in the buffer, offsets in grouped rows and numbers of rows, (R, E) each, by rank and expert."""
+        """For each (sending rank, expert), (R, E): offset in the buffer, offset in grouped rows, number of rows."""
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:

@@ -24,7 +24,7 @@ POWERS_OF_TWO = (
 
 
 def takes_blocks(a: Quantizer, b: Quantizer) -> bool:
-    """Whether operands have float8 codes and a scale for 128 values of the sum, or for 128 x 128 on one side."""
+    """Whether operands have float8 codes and a scale per 128 values along k; one side may have 128 x 128 tiles."""
     is_blockwise = float8_kind(a, b) == "blockwise" and a.block[1] == BLOCK
     return is_blockwise and not a.block[0] == b.block[1] == BLOCK  # at most one side has tiles
 
@@ -41,7 +41,7 @@ def _has_tiles(operand: Quantized) -> bool:
 
 
 def _block_scales(operand: Quantized, rows: int, sum_to: int) -> Tensor:
-    """Scales of blocks along the summed dim, in the layout of Hopper's GEMM."""
+    """Block scales along the summed dim, padded with 1, in the layout of Hopper's GEMM."""
     values = operand.scale_values()
     further = -values.shape[1] % max(1, sum_to // BLOCK)  # blocks of padding
     if _has_tiles(operand):

@@ -1,4 +1,4 @@
-"""Products of codes by the MX GEMM, although their scales are not a power of two for each 32 values along k.
+"""MX GEMMs for codes whose scales are not one power of two for each 32 values along k.
 
 blockwise_by_mx   blocks of 128: the exponent of a scale is repeated for each 32 values; scales are powers of two
 scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1, and the scales are applied after it
@@ -57,7 +57,7 @@ def _lacks_rows(problem: GemmProblem) -> str | None:
 
 
 def _exponents(operand: Quantized) -> Tensor:
-    """E8M0 bytes of the scales of blocks: the exponents of float32, whose bias is the same; 255 for NaN."""
+    """Block scales as E8M0 bytes: the exponent bits of the float32 scales, which have the same bias; 255 for NaN."""
     if operand.quantizer.stores_e8m0():
         return operand.scale
     # multipliers end at 2**127, so scales begin at 2**-127, which is byte 0 and the largest subnormal power of two
@@ -65,7 +65,7 @@ def _exponents(operand: Quantized) -> Tensor:
 
 
 def _block_scales(operand: Quantized) -> Tensor:
-    """Repeat the scale byte of each block of 128 values for each 32 of them and for each row, laid out in tiles."""
+    """Repeat each scale of 128 values for its four blocks of 32 and its rows; returns E8M0 bytes in tiles."""
     rows, k = operand.codes.shape
     along = _exponents(operand).repeat_interleave(BLOCK // MX_BLOCK, 1)[:, : -(-k // MX_BLOCK)]
     return swizzled(for_each_row(along, operand.quantizer.block[0], rows))

@@ -1,4 +1,4 @@
-"""Which GPU runs which product, and in which build of PyTorch: one table, from PyTorch's sources.
+"""Table of which GPU, with which build of PyTorch, runs which product; taken from PyTorch's sources.
 
 Sources, of PyTorch 2.11 to 2.15: aten/src/ATen/native/cuda/{ScaledBlas,GroupedBlas}.cpp (checks and dispatch),
 RowwiseScaledMM.cu, ScaledGroupMM.cu and cmake/Codegen.cmake (for which GPUs a kernel is built),
@@ -119,7 +119,7 @@ class Product:
         name: Name of the product, as in the tables of GEMMs.
         gates: The kernels, in the order in which PyTorch tries them.
         needs: Beginning of the error text that says on which GPUs the product runs.
-        recipe: Name of the ready recipe whose products it is.
+        recipe: Name of the ready recipe that uses the product.
         is_grouped: Whether it is a product of experts, group by group.
     """
 
@@ -258,7 +258,7 @@ def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
 
 
 def advice(target: Target, *, is_grouped: bool = False) -> str:
-    """A sentence that says what to do where a product does not run; it names the ready recipes that a GPU has.
+    """A sentence for errors that names the ready recipes that run on a GPU, for a product that does not run there.
 
     Args:
         target: The GPU.

@@ -61,7 +61,7 @@ def select_gemm(
 
 
 def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply two quantized matrices (m, k) and (k, n) to a contiguous product in ``out_dtype``; zeros if k is 0."""
+    """Multiply quantized matrices (m, k) and (k, n), contiguous product in ``out_dtype``; zeros if k is 0."""
     (m, k), (_, n) = a.shape, b.shape
     gemm = selected_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
     if _compat.any_is_zero((m, k, n)):

@@ -33,7 +33,7 @@ LARGEST_CODE = 6.0  # of e2m1; the amax of a block that has it decides the block
 
 
 def offsets() -> Tensor:
-    """Ends of three groups of rows, (3,) int32; the second group is empty, and some rows belong to none."""
+    """Ends of three groups of rows, (3,) int32; the second group is empty, and some rows follow the last group."""
     return torch.tensor(GROUP_SIZES, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
@@ -156,14 +156,14 @@ def _with_block(quantizer: Quantizer, block: tuple[int, int]) -> Quantizer:
 
 
 def _with_largest(x: Tensor) -> Tensor:
-    """Put the largest code into each block of 16 along dim 0, so that the amax, from which the op scales, is known."""
+    """Put the largest code into each block of 16 along dim 0, which makes the block's amax known."""
     x = x.clone()
     x[::16] = LARGEST_CODE
     return x
 
 
 def _two_levels(x: Tensor, quantizer: TwoLevelScaling, ends: Tensor, *, along_rows: bool) -> Exact:
-    """Quantize tokens (R, features) by outer amaxes that give each group a power of two as its outer scale."""
+    """Quantize tokens (R, features) with outer amaxes for which each group's outer scale is a power of two."""
     exponents = torch.arange(len(GROUP_SIZES)) - 1
     values = x.clone()
     for group, (own, _) in enumerate(spans(ends, 1)):

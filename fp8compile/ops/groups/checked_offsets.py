@@ -1,4 +1,4 @@
-"""fp8compile::checked_offsets: returns the ends of groups unchanged, or raises if they can't be ends of groups.
+"""fp8compile::checked_offsets: return offsets of groups unchanged, or raise if they are not valid.
 
 The op checks when the graph runs, because sizes of groups are data. A CPU raises. A GPU stops by an assertion on the
 device, and the host does not wait for it.

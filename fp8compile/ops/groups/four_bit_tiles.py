@@ -3,7 +3,7 @@
     tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
     columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
 
-Scales lie in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). The tile of zeros for a group without
+Scales are in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). The tile of zeros for a group without
 tokens gives its grad_weight of zeros; without it the GEMM would leave the result unwritten.
 
 Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`.
@@ -28,7 +28,7 @@ def tile_columns(rows: int, groups: int) -> int:
 
 
 def tile_ends(offsets: Tensor) -> Tensor:
-    """End of each group among the columns, (E,) int32. A group begins where the group before it ends."""
+    """End of each group among the columns, (E,) int32. A group begins at the end of the previous group."""
     tiles = ((sizes_of_groups(offsets) + (TILE_ROWS - 1)) // TILE_ROWS).clamp(min=1)
     return (tiles * TILE_ROWS).cumsum(0, dtype=torch.int32)
 
@@ -44,8 +44,7 @@ def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
 def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Tensor:
     """The scales of each row, (rows, blocks), from the tiles of all groups; the host reads no size of a group.
 
-    ``tiles`` are bytes (C, at least blocks), those of each group after those of the group before it. A row after the
-    last group gets an arbitrary scale.
+    ``tiles`` are bytes (C, at least blocks), group after group. A row after the last group gets an arbitrary scale.
     """
     group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
     first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))

@@ -1,4 +1,4 @@
-"""fp8compile::group_cast: casts tokens by the multipliers of their groups, to transposed codes in padded columns.
+"""fp8compile::group_cast: cast tokens by their groups' multipliers, to transposed codes in padded columns.
 
 On a GPU it is one Triton kernel. On a CPU it runs the quantizer's own cast of each group's rows.
 """
@@ -64,7 +64,7 @@ def _counted_fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Qua
 
 
 def _counted_kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
+    """Run `group_cast`, and also count for each group, int64 (1, 3, E); see `fp8compile.ops.counting_kernels`."""
     how = x, offsets, multiplier, quantizer
     if target_of(x.device).type == "cpu":
         return _group_by_group(*how), counts_of_groups(x, offsets, (quantizer,), multiplier)

@@ -1,4 +1,4 @@
-"""fp8compile::group_quantize: transposed codes of tokens, and scales of blocks of tokens that begin with each group.
+"""fp8compile::group_quantize: transposed codes of tokens, and scales of token blocks; each group begins a new block.
 
     tokens, blocks of 4     a a a a a a b b b b b . .
     columns of codes        a a a a a a 0 0 b b b b b 0 0 0
@@ -30,7 +30,7 @@ __all__ = ["empty_outputs", "group_quantize"]
 
 
 def empty_outputs(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Returns codes (K, C) and scales (C / block, K) without values."""
+    """Uninitialized codes (K, C) and scales (C / block, K)."""
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
     return (
         empty_codes(x, quantizer, columns),

@@ -91,7 +91,7 @@ def _counted_fake(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
+    """Run `group_quantize_both`, and also count for each group, int64 (2, 3, E); see `fp8compile.ops.counting_kernels`."""
     if target_of(x.device).type == "cpu":
         return *_two_casts(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows, columns))
     counts = no_counts_of_groups(offsets, 2)

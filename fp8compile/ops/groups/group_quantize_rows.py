@@ -1,6 +1,6 @@
-"""fp8compile::group_quantize_rows: codes and scales of rows, and the amax of each column of each group.
+"""fp8compile::group_quantize_rows: codes and scales of rows, and the amax of each column within each group.
 
-The product that sums over tokens has a scale for each column, so its cast has to wait for the amax of a whole group.
+The product that sums over tokens has a scale for each column of a group, so its cast needs the whole group's amaxes.
 On a GPU this op is one Triton kernel that reads the tokens once. On a CPU it runs the quantizers' steps.
 """
 
@@ -86,7 +86,7 @@ def _counted_fake(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group's rows; see `fp8compile.ops.counting_kernels`."""
+    """Run `group_quantize_rows`, and also count for each group, int64 (1, 3, E); see `fp8compile.ops.counting_kernels`."""
     if target_of(x.device).type == "cpu":
         return *_step_by_step(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows,))
     counts = no_counts_of_groups(offsets, 1)

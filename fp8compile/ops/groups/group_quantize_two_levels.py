@@ -1,11 +1,10 @@
 """fp8compile::group_quantize_two_levels: four-bit codes of groups of tokens, laid out for a GPU's grouped product.
 
-    along rows      codes (R, K / 2), a byte holds two codes of a row      scales in tiles of each group's rows
-    along tokens    codes (K, C / 2), a byte holds two codes of a column   scales in tiles of each group's tokens
+    along rows      codes (R, K / 2), two codes of a row in a byte         scales in tiles of each group's rows
+    along tokens    codes (K, C / 2), two codes of a column in a byte      scales in tiles of each group's tokens
 
-K is rounded up to a multiple of 32; `fp8compile.ops.groups.four_bit_tiles` defines C. On a GPU this op is one Triton
-kernel. On a CPU it runs the steps of `group_two_levels`. The outer amaxes come from
-`fp8compile.ops.groups.group_outer_amaxes`.
+K is rounded up to a multiple of 32; `fp8compile.ops.groups.four_bit_tiles` defines C. On a GPU this op is one Triton kernel. On
+a CPU it runs the steps of `group_two_levels`. The outer amaxes come from `fp8compile.ops.groups.group_outer_amaxes`.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def _counted_fake(
 def _counts(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> Tensor:
-    """Counts group by group; a direction that is left out has zeros."""
+    """Compute the counts of each group on a CPU, int64 (2, 3, E); zeros for a direction that is left out."""
     counts = no_counts_of_groups(offsets, 2)
     for group, (own, _) in enumerate(tile_spans(offsets)):
         tokens = x[own]
@@ -178,7 +177,7 @@ def _counts(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Also returns what is counted of each group; see `fp8compile.ops.counting_kernels`."""
+    """Run `group_quantize_two_levels`, and also count for each group, int64 (2, 3, E); see `fp8compile.ops.counting_kernels`."""
     how = x, offsets, amaxes, rows, columns, directions
     if target_of(x.device).type == "cpu":
         return *_group_by_group(*how), _counts(*how)
@@ -210,7 +209,7 @@ _CODES = inductor.once_with_more(group_quantize_two_levels, group_quantize_two_l
 def quantize_groups_in_two_levels(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str, *, counts: bool = False
 ) -> tuple[Tensor, ...]:
-    """Compute outer amaxes, and from them codes, scales in tiles and outer scales.
+    """Compute outer amaxes of groups of tokens, and from them codes, scales in tiles and outer scales.
 
     Forward and backward of a graph share one call. Arguments and results are those of `group_quantize_two_levels`;
     with ``counts`` those of `group_quantize_two_levels_counted`.

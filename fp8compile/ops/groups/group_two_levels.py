@@ -1,6 +1,6 @@
 """fp8compile::group_two_levels: codes and both levels of scales; each group is quantized as if it were alone.
 
-    blocks along rows, or square    codes (R, K)     scales (R / block, ...)     a block begins with each group
+    blocks along rows, or square    codes (R, K)     scales (R / block, ...)     each group begins a new block
     blocks along tokens             codes (K, C)     scales (C / block, K)       padded columns, see `group_quantize`
 
 Each group has its own outer scale, (E,), and a byte holds one code. A CPU runs the quantizer's steps group by group; a
@@ -49,7 +49,7 @@ def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) 
 
 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns codes, scales of blocks and outer scales.
+    """Quantize each group; returns codes, scales of blocks and outer scales.
 
     If ``along_tokens``, codes are transposed, in padded columns. Else each group has to end at a multiple of the
     block's rows.
@@ -77,7 +77,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
 
 
 def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The op in an exported program: rules run on all groups at once, with the outer amax of each block's group."""
+    """The op for exported programs: quantizes all groups at once, each block with its group's outer amax."""
     if along_tokens or type(quantizer) is not TwoLevelScaling or quantizer.rounding != "nearest":
         why = OF_BACKWARD if along_tokens else f"{quantizer!r} is no TwoLevelScaling that rounds to nearest"
         raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be taken apart: {why}.")

@@ -1,4 +1,4 @@
-"""fp8compile::grouped_blockwise_mm: products group by group; a scale serves 128 values to be summed, or a whole sum.
+"""fp8compile::grouped_blockwise_mm: products group by group, with a scale per 128 summed values, or per whole sum.
 
     b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group; 0 in rows after the last group
     b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group; 0 for a group without tokens

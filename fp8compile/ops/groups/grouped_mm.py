@@ -68,7 +68,7 @@ def _fake(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
 
 
 def _apart_on_gpu(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A decomposition for GPUs only. On a CPU the op stays one call, because its kernel reads the sizes of groups."""
+    """Make a decomposition for GPUs only; on a CPU the op stays one call, whose kernel reads the groups' sizes."""
     return lambda a, *others: NotImplemented if target_of(a.device).type == "cpu" else kernel(a, *others)
 
 

@@ -75,7 +75,7 @@ def _kernel(
     """Multiply group by group; a GPU leaves rows after the last group unwritten.
 
     Args:
-        a: (R, K / 2) uint8, two codes of a row a byte, K a multiple of 32; or (N, C / 2).
+        a: (R, K / 2) uint8, two codes of a row in a byte, K a multiple of 32; or (N, C / 2).
         b: (E, N, K / 2) uint8, N a multiple of 16; or (K, C / 2), K a multiple of 16.
         a_scale: e4m3 scales of blocks of 1 x 16 codes, as bytes in tiles. For rows: (rows rounded up to tiles, blocks
             of a row rounded up to 4), and each group begins with a new tile. Over tokens: (N rounded up to tiles,

@@ -1,4 +1,4 @@
-"""The layout of transposed codes of groups: each group begins at a multiple of `align` columns, with zeros before it.
+"""The layout of transposed codes of groups: each group begins at a multiple of `align` columns, after zero padding.
 
 Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. GEMMs read codes along tokens from
 multiples of 16 bytes, and blocks of tokens begin with each group.
@@ -37,7 +37,7 @@ TOKEN_ALIGNMENT = 16  # in bytes, and so in codes: a grouped GEMM begins to read
 
 
 def alignment(quantizer: Quantizer) -> int:
-    """The number ``align`` of a quantizer: groups begin at its multiples, as GEMMs and the quantizer's blocks need."""
+    """The number ``align``: groups begin at its multiples, as GEMMs and the quantizer's blocks need."""
     rows = quantizer.block[0]
     return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
 

@@ -1,4 +1,4 @@
-"""fp8compile::routed_rows: puts rows of tokens into the order of their experts; its gradient scatters nothing.
+"""fp8compile::routed_rows: sort rows of tokens by expert; the gradient gathers rows and scatters none.
 
 ``order`` (R,) has the index of each row's (token, expert) pair, and ``places`` is its inverse. The gradient of
 ``x[order // top_k]`` would add rows in any order; here each token's gradient gathers its rows and sums them once.

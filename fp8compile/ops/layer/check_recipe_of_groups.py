@@ -20,7 +20,7 @@ def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> 
 
 
 def check_recipe_of_groups(recipe: Recipe) -> None:
-    """Raise a ValueError if a recipe can't quantize each group of tokens by itself."""
+    """Raise a ValueError if the recipe can't quantize each group of tokens by itself."""
     if not _compat.is_stand_in(recipe):  # PyTorch 2.11 traces no method of a recipe
         _check_recipe(recipe)
 

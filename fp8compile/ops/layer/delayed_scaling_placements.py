@@ -32,7 +32,7 @@ __all__ = ["Delayed", "DelayedForGradient", "DelayedOverFsdp"]
 
 
 class _WithMultiplier:
-    """Methods that both placements with delayed scaling share; each of them has a field ``multiplier``."""
+    """Mixin of the two placements with delayed scaling; both have a field ``multiplier``."""
 
     __slots__ = ()
 
@@ -131,7 +131,7 @@ class DelayedForGradient(Placement):
 
 @dataclass(slots=True)
 class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
-    """A weight that FSDP cuts by rows, with the layer's multipliers.
+    """Placement of a weight that FSDP shards by rows, with the layer's multipliers of delayed scaling.
 
     A token is a tensor of zeros that nothing reads; its gradient carries amaxes to the state.
 

@@ -1,4 +1,4 @@
-"""fp8compile::fsdp_tokens and fsdp_amaxes_together: how amaxes travel to the state of delayed scaling under FSDP.
+"""fp8compile::fsdp_tokens and fsdp_amaxes_together: how amaxes get to the state of delayed scaling under FSDP.
 
     forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> fsdp_delayed_linear --> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
@@ -69,7 +69,7 @@ fsdp_tokens: OpOverload = register_op(
 
 @dataclass(frozen=True, repr=False)
 class AmaxGroups(Constant):
-    """The process groups over which amaxes are reduced.
+    """The process groups over which amaxes are reduced, as a constant of the graph.
 
     Attributes:
         names: Names of the groups; amaxes are reduced over one after the other.

@@ -1,4 +1,4 @@
-"""fp8compile::fsdp_gather: gather a parameter whose rows ranks share; its gradient is reduced and scattered back.
+"""fp8compile::fsdp_gather: all-gather a parameter whose rows are sharded; its gradient is reduce-scattered.
 
     forward    shard --cast to dtype--> all-gather --> the parameter
     backward   gradient --cast to reduce_dtype--> reduce-scatter, mean --> mean over replicas --> shard's dtype

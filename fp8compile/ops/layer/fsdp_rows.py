@@ -1,7 +1,7 @@
-"""Rows: which rows of a parameter each rank of FSDP has; a constant of the graph.
+"""Rows: which rows of a parameter each FSDP rank has, as a constant of the graph.
 
-Tensor parallel ranks cut the weight before FSDP does. Their cuts are a flat list of numbers: for each mesh dim -1 if
-it cuts nothing, else the weight's dim, this rank's number, the number of ranks, and the size of each rank's part.
+Tensor parallel ranks shard the weight before FSDP does. Their shardings are a flat list of numbers: for each mesh dim
+-1 if it shards nothing, else the weight's dim, this rank's number, the number of ranks, and each part's size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Rows", "placed_cuts", "placed_of", "rows_cut"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rows(Constant):
-    """How FSDP cuts a parameter: an argument of the ops on sharded parameters.
+    """How FSDP shards a parameter by rows: an argument of the ops on sharded parameters.
 
     Attributes:
         sizes: Number of rows on each rank; ranks may have different numbers, or 0.
@@ -27,7 +27,7 @@ class Rows(Constant):
         group: Name of the group of ranks that share the rows; empty for one rank.
         replicas: Name of the group whose ranks have the same rows (HSDP), or empty.
         reduce_dtype: Name of the dtype in which gradients are reduced.
-        placed: How tensor parallel ranks cut the parameter before FSDP, as `placed_of` returns it; () without them.
+        placed: How tensor parallel ranks shard the parameter before FSDP, as `placed_of` returns it; () without them.
     """
 
     sizes: tuple[int, ...]
@@ -44,12 +44,12 @@ class Rows(Constant):
 
 
 def rows_cut(rows: Rows) -> DimSharding | None:
-    """The cut that FSDP makes along dim 0; None for a group of one rank."""
+    """FSDP's sharding along dim 0; None for a group of one rank."""
     return None if len(rows.sizes) == 1 else DimSharding(rows.group, rows.rank, 0, rows.sizes)
 
 
 def placed_of(cuts: Sharding) -> tuple[int, ...]:
-    """Turn the cuts of tensor parallel ranks into the numbers of ``Rows.placed``."""
+    """Turn the shardings of tensor parallel ranks into the numbers of ``Rows.placed``."""
     found: list[int] = []
     for cut in cuts:
         found += [-1] if cut is None else [cut.dim, cut.rank, len(cut.sizes), *cut.sizes]
@@ -57,7 +57,7 @@ def placed_of(cuts: Sharding) -> tuple[int, ...]:
 
 
 def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Sharding:
-    """Turn the numbers of ``Rows.placed`` back into cuts; without ``groups``, the cuts have no group."""
+    """Turn the numbers of ``Rows.placed`` back into shardings; without ``groups``, these have no process group."""
     cuts: list[DimSharding | None] = []
     rest = list(placed)
     while rest:

@@ -1,4 +1,4 @@
-"""Gather the parts of a tensor over ranks, or narrow a tensor to this rank's part.
+"""Gather the shards of a tensor over ranks, or narrow a tensor to this rank's shard.
 
 Tensors are plain numbers (`Plain`) or codes with scales (`Quantized`).
 """
@@ -32,9 +32,9 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 
 
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
-    """The number of the last group after group ``index`` that cuts the same dim, or None.
+    """The index of the last group after ``index`` that shards the same dim, or None if there is none.
 
-    The parts of that group are gathered before the dim is cut anew.
+    The shards of that group are gathered before the dim is sharded anew.
     """
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
     return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)
@@ -54,7 +54,7 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 
 
 def gather(part: Part, index: int) -> Part:
-    """Gather a part over the ranks of group number ``index``. Later groups that cut the same dim are gathered first.
+    """Gather a shard over the ranks of group number ``index``; later groups that shard the same dim come first.
 
     Scales are gathered with codes if ranks have different ones.
     """
@@ -118,7 +118,7 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Narrow a tensor that all ranks of group number ``index`` have to this rank's part, which ``cut`` describes."""
+    """Narrow a tensor that all ranks of group number ``index`` have to this rank's shard, which ``cut`` describes."""
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:

@@ -1,4 +1,4 @@
-"""The codes that eager mode keeps for the backward in place of a layer's input, if they have four bits.
+"""Four-bit codes of a layer's input, which eager mode keeps for the backward in place of the input.
 
     x_MK --cast along tokens, in the forward--> codes, scale, outer scale --kept--> grad_weight_of_codes
 
@@ -48,7 +48,7 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 def _is_along_rows(quantizer: Quantizer) -> bool:
     """Whether blocks of kept codes lie along rows.
 
-    They do if grad_weight reads the values that the forward multiplied.
+    They do if grad_weight reads the dequantized codes of the forward.
     """
     return quantizer.block[1] != 1
 

@@ -1,4 +1,4 @@
-"""The codes of a weight as its layer makes them, to be kept and given to a product later."""
+"""Quantize a weight as its layer does, so that the codes can be kept and given to later products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _set(weight: Tensor, slot: str, recipe: Recipe, phase: Phase) -> Quantized:
 
 
 def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
-    """The codes of a matrix (N, K), or of a stack (E, N, K), with the bits that a layer makes for both products."""
+    """Quantize a weight, (N, K) or (E, N, K), for the output and for grad_input, with the same bits as its layer."""
     first = _set(weight, WEIGHT_SLOTS[0], recipe, Phase.EAGER)
     # on a GPU, each product of experts has its four-bit codes packed along the dim that it sums
     if recipe.shares_weight_codes() and not (weight.ndim == 3 and packed_dim(first.quantizer) is not None):
@@ -38,7 +38,7 @@ def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
 
 
 def flat_sets(sets: Sets) -> tuple[Any, ...]:
-    """The fields of a `KnownCodes` placement, in order."""
+    """Flatten the codes for both products to the fields of a `KnownCodes` placement, in order."""
     first, second = sets
     return (
         *(first.codes, first.scale, first.outer_scale, first.quantizer),
@@ -64,7 +64,7 @@ def _decompose(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tenso
 
 
 def _quantizer(weight: Tensor, slot: str, recipe: Recipe) -> Quantizer:
-    """The quantizer of a set, as its codes are packed."""
+    """The quantizer of a weight's codes for the operand ``slot``, including how the codes are packed."""
     found: Any = (with_a_code_a_byte(recipe) if weight.ndim == 3 else recipe).quantizer_read(slot)
     if weight.ndim == 2:
         return found.for_shape(weight.shape)

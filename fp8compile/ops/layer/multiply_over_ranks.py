@@ -1,6 +1,6 @@
-"""The GEMMs of the linear layer on operands that are spread over ranks.
+"""The GEMMs of the linear layer on operands that are sharded over ranks.
 
-For C = A @ B, each group of ranks cuts A along m, along k or not at all, and B along k, along n or not at all. The
+For C = A @ B, each group of ranks cuts A along m, along k or not at all, and B along k, along n or not at all. These
 cuts decide what the group does:
 
     A     B     this rank computes               A     B     what is gathered first, as codes
@@ -8,8 +8,8 @@ cuts decide what the group does:
     m     -     its rows                         m     k     A (in grad_weight: B)
     -     n     its columns                      k     n     A
     k     k     a summand of C                   k     k'    B, if A and B are cut at different places
-    k     -     a summand: B is cut as A is
-    -     k     a summand: A is cut as B is
+    k     -     a summand: B is narrowed to A's k
+    -     k     a summand: A is narrowed to B's k
 
 A weight is never gathered: a layer sends its activations and gradients, one byte an element. With groups, B is a stack
 of matrices, and each group of A's rows is multiplied by its own matrix.
@@ -42,7 +42,7 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 @dataclass(frozen=True)
 class Step:
-    """What one group of ranks does for a GEMM.
+    """What the ranks of one group do for a GEMM of sharded operands.
 
     Attributes:
         gather: ``"a"``, ``"b"`` or None: the operand whose parts are gathered before the product.
@@ -57,7 +57,7 @@ class Step:
 
 
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
-    """Which dim of the GEMM a cut cuts: ``"m"``, ``"n"`` or ``"k"``; None without a cut."""
+    """The GEMM dim that a cut shards: ``"m"``, ``"n"`` or ``"k"``; None without a cut."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 
@@ -77,7 +77,7 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
 
 
 def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
-    """What one group of ranks does, after the groups before it have gathered and narrowed."""
+    """The step of the group of ranks number ``index``, after earlier groups have gathered and narrowed."""
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
@@ -98,7 +98,7 @@ class Product:
     Attributes:
         local: The part, (m, n).
         steps: The step that each group took.
-        cuts: Cuts of the left operand when it was multiplied.
+        cuts: How the left operand was sharded when it was multiplied.
         shape: Shape of this rank's part of the left operand when it was multiplied, with its leading dims.
     """
 
@@ -109,7 +109,7 @@ class Product:
 
 
 def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
-    """The dim of operand ``name`` that the GEMM sums over; ``cut`` cuts that dim of the other operand."""
+    """The dim of operand ``name`` that the GEMM sums over; ``cut`` is the other operand's sharding along that dim."""
     if gemm is GRAD_WEIGHT:
         return cut.dim  # both operands have the layer's tokens
     if name == "a":
@@ -118,7 +118,7 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
 
 
 def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
-    """Gather and narrow both operands, one group of ranks after the other. The steps say what each group did."""
+    """Gather and narrow both operands, one group of ranks after the other; returns the operands and the steps."""
     operands = {"a": a, "b": b}
     steps: list[Step] = []
     for index in range(len(a.cuts)):
@@ -134,7 +134,7 @@ def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
 
 
 def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """Find what each group of ranks would do for a GEMM of two operands. Only shapes and layouts are read."""
+    """Find the step of each group of ranks for a GEMM of two operands. Only shapes and layouts are read."""
     without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
 
@@ -176,7 +176,7 @@ def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
     """Compute one GEMM of the layer from operands as the layer holds them; the result has the dtype of ``a``.
 
     If the GEMM has no quantizers, operands are gathered and multiplied in their own dtype. The bias, which only
-    the output without groups has, is added to the rounded product; it is cut like the weight's rows or not at all.
+    the output without groups has, is added to the rounded product; it is sharded like the weight's rows or whole.
     """
     if a.local.is_meta:
         return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps
@@ -216,8 +216,8 @@ def as_read(tensor: Tensor, phase: Phase) -> Tensor:
 def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
     """The bias for this rank's columns of the output, or None if another rank adds it.
 
-    If each rank has a summand of the output, only the first rank adds the bias. ``a`` and ``weight`` say how ranks had
-    cut the two operands when they were multiplied.
+    If each rank has a summand of the output, only the first rank adds the bias. ``a`` and ``weight`` are the
+    shardings of the two operands when they were multiplied.
     """
     for index, step in enumerate(steps):
         if step.out == "n" and bias.cuts[index] is None:

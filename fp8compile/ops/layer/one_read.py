@@ -49,7 +49,7 @@ ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
 def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: bool = False) -> Quantized:
-    """Quantize a part for one operand of the recipe: by a kernel of this file if one fits, else step by step.
+    """Quantize a part for one operand of the recipe: by a kernel of `one_read.py` if one fits, else step by step.
 
     With ``counts`` the kernel also counts what it casts; see `Quantized.counts`.
     """

@@ -57,7 +57,7 @@ GRADIENT_SLOTS = TENSORS["grad_output"]
 
 
 class Phase(Enum):
-    """The kind of code in which the steps run; the table at the head of this file says what depends on it."""
+    """Where a layer's steps run: in eager mode, or in compiled code for inference, a forward or a backward."""
 
     EAGER = auto()
     INFERENCE = auto()
@@ -86,7 +86,7 @@ STEPS = {
 
 
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
-    """Make codes of a weight in the backward and nowhere else: those of a shard, of experts, or in a compiled region.
+    """Cast a weight in the backward and keep the cast there: for a shard, experts, or a compiled region.
 
     Parameters cost nothing to keep, so the partitioner normally recomputes their codes in the backward. It would keep
     the codes in three cases: for tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, for a stack of
@@ -107,19 +107,19 @@ class Operands:
 
     Attributes:
         recipe: Quantizers for the operands. For groups, those with one level of scales store one code a byte.
-        phase: The kind of code in which the steps run.
+        phase: Where the steps run: in eager mode, or in which kind of compiled code.
         multiplier: (3,) float32: multipliers of input, weight and grad_output, for operands with delayed scaling.
         waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend on them artificially,
             so that the partitioner computes each amax in the forward, fused with the cast. Otherwise the backward
             reads the tensor once more.
         input: The input's codes for grad_weight, if the forward kept them.
-        weight: The weight's codes, if it is quantized already.
+        weight: The weight's codes, if it is quantized before the product.
         weight_in_turns: Whether forward and backward find different codes of the weight in the same memory, so that
             each has to read the memory itself.
         weight_amax: Amaxes of the whole weight for this product, if they are known.
         outer_amax: The amax, (1,) float32, for the one scale that the whole weight has, if several weights share it.
-        rows: How FSDP cuts the weight along its first dim, so that codes are gathered before the product; else None.
-        counts: Whether kernels also count what they cast, where they can.
+        rows: How FSDP shards the weight along its first dim; codes are gathered before the product. None: not at all.
+        counts: Whether kernels that can count what they cast do so.
     """
 
     recipe: Recipe
@@ -180,7 +180,7 @@ class Operands:
         return _without_padding(found, rows) if part.layout.batch else found
 
     def _weight_to_quantize(self, part: Plain) -> Plain:
-        """The part with FSDP's cut in its layout, and with each matrix of a stack padded to whole blocks."""
+        """The part with FSDP's sharding in its layout, and with each matrix of a stack padded to whole blocks."""
         if self.rows is not None:
             part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
         if part.layout.batch and not is_cut_within(part):
@@ -197,15 +197,15 @@ class Operands:
         return self._reads_once(part) and self._shares_read(slot) and is_noted(part, slot, self.recipe)
 
     def _rows_of_blocks(self) -> int:
-        """The smallest number of rows that is whole blocks for both products; blocks of whole columns don't count."""
+        """The least number of rows that is whole blocks in both products; blocks as high as a column don't count."""
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
     def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
-        """An operand of a product in high precision; a weight that FSDP cuts is gathered.
+        """An operand of a product in high precision; a weight that FSDP shards is gathered.
 
-        With ``dequantized_output`` the operand holds the values of its codes; with ``dequantized_gradients`` those of
-        the codes that the forward read.
+        With ``dequantized_output`` the operand holds the values of its codes; with ``dequantized_gradients`` it holds
+        the values of the codes that the forward read.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
@@ -382,7 +382,7 @@ def _without_padding(stack: Quantized, rows: int) -> Quantized:
 
 
 def _gathered_rows(codes: Quantized, *, in_backward: bool) -> Quantized:
-    """Gather the codes of a weight over the ranks of FSDP; cuts by other ranks stay."""
+    """Gather the codes of a weight over the ranks of FSDP; sharding over other groups stays."""
     if codes.cuts[-1] is not None:
         with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():
             codes = gather(codes, len(codes.cuts) - 1)

@@ -51,7 +51,7 @@ def operands_of(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[s
 
 
 def part_of_tokens(tokens: Tensor, layout: TensorLayout) -> Plain:
-    """The tokens as an operand of a product: flattened to a matrix, unless ranks cut one of their dims."""
+    """The tokens as an operand of a product: flattened to a matrix, unless one of their dims is sharded."""
     return Plain(tokens if layout.cuts else as_matrix(tokens), layout)
 
 

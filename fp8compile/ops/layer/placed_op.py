@@ -62,7 +62,7 @@ class PlacedOp:
         raise NotImplementedError
 
     def empty(self, args: tuple[Any, ...]) -> Any:
-        """Results without values, for tracing."""
+        """The op's results if nothing was counted, with their shapes and dtypes, for tracing."""
         raise NotImplementedError
 
     def parameters(self) -> list[inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""Placements: which part of each tensor of a layer lies on this rank.
+"""Placements: which shard of each tensor of a layer is on this rank.
 
 A placement says how each tensor is laid out (`layouts`), what `Operands` need to know (`given`), what happens to a
 product (`finish`, `reduced`) and how large a result is. Its fields are the arguments of the layer's op between the
@@ -76,7 +76,7 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Placement:
-    """Base of placements, which say what part of each tensor a rank has; by itself, every tensor is whole."""
+    """Base of placements, which describe each tensor's shard on a rank; in this class every tensor is whole."""
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
@@ -99,7 +99,7 @@ class Placement:
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if they have summands.
+        """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if it is a summand.
 
         ``tokens`` is the layout of the result, and ``shape`` is the shape of the left operand.
         """
@@ -205,7 +205,7 @@ class SharedScale(Whole):
     outer_amax: Tensor | None
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the amax that the weights have in common."""
+        """Keyword arguments of `Operands`: the amax over all weights that share the outer scale."""
         return {"outer_amax": self.outer_amax}
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
@@ -222,7 +222,7 @@ class WholeGroups(Placement):
 
 
 class _Known:
-    """Methods of placements whose weight has codes already; ``batch`` is that of the weight's layout."""
+    """Mixin of placements whose weight is quantized already; ``batch`` is 1 for a stack of matrices, else 0."""
 
     __slots__ = ()
 
@@ -238,13 +238,13 @@ class _Known:
 
 @dataclass(slots=True)
 class KnownForGradInput(_Known, Placement):
-    """Placement of the op for grad_input of a weight whose codes are known; its fields are those codes.
+    """Placement of the op for grad_input of a weight whose codes are known; its fields hold the codes.
 
     Attributes:
-        codes: The set of codes that grad_input reads, as in `Quantized`.
-        scale: Its scales of blocks.
-        outer_scale: Its second level of scales, or None.
-        quantizer: The quantizer that made it.
+        codes: The codes that grad_input reads, as in `Quantized`.
+        scale: Scales of the codes' blocks.
+        outer_scale: Second level of the codes' scales, or None.
+        quantizer: The quantizer that made the codes.
     """
 
     codes: Tensor
@@ -255,27 +255,27 @@ class KnownForGradInput(_Known, Placement):
 
 @dataclass(slots=True)
 class KnownForGradInputOfGroups(KnownForGradInput):
-    """The same for a stack of matrices."""
+    """Placement like `KnownForGradInput`, whose weight is a stack of matrices."""
 
     batch: ClassVar[int] = 1
 
 
 @dataclass(slots=True)
 class KnownCodes(_Known, Placement):
-    """Every tensor is whole, and the weight's codes are known: its layer keeps them beside it.
+    """Every tensor is whole, and the weight's codes are known: the layer keeps them together with the weight.
 
     The weight itself is an argument that gets a gradient; nothing reads its values. Tensors are None while autograd
     keeps them.
 
     Attributes:
-        codes: The set of codes that the output reads, as in `Quantized`.
-        scale: Its scales of blocks.
-        outer_scale: Its second level of scales, or None.
-        quantizer: The quantizer that made it.
-        codes_for_grad_input: The set that grad_input reads, which may be the same.
-        scale_for_grad_input: Its scales of blocks.
-        outer_scale_for_grad_input: Its second level of scales, or None.
-        quantizer_for_grad_input: The quantizer that made it.
+        codes: The codes that the output reads, as in `Quantized`.
+        scale: Scales of these codes' blocks.
+        outer_scale: Second level of these codes' scales, or None.
+        quantizer: The quantizer that made these codes.
+        codes_for_grad_input: The codes that grad_input reads; they may be the same tensor.
+        scale_for_grad_input: Scales of these codes' blocks.
+        outer_scale_for_grad_input: Second level of these codes' scales, or None.
+        quantizer_for_grad_input: The quantizer that made these codes.
     """
 
     of_grad_input: ClassVar[type[KnownForGradInput]] = KnownForGradInput
@@ -290,7 +290,7 @@ class KnownCodes(_Known, Placement):
     quantizer_for_grad_input: Quantizer
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_input, which holds its set of codes."""
+        """The placement of the op for grad_input, which holds grad_input's codes."""
         own = self.codes_for_grad_input, self.scale_for_grad_input, self.outer_scale_for_grad_input
         return self.of_grad_input(*own, self.quantizer_for_grad_input)
 
@@ -299,13 +299,13 @@ class KnownCodes(_Known, Placement):
         return Placement()
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """This placement without tensors, and grad_input's set of codes, which autograd saves."""
+        """This placement without tensors, and grad_input's codes, which autograd saves."""
         own = self.codes_for_grad_input, self.scale_for_grad_input, self.outer_scale_for_grad_input
         none: dict[str, Any] = {name: None for name in self.__match_args__ if not name.startswith("quantizer")}
         return replace(self, **none), own
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
-        """This placement with the saved set of codes."""
+        """This placement with grad_input's codes, as `saved` returned them."""
         names = "codes_for_grad_input", "scale_for_grad_input", "outer_scale_for_grad_input"
         own: dict[str, Any] = dict(zip(names, saved, strict=True))
         return replace(self, **own)
@@ -313,7 +313,7 @@ class KnownCodes(_Known, Placement):
 
 @dataclass(slots=True)
 class KnownCodesOfGroups(KnownCodes):
-    """The same for a layer with groups of rows, whose weight is a stack of matrices."""
+    """Placement like `KnownCodes`, for a layer with groups of rows, whose weight is a stack of matrices."""
 
     of_grad_input: ClassVar[type[KnownForGradInput]] = KnownForGradInputOfGroups
     batch: ClassVar[int] = 1
@@ -324,10 +324,10 @@ class KnownCodesOfGroups(KnownCodes):
 
 @dataclass(slots=True)
 class _OverGroup(Placement):
-    """Base of placements in which the ranks of a group share the weight.
+    """Base of placements in which the ranks of a group shard the weight.
 
     The op itself sends messages, so a graph holds the group's name, and never runs for another group. In a group of
-    one rank nothing is cut and nothing is sent.
+    one rank nothing is sharded and nothing is sent.
     """
 
     # ``self: Any``, because this class reads fields that subclasses define, in the order of the ops' arguments
@@ -350,7 +350,7 @@ class _OverGroup(Placement):
         return self.weight_dim == (0 if ends is None else 1)
 
     def finish(self: Any, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Reshape the product; if it is a summand, sum it over ranks, for all tokens or for this rank's tokens."""
+        """Reshape the product; if it is a summand, sum it over ranks, and keep all tokens or this rank's tokens."""
         if not tokens.cuts:
             return Placement.finish(self, product, tokens, shape)
         (step,), (cut,) = product.steps, tokens.cuts
@@ -362,11 +362,11 @@ class _OverGroup(Placement):
         return local.contiguous()
 
     def for_keep(self) -> Placement:
-        """The placement of the op that keeps codes: this placement, because ranks may cut the input."""
+        """The placement of the op that keeps codes: this placement, because ranks may shard the input."""
         return self
 
     def counts(self: Any, layout: TensorLayout) -> bool:
-        """Whether this rank counts its elements: no other rank has them, or this rank is the first that does."""
+        """Whether statistics count this rank's elements: no other rank has them, or this rank is the group's first."""
         return any(layout.cuts) or self.rank == 0
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
@@ -376,11 +376,11 @@ class _OverGroup(Placement):
 
 @dataclass(slots=True)
 class GroupsCutOverGroup(_OverGroup):
-    """Ranks share each matrix of a stack; every rank has all rows.
+    """Ranks of a group shard each matrix of a stack; every rank has all rows of the tokens.
 
     Attributes:
-        weight_dim: The dim of the stack that is cut. If 1 (out_features), the output's features are cut too. If 2
-            (in_features), the input's features are cut too, and the output is a sum over ranks.
+        weight_dim: The dim of the stack that is sharded. If 1 (out_features), the output's features are sharded too.
+            If 2 (in_features), the input's features are sharded too, and the output is a sum over ranks.
         feature_sizes: Number of features on each rank.
         rank: This rank's number in the group.
         group: The name of the group.
@@ -398,15 +398,15 @@ class GroupsCutOverGroup(_OverGroup):
 
 @dataclass(slots=True)
 class CutOverGroup(_OverGroup):
-    """Ranks share the weight, and maybe the tokens.
+    """Ranks of a group shard the weight, and possibly the tokens.
 
     Attributes:
-        weight_dim: The dim of the weight that is cut. If 0 (out_features), the output's features are cut too. If 1
-            (in_features), the input's features are cut too, and the output is a sum over ranks.
+        weight_dim: The dim of the weight that is sharded. If 0 (out_features), the output's features are sharded too.
+            If 1 (in_features), the input's features are sharded too, and the output is a sum over ranks.
         feature_sizes: Number of features on each rank.
         rank: This rank's number in the group.
         group: The name of the group.
-        sequence_dim: The leading dim along which ranks share the tokens: of the input if ``weight_dim`` is 0, of the
+        sequence_dim: The leading dim along which tokens are sharded: those of the input if ``weight_dim`` is 0, of the
             output if it is 1. None if every rank has all tokens.
         sequence_sizes: Number of tokens on each rank along ``sequence_dim``.
     """
@@ -446,11 +446,11 @@ class CutOverGroup(_OverGroup):
         return shape
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        """An uninitialized tensor like the output; it has all tokens if the output's features are cut."""
+        """An uninitialized tensor like the output; it has all tokens if the output's features are sharded."""
         return self._empty(x, weight.shape[0], all_tokens=self.weight_dim == 0)
 
     def empty_grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """An uninitialized tensor like grad_input; it has all tokens if the input's features are cut."""
+        """An uninitialized tensor like grad_input; it has all tokens if the input's features are sharded."""
         return self._empty(grad_output, weight.shape[1], all_tokens=self.weight_dim == 1)
 
     def _empty(self, like: Tensor, features: int, *, all_tokens: bool) -> Tensor:
@@ -469,7 +469,7 @@ _in_dtype = inductor.once_a_graph(Tensor.to)
 
 @dataclass(slots=True)
 class _OverFsdp(Placement):
-    """Base of placements whose weight FSDP cuts along the first dim: by rows of a matrix, or by matrices of a stack.
+    """Base of placements whose weight FSDP shards along the first dim: by rows of a matrix, or by matrices of a stack.
 
     Codes and scales are those of the whole weight in the dtype of the tokens. The shard is saved for the backward.
     """
@@ -487,7 +487,7 @@ class _OverFsdp(Placement):
     def out_features(self: Any, weight: Sequence[int], ends: Any) -> int:
         """Number of output features.
 
-        A matrix has the rows of all ranks' shards. A stack has the size of dim -2, because ranks cut only its first
+        A matrix has the rows of all ranks' shards. A stack has the size of dim -2, because ranks shard only its first
         dim.
         """
         return sum(self.rows.sizes) if ends is None else weight[-2]
@@ -513,7 +513,7 @@ class _OverFsdpForGradWeight(Placement):
 
 @dataclass(slots=True)
 class RowsOverFsdpBase(_OverFsdp):
-    """Base of placements whose weight FSDP cuts by rows, with or without the fields of delayed scaling."""
+    """Base of placements whose weight FSDP shards by rows, with or without the fields of delayed scaling."""
 
     def given(self: Any) -> dict[str, Any]:
         """Keyword arguments of `Operands`: the rows that each rank has, and the weight's amax."""
@@ -538,7 +538,7 @@ class RowsOverFsdpBase(_OverFsdp):
 
 @dataclass(slots=True)
 class RowsOverFsdp(RowsOverFsdpBase):
-    """A weight that FSDP cuts by rows.
+    """Placement of a weight that FSDP shards by rows.
 
     Attributes:
         amax: Amax of the whole weight for the output, if ranks have exchanged the amaxes of all layers at once. If
@@ -562,7 +562,7 @@ class RowsOverFsdp(RowsOverFsdpBase):
 
 @dataclass(slots=True)
 class RowsOverFsdpForGradInput(_OverFsdp):
-    """Placement of the op for grad_input of a weight that FSDP cuts by rows.
+    """Placement of the op for grad_input of a weight that FSDP shards by rows.
 
     Attributes:
         amax: Amax of the whole weight for grad_input, or None.
@@ -581,7 +581,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
 
 @dataclass(slots=True)
 class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
-    """Placement of the op for grad_weight of a weight that FSDP cuts by rows.
+    """Placement of the op for grad_weight of a weight that FSDP shards by rows.
 
     Attributes:
         multiplier: Multipliers that the forward used, (3,) float32; None without delayed scaling.
@@ -600,7 +600,7 @@ class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
 
 @dataclass(slots=True)
 class GroupsOverFsdp(_OverFsdp):
-    """A stack that FSDP cuts by matrices. Each matrix is whole on one rank, so ranks exchange no amax."""
+    """Placement of a stack that FSDP shards by whole matrices, so ranks exchange no amax."""
 
     rows: Rows
 
@@ -615,7 +615,7 @@ class GroupsOverFsdp(_OverFsdp):
 
 @dataclass(slots=True)
 class GroupsOverFsdpForGradWeight(_OverFsdpForGradWeight):
-    """Placement of the op for grad_weight of a stack that FSDP cuts; ``dtype`` is that of the shard."""
+    """Placement of the op for grad_weight of a stack that FSDP shards; ``dtype`` is that of the shard."""
 
     dtype: torch.dtype
     rows: Rows

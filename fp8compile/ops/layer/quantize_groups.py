@@ -43,7 +43,7 @@ _group_amax = inductor.once_a_graph(group_amax)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
-    """The quantizer of the same codes with a scale for each row, because grouped GEMMs read one scale a row."""
+    """The quantizer of the same codes with one scale for each row, which is how grouped GEMMs read scales."""
     return quantizer if quantizer.block[0] == 1 else with_block(quantizer, (1, -1))
 
 
@@ -120,7 +120,7 @@ def _tokens(
     is_input: bool,
     counts: bool,
 ) -> tuple[Tensor, ...]:
-    """Codes along tokens and their scales, and what the kernel counted if it did."""
+    """Quantize along tokens; returns codes, scales, and counts if the kernel counted."""
     x: Tensor = part.local
     ends: Any = part.layout.ends  # rows are in groups
     if tokens.block[0] != -1:
@@ -190,7 +190,7 @@ def _in_two_levels(
 def as_values_of_rows(found: Quantized, features: int) -> Quantized:
     """Convert codes along rows to what `quantize.dequantized` reads: one code a byte, and scales as a grid.
 
-    For four-bit codes on a GPU, two codes share a byte and scales lie in tiles.
+    For four-bit codes on a GPU, two codes share a byte and scales are in tiles.
     """
     quantizer = by_row(found.quantizer)
     if packed_dim(quantizer) is None:

@@ -1,4 +1,4 @@
-"""Quantize a rank's part of a tensor to the codes and scales that the whole tensor would have.
+"""Quantize a rank's shard of a tensor to the codes and scales that the whole tensor would have.
 
 Ranks that have elements of the same block exchange its amax first. In a stack each matrix is quantized as if it were
 alone. Amaxes, multipliers and scales are grids with a value for each block; a stack's grid is (E, block rows, block
@@ -81,10 +81,10 @@ def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Ca
 
 
 def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Callable[..., Tensor]) -> Tensor:
-    """Apply a function of elements and of their blocks' entries in a grid to a stack (E, N, K).
+    """Apply a function of a matrix and its grid of blocks to each matrix of a stack (E, N, K).
 
-    ``compute(matrix, grid, quantizer)`` is the function for one matrix. The stack's columns begin with a block. The
-    grid is (E, block rows, block columns).
+    ``compute(matrix, grid, quantizer)`` is the function for one matrix. The stack's columns begin at a block boundary.
+    ``grid`` is (E, block rows, block columns).
     """
     stack, own = _in_own_blocks(window, quantizer)
     matrix = stack.flatten(0, 1)
@@ -102,7 +102,7 @@ def _sides(part: Plain, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
 
 
 def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """The part's elements; if ranks cut blocks, padded with zeros to a window, which begins with a block."""
+    """The part's elements; if shards cut through blocks, padded with zeros to begin at a block boundary."""
     if all(side.kind != "split" for side in sides):
         return part.local
     window = part.local if part.layout.batch else as_matrix(part.local)
@@ -197,7 +197,7 @@ def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def _cut_of_matrices(part: Plain) -> DimSharding | None:
-    """The cut that gives each rank whole matrices of a stack; None if there is none."""
+    """The `DimSharding` that gives each rank whole matrices of a stack, or None."""
     return next((cut for cut in part.cuts if cut is not None and cut.dim < part.layout.batch), None)
 
 
@@ -240,7 +240,7 @@ def scales_of(
         amaxes: The amax grid of a matrix or of a stack, or of a part of one.
         quantizer: Quantizer of each matrix.
         steps: The functions that compute the steps.
-        cuts: Cuts of the part; the outer amax of a matrix is first reduced over the ranks of these cuts.
+        cuts: How ranks shard the tensor; the outer amax of a matrix is first reduced over these ranks.
         outer_amax: Amax of each whole matrix, if ranks know it already; ranks then reduce nothing.
         batch: Number of leading dims over which matrices are stacked.
     """
@@ -271,9 +271,9 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 
 
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
-    """Cut the scales of a rank's part, of shape ``shape``, out of the grid of the whole tensor's scales.
+    """Select the scales of a rank's part, of shape ``shape``, from the grid of the whole tensor's scales.
 
-    If ranks cut blocks along a side of the matrix, all scales along this side are kept.
+    If shards cut through blocks along a side of the matrix, all scales along this side are kept.
     """
     for dim, side in zip(SIDES, axis_blocks(shape, cuts, quantizer.block, batch), strict=True):
         scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
@@ -318,7 +318,7 @@ def _cast(
 
 
 def is_cut_within(part: Plain) -> bool:
-    """Whether ranks cut the matrices themselves, and not only the dims over which the matrices are stacked."""
+    """Whether ranks shard the matrices themselves, and not only the dims over which the matrices are stacked."""
     cuts, batch = part.layout.cuts, part.layout.batch
     return bool(cuts) and any(cut is not None and cut.dim >= batch for cut in cuts)
 
@@ -340,10 +340,10 @@ def quantize_part(
     """Quantize a part of a matrix, of rows or of a stack to the codes and scales that the whole tensor would have.
 
     All ranks of the part's groups call this function. ``local_amax`` is the amax grid of the part's own elements, if
-    the caller has it and no block is cut. ``whole_amax`` is the amax grid of the whole tensor, if the caller has it;
-    ranks then exchange no amax of blocks. ``outer_amax``, (1,) float32, is the amax for the one scale that the whole
-    tensor has: the outer scale, or the scale of a quantizer with one for each tensor. Tensors that share this scale
-    are given the same one.
+    the caller has it and no shard cuts a block. ``whole_amax`` is the amax grid of the whole tensor, if the caller has
+    it; ranks then exchange no amax of blocks. ``outer_amax``, (1,) float32, is the amax for the one scale of the whole
+    tensor: the outer scale, or the scale of a tensorwise quantizer. Tensors that share a scale must get the same
+    ``outer_amax``.
     """
     if outer_amax is not None and quantizer.block == (-1, -1):
         return quantize_part(part, quantizer, steps, whole_amax=outer_amax.view(1, 1))
@@ -413,7 +413,7 @@ def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: 
 
 
 def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Cast a part by the grid of the whole tensor's multipliers; returns one code a byte, in the shape of the part.
+    """Cast a part with the grid of the whole tensor's multipliers; returns one code per byte, in the part's shape.
 
     In a stack, stochastic rounding uses positions in this part.
     """
@@ -433,7 +433,7 @@ def _grid_of_part(grid: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks
 
 
 def dequantized(part: Quantized, dtype: torch.dtype) -> Plain:
-    """Turn codes back into values: codes times scales in float32, rounded once to ``dtype``."""
+    """Dequantize a part: codes times scales in float32, rounded once to ``dtype``."""
     operand, *windows = as_operand(part)
     codes, quantizer, outer = operand.codes, operand.quantizer, operand.scales[1:]
     if part.layout.batch:

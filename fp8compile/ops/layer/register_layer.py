@@ -88,7 +88,7 @@ class LayerOp(PlacedOp):
         return output_and_gradients.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
 
     def empty(self, args: tuple[Any, ...]) -> Any:
-        """Results without values, for tracing."""
+        """Uninitialized results of the op, for tracing."""
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
             x, weight, _ = tensors
@@ -122,7 +122,7 @@ class Layer:
         grad_weight: Computes the gradient of the weight from the input.
         keep: Makes the codes that eager mode keeps in place of an input.
         grad_weight_of_codes: Computes the gradient of the weight from the codes that ``keep`` made.
-        observe: Looks at the operands of the three products, for `fp8compile.Monitor`.
+        observe: The ops that collect statistics of the operands, for `fp8compile.Monitor`.
     """
 
     placement: type[Placement]
@@ -231,7 +231,7 @@ def register_layer(
         ends: Whether rows are in groups.
         gradients: A layer whose gradient ops are used in place of new ones.
         keep: The op that keeps codes of the input, if another layer has registered it.
-        observe: The ops that look at the operands, if another layer has registered them.
+        observe: The ops that collect statistics of the operands, if another layer has registered them.
     """
     op = LayerOp.of("output", placement, ends=ends)
     if gradients is None:
@@ -313,9 +313,9 @@ class _Samples:
             yield grad, x, *offsets, *fields_of(place.for_grad_weight(weight.dtype, used)), recipe
 
     def of_observe(self) -> Iterator[tuple[Any, ...]]:
-        """Sample layers for the ops that observe: grad_output, x, weight, offsets or None, placement, recipe.
+        """Sample layers for the statistics ops: grad_output, x, weight, offsets or None, placement, recipe.
 
-        These are the first one, and the first one without elements.
+        Yields the first sample, and the first sample without elements.
         """
         seen = set()
         for grad, x, weight, offsets, place, recipe, used in self._each():

@@ -40,7 +40,7 @@ def linear_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def shared_scale_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::shared_scale_linear; the largest magnitude of all weights of the scale is 6."""
+    """Sample arguments of fp8compile::shared_scale_linear; the amax that the weights share is 6."""
     for x, weight, bias, recipe in linear_samples():
         yield x, weight, bias, torch.full((1,), 6.0), recipe
 

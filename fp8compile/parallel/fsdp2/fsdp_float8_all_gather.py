@@ -122,7 +122,7 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
 
 
 def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
-    """How tensor parallelism cut a weight; empty if it did not."""
+    """How tensor parallelism shards a weight; empty if it does not."""
     if not isinstance(weight, DTensor):
         return ()
     return tuple(cut.by_name() for cut in part_of("fsdp_float8_all_gather", weight).cuts if cut is not None)
@@ -172,7 +172,7 @@ def fsdp_float8_all_gather(
 ) -> Model:
     """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
 
-    Weights of experts are gathered as codes too, cut along experts or, by ``shard_placement_fn``, along another dim.
+    Weights of experts are gathered as codes too, sharded along experts or along another dim (``shard_placement_fn``).
     Each expert has its own scales. Weights that can't be gathered as codes are gathered in ``param_dtype``;
     ``fp8compile.conversion_report`` says which and why.
 
@@ -180,7 +180,7 @@ def fsdp_float8_all_gather(
     ``rowwise_bf16_wgrad``, ``mxfp8``, and ``nvfp4`` with ``weight_block=(1, 16)``. If FSDP2 frees the weight between
     the passes, each pass gathers its own codes. One gather serves both passes if FSDP2 keeps the weight
     (``reshard_after_forward=False``, a number, or the default of the root) or if the backward repeats the forward
-    (activation checkpointing); ``one_gather`` says what that gather brings.
+    (activation checkpointing); ``one_gather`` chooses what that gather sends.
 
     With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has at that time. The
     layer itself uses the same, if each backward runs before the next forward.
@@ -196,7 +196,7 @@ def fsdp_float8_all_gather(
         model: A converted model that is not sharded yet.
         checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). If it is False, a repeated
             forward that finds the codes of the backward raises.
-        one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers both sets of codes, two
+        one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers the codes of both, two
             bytes an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
         ignored_params: The parameters that ``fully_shard`` will be given as ``ignored_params``, such as experts that
             `ExpertParallel` has spread over ranks. They are not replaced.

@@ -1,10 +1,10 @@
 """A rank's shard of a weight, in high precision, which FSDP2 gathers as codes.
 
-A weight is a matrix, or a stack of matrices (E, N, K), each with its own scales, which FSDP2 cuts along experts or, if
-there are more ranks, along another dim.
+A weight is a matrix, or a stack of matrices (E, N, K), each with its own scales. FSDP2 shards a stack along experts
+or, if there are more ranks than experts, along another dim.
 
-If a block lies on one rank, and forward and backward multiply different codes, the block's scale travels beside the
-codes. Otherwise all ranks compute it from the amaxes that they exchanged in one message.
+If each block lies on one rank, and forward and backward multiply different codes, scales of blocks are sent beside the
+codes. Otherwise all ranks compute these scales from the amaxes that they exchanged in one message.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return self.ndim - 2
 
     def quantizers_of(self, module: nn.Module) -> dict[Gemm, Quantizer]:
-        """The quantizer of each set of the weight's codes, by the product that multiplies the set.
+        """The quantizer of the weight's codes, by the product that reads the codes.
 
-        Quantizers fit the dims as the parameter lies in memory, also for modules that keep matrices transposed.
+        Quantizers fit the dims as the parameter is in memory, also for modules that keep matrices transposed.
         """
         gemms = PAIR[:1] if self.gathers is None else PAIR
         return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
@@ -185,7 +185,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
     def own_levels(self, part: Plain, quantizer: Quantizer) -> tuple[bool, ...]:
-        """For each level of scales, whether this rank alone computes those of its part and sends them in the gather.
+        """For each level of scales, whether only this rank computes its shard's scales, and sends them in the gather.
 
         The levels are the scales of blocks and, if the quantizer has them, the outer scales of matrices. If forward
         and backward multiply the same codes, all are False: ranks know every scale from the message of amaxes.
@@ -204,10 +204,10 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def sets_to_gather(
         self, mesh: DeviceMesh, size: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """How FSDP2 cuts the weight, and each set of codes that this rank can send.
+        """How FSDP2 shards the weight, and each set of codes that this rank can send.
 
-        A set's codes are cast when its ``make`` is called, by the scales of this rank's own blocks or by scales that
-        all ranks know.
+        The codes are cast when ``make`` of their set is called, by the scales of this rank's own blocks or by scales
+        that all ranks know.
         """
         part = Plain(self.plain, _layout_of_shard(self, mesh, size))
         values = cache(partial(self.values_to_gather, mp_policy))  # one cast for all sets, or none
@@ -218,8 +218,8 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
         """Arguments of the gathered QuantizedTensor that say which ranks share its scales.
 
-        A matrix cut by tensor parallelism has the group, dim and sizes of that cut. Any other matrix has FSDP2's
-        group, because each of its ranks holds all of the matrix after the gather. A stack has none.
+        A matrix sharded by tensor parallelism has that group, dim and sizes. Any other matrix has FSDP2's group,
+        because each of its ranks holds all of the matrix after the gather. A stack has none.
         """
         if self.batch:
             return {}
@@ -260,9 +260,9 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _by_own_blocks(
         self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
-        """Quantize a part whose blocks all lie on this rank; returns codes, one per byte, and the scales by level.
+        """Quantize a shard whose blocks all lie on this rank; returns codes, one per byte, and the scales by level.
 
-        If ranks cut the matrices, the outer amax is the maximum over these ranks.
+        If ranks shard the matrices themselves, the outer amax is the maximum over these ranks.
         """
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
         if not all(self.own_levels(part, quantizer)):
@@ -273,20 +273,20 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _by_known_scales(
         self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
-        """Cast a part by the scales that all ranks know; returns codes, one per byte, and those scales by level."""
+        """Cast a shard by the scales that all ranks know; returns codes, one per byte, and these scales by level."""
         multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
         codes = cast_part(part, multiplier.to(self.device), quantizer)
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Select the scales of the tensor parallel part that FSDP2 gathers, from the scales of the whole weight."""
+        """Select the scales of the tensor parallel shard that FSDP2 gathers, from the scales of the whole weight."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 
 def part_of_weight(
     weight: ShardedWeight, mesh: DeviceMesh, size: Sequence[int], mp_policy: MixedPrecisionPolicy
 ) -> Plain:
-    """This rank's part of a weight and how it is cut, in the dtype that the layer computes in.
+    """This rank's shard of a weight and its layout, in the dtype that the layer computes in.
 
     ``size`` is that of the tensor that the ranks of FSDP2's ``mesh`` have together. Raise a ValueError if FSDP2 shards
     a dim along which codes can't be gathered.

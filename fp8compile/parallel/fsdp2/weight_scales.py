@@ -24,7 +24,7 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Version:
-    """The version of a weight from which something was computed."""
+    """The version of a weight from which scales or codes were computed."""
 
     edits: Edits  # the counter of writes that the weight had
     writes: tuple[int, ...]  # version counters of the weight
@@ -35,7 +35,7 @@ class _Version:
         return _Version(*_writes(parameter))
 
     def holds(self, parameter: _compat.FsdpParameter) -> bool:
-        """Whether nothing was written to the weight since."""
+        """Whether nothing was written to the weight since this version."""
         edits, writes = _writes(parameter)
         return self.edits is edits and self.writes == writes
 
@@ -119,14 +119,14 @@ class WeightScales:
         return self._of_now(module, name).outer_amaxes[slot]
 
     def forget(self) -> None:
-        """Compute all scales and codes again, as if something had written to all weights."""
+        """Forget all scales and codes, so that they are computed again as if all weights had changed."""
         self._scales.clear()
         self._sent.clear()
 
     def sent(
         self, module: nn.Module, name: str, which: Hashable, make: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """What ``make`` returns of a weight, made once for each version of the weight."""
+        """The result of ``make`` for a weight and the key ``which``, cached until the weight changes."""
         weight = module, name
         parameter = self._known(weight)[weight]
         version, found = self._sent.get(weight, (None, {}))

@@ -109,7 +109,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
 def _stacks_of_whole_experts(module: nn.Module, state: ModuleState) -> frozenset[str]:
     """Names of the experts' weights that the products of a module gather themselves, as codes.
 
-    Only weights cut by whole experts are among them. Others are gathered as a DTensor, which a product refuses.
+    Only weights sharded by whole experts are among them. Others are gathered as a DTensor, which a product refuses.
     """
 
     def is_cut_by_experts(layout: TensorParallelLayout | None) -> bool:

@@ -1,9 +1,9 @@
 """Which rows of a parameter each rank has, described by a DTensor and by the `Rows` that ops take.
 
     mesh                   placements of the parameter                       groups of ranks
-    (shard)                Shard(0)                                          those that have other rows
-    (replicate, shard)     Replicate(), Shard(0)                             also replicas, with the same rows
-    one of these, and tp   the same, then the parameter's own placements     rows of a tp rank's part
+    (shard)                Shard(0)                                          ranks with other rows
+    (replicate, shard)     Replicate(), Shard(0)                             also replicas, ranks with the same rows
+    one of these, and tp   the same, then the parameter's own placements     rows of a tensor parallel shard
 
 `torch.distributed.fsdp.fully_shard` lays out parameters in the same way, so checkpoints of the two are the same.
 """
@@ -34,7 +34,7 @@ __all__ = ["ParameterSharding", "TensorParallelLayout", "gather", "shard_paramet
 
 @dataclass(frozen=True)
 class TensorParallelLayout:
-    """Where a parameter lies over tensor parallel ranks, before FSDP shards it."""
+    """How tensor parallelism places a parameter on ranks, before FSDP shards it."""
 
     mesh: DeviceMesh  # the tensor parallel mesh
     placements: tuple[Placement, ...]  # placements of the parameter on it

@@ -1,4 +1,4 @@
-"""Amaxes of sharded weights: those of all layers travel in one message at the start of a model's forward.
+"""Amaxes of sharded weights: those of all layers are sent in one message at the start of a model's forward.
 
 If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message.
 """

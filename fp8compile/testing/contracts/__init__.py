@@ -1,4 +1,4 @@
-"""Checks for authors of operators and quantizers: contracts that each operator or quantizer has to hold."""
+"""Checks for authors of operators and quantizers: the contracts that these have to fulfill."""
 
 from fp8compile.testing.contracts.op_contracts import check_op
 from fp8compile.testing.contracts.quantizer_contracts import check_quantizer

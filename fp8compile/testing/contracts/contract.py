@@ -24,9 +24,9 @@ class BrokenContract(Exception):
     """Raised by a contract that is broken.
 
     Args:
-        expected: Words for what the contract asks for.
-        found: Words for what was found instead.
-        mend: Advice: what to write to hold the contract.
+        expected: What the contract requires, in words.
+        found: What was found instead, in words.
+        mend: Advice: how to fix the code so that the contract holds.
     """
 
     expected: str
@@ -47,14 +47,14 @@ class NotLookedAt(Exception):
 
 
 def shown(value: Any) -> str:
-    """Words for an input of a contract: shape and dtype of tensors, the repr of anything else."""
+    """Format an input of a contract: shape and dtype of tensors, the repr of anything else."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")
     return ", ".join(map(shown, value)) if isinstance(value, (tuple, list)) else repr(value)
 
 
 def looking_at(value: Input) -> Input:
-    """Return the value unchanged, and let failures that follow mention its shapes and dtypes."""
+    """Return the value unchanged; failures that follow mention its shapes and dtypes."""
     _INPUT.set(shown(value))
     return value
 
@@ -132,8 +132,7 @@ def check_contracts(
         state: Returns the state that no contract may change.
 
     Returns:
-        For each contract that did not check everything, words for what was not checked, by the contract's name.
-        Skipped contracts are included.
+        What was not checked, in words, by the name of the contract. Skipped contracts are included.
 
     Raises:
         TypeError: ``skip`` is a string and no list of names.

@@ -1,4 +1,4 @@
-"""Contracts of a derivative: it exists, has the right shapes, and is the derivative of the function."""
+"""Contracts of an op's derivative: it exists, has the right shapes, and is the right derivative."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _is_leaf(op: Op, place: int, arg: Any) -> bool:
 
 
 def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Let floating point arguments require grad, except those that the backward writes to.
+    """Make floating point arguments require grad, except those that the backward writes to.
 
     Returns:
         The arguments, and the list of those that require grad (the leaves).
@@ -49,7 +49,7 @@ def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list
 
 
 def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of the leaves, followed by the arguments to which the backward has written."""
+    """Gradients of the leaves, followed by the arguments that the backward has written to."""
     given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
     outputs = [out for out in results(call(*given)) if out.requires_grad]
     found = torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True)
@@ -58,7 +58,7 @@ def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves
 
 
 def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
-    """A backward gives gradients with the arguments' shapes and dtypes, or raises that the op has no derivative."""
+    """The backward gives gradients of the arguments' shapes and dtypes, or raises that there is none."""
     for args in looked_at(some_samples(op, device)):
         given, leaves = differentiable(op, args)
         if not leaves or not all(leaf.numel() for leaf in leaves):
@@ -88,9 +88,9 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
 
 
 def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
-    """Compare like ``difference``, but only to half of the dtype's digits, relative to the largest element.
+    """Compare like ``difference``, but with half of the dtype's digits, relative to the largest element.
 
-    A right derivative by another formula rounds differently, and a wrong derivative is farther off.
+    A correct derivative computed differently has other roundings; a wrong derivative is farther off.
     """
     finite = expected.isfinite()
     if not finite.any():
@@ -115,10 +115,10 @@ def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tens
 def _by_autograd(
     op: Op, args: tuple[Any, ...], reference: Callable[..., Any] | None
 ) -> tuple[str, list[Tensor | None]] | None:
-    """Gradients that autograd computes through the reference if it is given, else through impl or decompose.
+    """Gradients that autograd computes through the reference if given, else through impl or decompose.
 
     Returns:
-        The name of that function, and its gradients; None if autograd gets through none.
+        The name of that function, and its gradients; None if autograd can differentiate none of them.
     """
     calls = {"impl": op.impl, "decompose": op.decompose} if reference is None else {"the reference": reference}
     for what, call in calls.items():
@@ -137,7 +137,7 @@ def _by_autograd(
 
 
 def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
-    """Slopes of a weighted sum of impl's results along a direction: central differences, one for each of ``STEPS``."""
+    """Slopes of a weighted sum of impl's results along ``direction``, by central differences (``STEPS``)."""
 
     def value(step: float) -> float:
         along = iter(direction)
@@ -179,9 +179,9 @@ def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable[..., Any] | None = None) -> None:
-    """The op's gradients equal those that autograd computes of the reference, of impl or of decompose.
+    """The op's gradients equal those of autograd through the reference, through impl or decompose.
 
-    If autograd gets through none of these functions, the gradients are compared with finite differences.
+    If autograd can differentiate none of these, the gradients are compared with finite differences.
     """
     if op.backward is None:
         return

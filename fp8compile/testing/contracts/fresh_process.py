@@ -1,4 +1,4 @@
-"""Reads a constant's text for graphs in fresh processes: with its code as it is, and with its code edited."""
+"""Evaluates a graph constant's ``__fx_repr__`` in fresh processes, with its code unchanged or edited."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ConstantElsewhere:
 
 
 def _edited_copy(module: ModuleType, folder: Path) -> None:
-    """Copy the package (or the single file) of a module to a folder, and append a comment to the module's file."""
+    """Copy a module's package (or single file) to a folder, and append a comment to the module there."""
     top = importlib.import_module(module.__name__.partition(".")[0])
     source = Path(module.__file__ or "")
     if not getattr(top, "__path__", None):
@@ -70,9 +70,9 @@ def _start(value: Constant, path: list[str], modules: list[str]) -> tuple[subpro
 
 
 def fresh_texts(value: Constant, module: ModuleType) -> tuple[ConstantElsewhere, ConstantElsewhere, ConstantElsewhere]:
-    """The text of a constant in three fresh processes: two with the code as it is, one with ``module`` edited.
+    """A constant's text in three fresh processes: two with unchanged code, one with ``module`` edited.
 
-    Two unedited ones are started because this process can't be one of them: files may have changed since it read them.
+    Two unedited processes are compared, because this process may have read files before they changed.
 
     Args:
         value: A constant whose class can be imported by name.

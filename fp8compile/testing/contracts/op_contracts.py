@@ -1,4 +1,4 @@
-"""Contracts of an operator, one function each. An operator that holds them works wherever a built-in one does.
+"""Contracts of an operator, one function each; an op that fulfills all works like a built-in op.
 
 Each contract runs on the op's own samples, so it checks only the cases that samples cover.
 """
@@ -115,7 +115,7 @@ def results_are_new(op: Op, device: torch.device) -> None:
 
 
 def fake_is_like_the_result(op: Op, device: torch.device) -> None:
-    """On tensors without data the op returns the shapes, dtypes, strides and devices of the real results."""
+    """On fake tensors the op returns the shapes, dtypes, strides and devices of the real results."""
     for args in looked_at(samples_on(op, device)):
         real = results(op.overload(*args))
         mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -139,7 +139,7 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
 
 
 def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
-    """The shape, dtype, device or strides of a tensor, without the sizes that depend on data according to ``fake``."""
+    """Shape, dtype, device or strides of a tensor; sizes that depend on data (per ``fake``) are left out."""
     known = [not is_unbacked(size) for size in fake.shape]
     if aspect == "shape" and len(known) == tensor.ndim:
         return tuple(size if is_known else "data" for size, is_known in zip(tensor.shape, known, strict=True))
@@ -151,7 +151,7 @@ def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
 
 
 def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
-    """In eager mode, decompose gives the bits of impl. Samples for which it returns NotImplemented are left out."""
+    """In eager mode, decompose is bitwise equal to impl, except where it returns NotImplemented."""
     if op.decompose is not None:
         samples = samples_on(op, device)
         samples += filled(op, samples)
@@ -183,7 +183,7 @@ def passes_opcheck(op: Op, device: torch.device) -> None:
 
 
 def compiled_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
-    """The op compiles without a graph break, by AOTAutograd and by Inductor, to the bits of eager mode."""
+    """The op compiles without a graph break, by AOTAutograd and by Inductor, bitwise equal to eager mode."""
     samples = some_samples(op, device)
     for backend in BACKENDS:
         got = compiled_afresh(_call_all, backend=backend, dynamic=False)(op.overload, samples)
@@ -191,7 +191,7 @@ def compiled_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
 
 
 def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
-    """Compiled gradients have the bits of eager mode; with Inductor, sums in another order may round differently."""
+    """Compiled gradients are bitwise equal to eager mode; Inductor's reordered sums may round differently."""
     if op.backward is None:
         return
     samples = [args for args in some_samples(op, device) if all(tensor.numel() for tensor in tensors_of(args))][:3]
@@ -227,7 +227,7 @@ def _package(module: str) -> str:
 
 
 def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
-    """An edit to the implementation's source changes the text of constants in graphs, and so the cache key."""
+    """An edit to the implementation changes the text of constants in graphs, and so the cache key."""
     if op.decompose is None and op.backward is None:
         return  # compiled code contains only a call of the op, and none of its code
     constants = [arg for args in all_samples(op) for arg in args if isinstance(arg, Constant)]
@@ -253,7 +253,7 @@ def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
 
 
 def sharded_gives_the_bits_of_whole(op: Op, device: torch.device) -> None:
-    """Results on shards, cut by the op's sharding rule, combine to those on whole tensors (bit for bit if exact)."""
+    """Results on shards, split by the op's sharding rule, combine to the whole result (bitwise if exact)."""
     if op.sharding is None:
         return
     ran = 0
@@ -324,7 +324,7 @@ def check_op(
     compiled graphs are dropped.
 
     The op's derivative is compared with autograd's derivative of ``impl`` or of ``decompose``, to half of the digits.
-    If autograd gets through neither, it is compared with finite differences in float64, provided that ``impl`` is
+    If autograd can differentiate neither, it is compared with finite differences in float64, provided that ``impl`` is
     smooth. An op that quantizes is not smooth; without ``gradient`` only shapes and dtypes are checked then, and the
     result says so.
 
@@ -336,13 +336,13 @@ def check_op(
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Returns:
-        For each contract that did not check everything, words for what was not checked, by the contract's name.
+        What was not checked, in words, by the name of the contract.
 
     Raises:
         TypeError: No such op was registered, its samples are no tuples of arguments, or ``skip`` is a single string.
         ValueError: ``skip`` has a name that is no contract's.
         AssertionError: The op breaks one or more contracts. The text says for each what was expected, what was found
-            and how to mend it.
+            and how to fix it.
     """
     registered = _registered(op)
     all_samples(registered)  # all contracts run on them

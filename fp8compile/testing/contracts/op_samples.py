@@ -1,4 +1,4 @@
-"""The inputs of an op's contracts: its own samples, and inputs derived from them."""
+"""Inputs for an op's contracts: its own samples, and inputs derived from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILED_SAMPLES = 8
 
 @cache
 def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
-    """The op's samples as full tuples of impl's arguments; arguments that a sample leaves out have their defaults.
+    """The op's samples as full tuples of impl's arguments; omitted arguments have their defaults.
 
     Raises:
         TypeError: The op yields something other than tuples of impl's arguments.
@@ -44,7 +44,7 @@ def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
 
 
 def samples_on(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
-    """All samples, moved to a device with their strides."""
+    """All samples, moved to a device; strides are preserved."""
     return [tuple(_moved(arg, device) for arg in args) for args in all_samples(op)]
 
 
@@ -70,9 +70,9 @@ def _with_dtypes(args: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tupl
 
 
 def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Samples with elements for each combination of dtypes that only empty samples have.
+    """Yield nonempty samples, by casting others, for combinations of dtypes that only empty samples have.
 
-    They are nonempty samples that are cast to these dtypes. Results of empty samples would show nothing.
+    Results of empty samples would show nothing.
     """
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))
@@ -90,7 +90,7 @@ def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def some_samples(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
-    """A selection of samples, with elements for each dtype; compiling all samples would take minutes."""
+    """A selection of samples, nonempty for each dtype; compiling all samples would take minutes."""
     samples = samples_on(op, device)
     count = min(COMPILED_SAMPLES, len(samples))
     chosen = [samples[index * len(samples) // count] for index in range(count)]
@@ -103,11 +103,11 @@ def some_samples(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among arguments, and in lists that are arguments."""
+    """Tensors among the arguments, including those in lists."""
     every = (each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,)))
     return [each for each in every if isinstance(each, Tensor)]
 
 
 def without_nan(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with 1 in place of each NaN."""
+    """Replace each NaN in the arguments by 1."""
     return tuple(a.nan_to_num(1.0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)

@@ -1,6 +1,6 @@
-"""Contracts of a quantizer's codes in products: a product of codes is the product of their dequantized values.
+"""Contracts of a quantizer's codes in GEMMs: the result is the product of dequantized values.
 
-Products run on this machine's CPU. For GPUs, only the choice of a GEMM is checked, without a GPU.
+GEMMs run on this machine's CPU. For GPUs, only the choice of a GEMM is checked, without a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN_MEANING = (
 
 
 def _as_left_operand(q: Quantizer) -> Quantizer | None:
-    """The quantizer or its ``transposed()``, whichever a GEMM takes for its left operand; None if it takes neither."""
+    """The quantizer or its ``transposed()``, whichever a GEMM takes on the left; None if neither."""
     for candidate in (q, q.transposed()):
         if gemm_kind(candidate.block, candidate.transposed().block) is not None:
             return candidate
@@ -44,7 +44,7 @@ def _as_left_operand(q: Quantizer) -> Quantizer | None:
 
 
 def _partner(q: Quantizer) -> Quantizer:
-    """The quantizer of a product's other operand: the same one, or e4m3 for e5m2, because no GEMM takes e5m2 twice."""
+    """Quantizer of a GEMM's other operand: the same, or e4m3 for e5m2, as no GEMM takes e5m2 twice."""
     return CurrentScaling(block=q.block) if q.gemm_format() == E5M2 else q
 
 
@@ -59,7 +59,7 @@ def _exact(x: Tensor, q: Quantizer) -> Tensor:
 
 
 def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
-    """Raise unless a product equals the exact one, up to the error of float32 sums: (k + 4) roundings of each term."""
+    """Raise unless a GEMM's result is exact up to float32 sums: (k + 4) roundings of each term."""
     bound = (a.shape[1] + 4) * 2.0**-23 * (a.abs() @ b.abs())
     apart = (found.double() - a @ b).abs()
     if not (apart <= bound).all():
@@ -72,7 +72,7 @@ def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
 
 
 def products_are_those_of_dequantize(q: Quantizer, device: torch.device) -> None:
-    """scaled_mm, and a layer with its gradients, give the products of the values that dequantize returns."""
+    """scaled_mm, and a layer with its gradients, multiply the values that dequantize returns."""
     left = _as_left_operand(q)
     if left is None:
         raise NotLookedAt(f"no GEMM takes blocks {q.block}, so scaled_mm and recipes refuse them")
@@ -108,7 +108,7 @@ def _check_layer(recipe: Recipe, x: Tensor, weight: Tensor) -> None:
 
 
 def _as_read(quantized: QuantizedTensor, read: Float8Format) -> Tensor:
-    """The values of codes as a GPU's GEMM reads them, in float64: float8 numbers times the scales of their blocks."""
+    """Values of codes as a GPU's GEMM interprets them, float64: float8 numbers times block scales."""
     q = quantized.quantizer
     stored = E8M0.decode(quantized.scale) if q.stores_e8m0() else q.scale_values(quantized.scale)
     scales = expand_blocks(stored.double(), quantized.shape, q.block)
@@ -116,7 +116,7 @@ def _as_read(quantized: QuantizedTensor, read: Float8Format) -> Tensor:
 
 
 def _gemms(q: Quantizer) -> Iterator[str]:
-    """Names of the float8 GEMMs that GPUs would select for a product of a quantizer's codes with their transpose."""
+    """Yield the float8 GEMMs that GPUs would select for a quantizer's codes and their transpose."""
     for target in PRETENDED:
         with pretend_target(target):
             try:
@@ -128,7 +128,7 @@ def _gemms(q: Quantizer) -> Iterator[str]:
 
 
 def _check_four_bit_product(q: Quantizer) -> None:
-    """The four-bit product of operands in a GPU's layout equals that of dequantized values; both are exact."""
+    """The four-bit GEMM of operands in a GPU's layout equals that of dequantized values; both are exact."""
     quantized = quantize(looking_at(_random(48, 48, 0, torch.device("cpu"))), q)
     codes, scale, outer = quantized.codes, quantized.scale, quantized.outer_scale
     a = Quantized(codes=codes, scale=scale, quantizer=q, outer_scale=outer)
@@ -138,7 +138,7 @@ def _check_four_bit_product(q: Quantizer) -> None:
 
 
 def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None:
-    """A GPU's GEMM is chosen only for codes that it reads as dequantize does."""
+    """A GPU's GEMM is only chosen for codes that it interprets as dequantize does."""
     left = _as_left_operand(q)
     chosen = sorted(set(_gemms(left))) if left is not None else []
     if left is not None and chosen == [NVFP4.name]:
@@ -162,7 +162,7 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
 
 
 def code_zero_is_zero(q: Quantizer, device: torch.device) -> None:
-    """Code 0 has the value zero. Shards that cut blocks, and odd sizes, are padded with code 0."""
+    """Code 0 has the value zero; padding of odd sizes, and of shards that divide blocks, uses it."""
     quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
     found = q.dequantize(torch.zeros_like(quantized.codes), quantized.scale)
     if found.any():

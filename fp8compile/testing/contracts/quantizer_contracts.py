@@ -1,4 +1,4 @@
-"""Contracts of a quantizer, one function each. A quantizer that holds them works wherever a built-in one does.
+"""Contracts of a quantizer, one function each; one that fulfills them works like a built-in one.
 
 Inputs have odd shapes and each floating dtype, and some blocks that are zero, NaN or infinite.
 """
@@ -51,7 +51,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: Device) -> Tensor:
 
 
 def _taken(q: Quantizer, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape, or the next larger one that the quantizer takes if it packs neighbours; None if it takes none."""
+    """The shape, rounded up if the quantizer packs neighbouring codes; None if it takes no such shape."""
     refused = False
     for unit in (1, 2, 16):
         sizes = tuple(-(-size // unit) * unit for size in shape)
@@ -86,7 +86,7 @@ def _blocky(q: Quantizer, device: Device, dtype: torch.dtype = torch.float32) ->
 
 
 def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
-    """The elements that share the first element's scale; with two levels, all elements."""
+    """Slices of the elements that share the first element's scale; with two scale levels, of all elements."""
     if q.has_outer_scale():
         return slice(None), slice(None)
     rows, columns = (None if size == -1 else size for size in q.block)
@@ -94,7 +94,7 @@ def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
 
 
 def _steps(q: Quantizer, x: Tensor) -> dict[str, Tensor]:
-    """The result of each of a quantizer's steps by name, computed by our ops with their checks."""
+    """Result of each of a quantizer's steps by name, computed by our ops, which validate them."""
     impl = {name: op.impl for name, op in ops.OPS.items()}
     found = {"amax": impl["fp8compile::amax"](x, q)}
     if q.has_outer_scale():
@@ -117,7 +117,7 @@ def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.d
 
 
 def equal_after_copy_and_pickle(q: Quantizer, device: Device) -> None:
-    """A copy, an unpickled copy and a quantizer with the same fields are equal to the quantizer, and have its hash."""
+    """A copy, an unpickled copy and a quantizer with the same fields are equal to it, with the same hash."""
     for how, make in {
         "copy.copy": copy.copy,
         "copy.deepcopy": copy.deepcopy,
@@ -199,7 +199,7 @@ def text_in_graphs_rebuilds_it(q: Quantizer, device: Device) -> None:
 
 
 def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
-    """A quantizer has the same text in a graph in every process, and another text once its class's source changed."""
+    """A quantizer's text in a graph is the same in every process, and changes with its class's source."""
     module = sys.modules.get(type(q).__module__)
     if module is None or not getattr(module, "__file__", None) or module.__name__ == "__main__":
         raise BrokenContract(
@@ -232,7 +232,7 @@ def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
 
 
 def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
-    """Each step's results have the shapes and dtypes that codes_shape, scale_shape and scale_dtype say."""
+    """Each step's results have the shapes and dtypes that codes_shape, scale_shape and scale_dtype return."""
     for x in looked_at(_inputs(q, device)):
         try:
             steps = _steps(q, x)
@@ -260,7 +260,7 @@ def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
 
 
 def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None:
-    """transposed() quantizes x.t() to the transposed codes and scales, and undoes itself."""
+    """transposed() quantizes x.t() to the transposed codes and scales, and is its own inverse."""
     turned = q.transposed()
     if type(turned) is not type(q) or turned.block != q.block[::-1] or turned.transposed() != q:
         raise BrokenContract(
@@ -358,7 +358,7 @@ def what_is_not_finite_shows(q: Quantizer, device: Device) -> None:
 
 
 def nothing_but_the_arguments_decides(q: Quantizer, device: Device) -> None:
-    """The steps change nothing, and the same values give the same bits again."""
+    """The steps don't modify their input, and the same values give the same bits again."""
     x = looking_at(_blocky(q, device))
     before = x.clone()
     first, second = _steps(q, x), _steps(q, x)
@@ -391,7 +391,7 @@ def _specials(q: Quantizer, device: Device, dtype: torch.dtype) -> Tensor:
 
 
 def compiled_gives_the_bits_of_eager(q: Quantizer, device: Device) -> None:
-    """Compiled without a graph break, by AOTAutograd and by Inductor, codes and scales have the bits of eager mode."""
+    """Compiled (AOTAutograd, Inductor) without a graph break, results equal eager mode bitwise."""
     _, odd, _, *others = _inputs(q, device)
     samples = [_blocky(q, device, torch.bfloat16), _specials(q, device, torch.float32), odd, others[0]]
     for backend in BACKENDS:
@@ -413,7 +413,7 @@ def _graphs() -> int:
 
 
 def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
-    """With dynamic sizes M and K, one graph serves every size, and gives the bits of eager mode."""
+    """With dynamic sizes M and K, one graph serves every size, bitwise equal to eager mode."""
     compiled = compiled_afresh(_quantized, backend="aot_eager", dynamic=True)
     counts = [_graphs()]
     # two blocks or more along each dim, because PyTorch specialises on 1
@@ -441,7 +441,7 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
 
 
 def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
-    """A call with an equal quantizer compiles no new graph; a call with a different one compiles one graph."""
+    """A call with an equal quantizer compiles no new graph; with a different one it compiles one."""
     compiled, x = (
         compiled_afresh(_quantized, backend="aot_eager", dynamic=False),
         _random(_taken(q, (24, 40)) or (24, 40), torch.bfloat16, device),
@@ -462,7 +462,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
 
 
 def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
-    """Arguments of each of our ops that quantize ``x`` and dequantize its codes, by the op's name."""
+    """Arguments, by op name, for each of our ops that quantize ``x`` and dequantize its codes."""
     steps = _steps(q, x.clone())
     scales: dict[str, tuple[Any, ...]] = {"fp8compile::scale": (steps["amax"], q)}
     if q.has_outer_scale():
@@ -479,7 +479,7 @@ def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
 
 
 def passes_opcheck(q: Quantizer, device: Device) -> None:
-    """PyTorch's own checks of operators (opcheck) pass for ops that are called with the quantizer."""
+    """PyTorch's own checks of operators (opcheck) pass for ops called with the quantizer."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         arguments = _op_arguments(q, x)
         for name in arguments:
@@ -495,7 +495,7 @@ def passes_opcheck(q: Quantizer, device: Device) -> None:
 
 
 def sharded_gives_the_bits_of_whole(q: Quantizer, device: Device) -> None:
-    """Each step on shards gives the results on the whole, whether shards end between blocks or within a block."""
+    """Each step on shards gives the results of the whole, whether or not shard boundaries divide blocks."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         arguments = _op_arguments(q, x)
         for name in arguments:
@@ -538,19 +538,19 @@ def check_quantizer(
     Takes some ten seconds, because it compiles and starts processes. All earlier compiled graphs are dropped.
 
     Args:
-        quantizer: An instance of the quantizer. Call this for each combination of options that computes something
-            else.
+        quantizer: An instance of the quantizer. Call this for each combination of options that changes the
+            computation.
         device: Device to run on.
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Returns:
-        For each contract that did not check everything, words for what was not checked, by the contract's name.
+        What was not checked, in words, by the name of the contract.
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``skip`` is a single string.
         ValueError: ``skip`` has a name that is no contract's.
         AssertionError: The quantizer breaks one or more contracts. The text says for each what was expected, what was
-            found and how to mend it.
+            found and how to fix it.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"check_quantizer: quantizer is {quantizer!r}; it is a fp8compile.Quantizer, made by Name().")

@@ -1,4 +1,4 @@
-"""Runs an op on shards in one process, as its sharding rule says, and compares with the op on whole tensors."""
+"""Runs an op on shards in one process, by its sharding rule, and compares with the whole result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShardCheck:
 
     Attributes:
         ran: Number of splits that ran with the right results.
-        wrong: Words for the first failure; None if there is none.
+        wrong: Description of the first failure; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def _wrong_run(op: Op, split: Split, args: tuple[Any, ...], whole: tuple[Tensor,
 
 
 def check_shards(op: Op, args: tuple[Any, ...]) -> ShardCheck:
-    """Run an op on 2 and 3 shards for each split that its rule allows, and compare with the op on whole tensors.
+    """Run an op on 2 and 3 shards for each split that its rule allows, and compare with the whole result.
 
     Args:
         op: An op with a sharding rule.

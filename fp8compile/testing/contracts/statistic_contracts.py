@@ -40,7 +40,7 @@ def _samples() -> Iterator[Elements]:
 
 
 def _taken(elements: Elements, rows: Tensor) -> Elements:
-    """The elements with only the given rows."""
+    """Select the given rows of the elements."""
     shape = elements.values.shape
     own = {
         each.name: getattr(elements, each.name).expand(shape)[rows]
@@ -65,7 +65,7 @@ def returns_a_number_of_each_element(total: Total) -> None:
 
 
 def a_part_has_the_numbers_of_the_whole(total: Total) -> None:
-    """The number of an element depends on no other element, so that ranks may have parts of a tensor."""
+    """The number of an element depends on no other element, so that ranks may hold shards of a tensor."""
     for elements in looked_at(_samples()):
         rows = torch.tensor([1, 0])
         part, whole = total.compute(_taken(elements, rows)), total.compute(elements)[rows]
@@ -81,7 +81,7 @@ def a_part_has_the_numbers_of_the_whole(total: Total) -> None:
 
 
 def reads_no_value_on_the_host(total: Total) -> None:
-    """The statistic runs on tensors without data, so that it can be traced into a graph."""
+    """The statistic runs on fake tensors, so that it can be traced into a graph."""
     for elements in looked_at(_samples()):
         with FakeTensorMode() as mode:
             own = {each.name: getattr(elements, each.name) for each in fields(elements)}
@@ -102,16 +102,16 @@ CONTRACTS = (returns_a_number_of_each_element, a_part_has_the_numbers_of_the_who
 
 
 def check_statistic(name: str) -> None:
-    """Check that a registered statistic can be traced, and that parts of a tensor have the numbers of the whole.
+    """Check that a registered statistic can be traced, and that shards give the whole tensor's numbers.
 
     Prints each contract that holds.
 
     Args:
-        name: The name that ``fp8compile.library.register_statistic`` was given.
+        name: The name that was passed to ``fp8compile.library.register_statistic``.
 
     Raises:
         ValueError: No statistic has this name.
-        AssertionError: The statistic breaks a contract. The text says what was expected, found, and how to mend it.
+        AssertionError: The statistic breaks a contract. The text says what was expected, found, and how to fix it.
     """
     if name not in STATISTICS:
         raise ValueError(f"check_statistic: no statistic is called {name!r}; there are {', '.join(STATISTICS)}.")

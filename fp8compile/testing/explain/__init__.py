@@ -1,4 +1,4 @@
-"""Answers whether a model really runs in FP8: for each GEMM of its linears, with proof from the model's graphs."""
+"""Reports whether a model really runs in FP8: for each GEMM of its linears, with its graphs as proof."""
 
 import fp8compile.testing.explain.exchanges  # noqa: F401  registers the exchanges' messages
 from fp8compile.testing.explain.explanation import Explanation, explain, explain_in_steps

@@ -1,8 +1,8 @@
-"""Attribution: the layer that each product of a graph belongs to, and which of the layer's three GEMMs it is.
+"""Attribution: finds the layer that a GEMM of a graph belongs to, and which of its three GEMMs it is.
 
-A product belongs to a layer if it multiplies data by a form of the layer's weight, or if its result leaves the graph
-as that weight's gradient. A product of parameters alone belongs to no layer, because it only computes a weight or a
-property of one. If the weight is no parameter of the graph, the product belongs to the module that was being called.
+A GEMM belongs to a layer if it multiplies data by a tensor computed from the layer's weight, or if its result leaves
+the graph as that weight's gradient. A GEMM of parameters only belongs to no layer, because it computes a weight or a
+property of one. If the weight is no parameter of the graph, the GEMM belongs to the module that was being called.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Unknown:
     Attributes:
         layer: Name of the layer.
         op: The operator.
-        file: File of the user's code that calls it; empty if it isn't known.
-        line: Line in that file; 0 if it isn't known.
+        file: File of the user's code that calls it; empty if unknown.
+        line: Line in that file; 0 if unknown.
     """
 
     layer: str
@@ -57,10 +57,10 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """The index of the graph's input that a description by AOTAutograd is about; None if it is about another value.
+    """Index of the graph input that an AOTAutograd descriptor refers to; None for other descriptors.
 
-    For a gradient it is the index of the input that the gradient belongs to; for an inner tensor of a tensor subclass,
-    the index of the subclass.
+    The descriptor of a gradient refers to the input that it is the gradient of; the descriptor of an inner tensor, to
+    its tensor subclass.
     """
     while hasattr(described, "base"):
         described = described.base
@@ -68,7 +68,7 @@ def _input_index(described: Any) -> int | None:
 
 
 class Owners:
-    """Assigns the products of one graph, forward and backward, to the layers that own their weights.
+    """Assigns the GEMMs of one graph, forward and backward, to the layers that own their weights.
 
     Args:
         recorded: The graph.
@@ -136,27 +136,26 @@ class Owners:
         return Form(frozenset([weights] if weights else []), is_data=not self.constants[index])
 
     def _asks_for_grad(self, value: Value, inputs: Sequence[Any]) -> bool:
-        """Whether a value of the forward depends on a tensor that requires grad, given the answers for its inputs."""
+        """Whether a forward value depends on a tensor that requires grad; earlier values are already decided."""
         if value.op and value.op != "aten::detach":
             return not self.needs_grad.isdisjoint(value.inputs)
         index = None if value.op else _input_index(value.node.meta.get("desc"))
         return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
 
     def operands(self, value: Value) -> list[Value]:
-        """The operands of a product that may be a weight: a layer op's weight, or both operands of another product."""
+        """Operands of a GEMM that may be a weight: the weight of a layer op, or both operands of another GEMM."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """The weights from which, without data, one of these values was computed."""
+        """The weights from which any of these values was computed; each is a tuple of layer names."""
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """The layer that was being called at a product of parameters alone, if it is the product of its own weight.
+        """The layer whose call contains a GEMM of parameters only, if one operand is that layer's weight.
 
-        An example is a layer that is applied to learned queries, which are a parameter too. None for any other
-        product.
+        An example is a layer that is applied to learned queries, which are a parameter too. None for other GEMMs.
         """
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
@@ -165,13 +164,13 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """The products of the forward to which a product of the backward belongs, by autograd's sequence number."""
+        """Forward values that a backward GEMM belongs to, by autograd's sequence number; GEMMs preferred."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
 
     def is_recomputed(self, value: Value) -> bool:
-        """Whether a value of the backward graph recomputes a value of the forward."""
+        """Whether a value of the backward graph is recomputed from the forward, as with checkpointing."""
         if value.node.graph is not self.backward_graph:
             # nodes of a subgraph that have no mark of the backward
             meta = value.node.meta
@@ -180,12 +179,12 @@ class Owners:
         return twin is not None and twin.op == value.op
 
     def _computes_weights(self, value: Value) -> bool:
-        """Whether a value of the backward is the gradient of a value that was computed from parameters alone."""
+        """Whether a backward value is the gradient of a forward value that was computed from parameters only."""
         forward = self._of_forward(value)
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """The weights that have ``value`` as their gradient, possibly after further additions or concatenations."""
+        """The weights whose gradient is ``value``, possibly after further additions or concatenations."""
         todo, seen = [value], set()
         while todo:
             value = todo.pop()
@@ -203,7 +202,7 @@ class Owners:
         return len(user.inputs) == 1 and user.op.startswith("aten::") and not is_reduction
 
     def source(self, value: Value) -> Value:
-        """The first value with the same numbers: before casts and views, and in the forward if it was saved there."""
+        """The value that ``value`` is a cast, view or saved copy of, back to the first; else ``value``."""
         while value.op in SAME_VALUES and value.inputs:
             value = value.inputs[0]
         return value
@@ -214,17 +213,17 @@ class Owners:
         return index is not None and index < len(self.parameters) and self.parameters[index]
 
     def _one_of(self, weight: Sequence[str], node: fx.Node) -> str:
-        """Among the layers that share a weight, the one that was called at this node; else the first of them."""
+        """Of the layers that share a weight, the one whose call contains this node; else the first one."""
         called = layer_of_stack(node, self.names) if len(weight) > 1 else None
         return called if called is not None and called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
-        """The layer that was called at this node; None without one, or if its weight is a parameter of the graph."""
+        """The layer whose call contains this node; None without one, or if its weight is a graph input."""
         called = layer_of_stack(node, self.names)
         return None if called in self.known else called
 
     def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
-        """The layers that a product belongs to, and the name of its GEMM; the list is [None] for no layer."""
+        """The layers that a GEMM belongs to ([None] for no layer), and which of their GEMMs it is."""
         node, operands = value.node, self.operands(value)
         weights = self._weights(operands)
         gemm = OUTPUT.name
@@ -249,7 +248,7 @@ class Owners:
         return [self._called(node)], gemm
 
     def unknown(self, value: Value, *, backward: bool) -> Iterator[Unknown]:
-        """An `Unknown` for each layer whose weight an opaque operator takes together with data."""
+        """Yield an `Unknown` for each layer whose weight is an input of an opaque operator together with data."""
         if not takes_weight_and_data(value, self.forms):
             return
         if backward and (is_elementwise(value) or self._computes_weights(value)):

@@ -60,7 +60,7 @@ class Send:
     Attributes:
         layer: Name of the layer; for a message of FSDP2, of the module that it shards; "(between layers)" for a
             message outside of all layers, such as a sum of gradients of several layers that read one tensor.
-        gemm: The product that needs the message: "output", "grad_input" or "grad_weight"; "plan" if a style of the
+        gemm: The GEMM that needs the message: "output", "grad_input" or "grad_weight"; "plan" if a style of the
             plan sends it before or after the layer; "fsdp" if FSDP2 sends it; empty between layers.
         what: The content: "codes of grad_output", "scales of input", "amax", or a tensor in its own dtype, such as
             "input".
@@ -89,14 +89,14 @@ class Sends:
 
     Attributes:
         rows: The messages.
-        layers: Names of the layers that are spread over ranks. A layer without rows sends nothing.
+        layers: Names of the sharded layers. A layer without rows sends nothing.
     """
 
     rows: tuple[Send, ...]
     layers: tuple[str, ...]
 
     def of(self, layer: str, gemm: str | None = None) -> tuple[Send, ...]:
-        """The messages of a layer, or of one of its products.
+        """The messages of a layer, or of one of its GEMMs.
 
         Args:
             layer: Name of the layer.
@@ -105,7 +105,7 @@ class Sends:
         return tuple(row for row in self.rows if row.layer == layer and gemm in (None, row.gemm))
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """The rows of the table, headings first; layers that send the same messages share a row."""
+        """Yield header and rows of the table; layers that send the same messages share a row."""
         yield "layer", "for", "what", "how", "dtype", "bytes", "times"
         rows: list[tuple[str, ...]] = []
         sharded = dict.fromkeys(row.layer for row in self.rows if row.gemm == FSDP)
@@ -132,14 +132,14 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A moment in a layer's run: in its op, or before or after the op, where a style of the plan moves a tensor."""
+    """A phase of a layer's run: its op, or before or after the op, when the plan redistributes a tensor."""
 
     layer: str
     tensor: str | None  # name of the tensor that the plan moves; None in the op
 
 
 def _nodes(start: Any, end: set[Any]) -> Iterator[Any]:
-    """The nodes of autograd's graph from ``start`` up to, and without, the nodes in ``end``."""
+    """Yield the nodes of the autograd graph from ``start`` down to, but without, the nodes in ``end``."""
     pending, seen = [start], set(end)
     while pending:
         node = pending.pop()
@@ -155,7 +155,7 @@ def _grad_fns(value: Any) -> set[Any]:
 
 
 class _Places:
-    """Follows a model's layers by hooks: which `_Place` runs now, and in which one each autograd node was made."""
+    """Tracks by hooks which `_Place` of a layer runs now, and which one created each autograd node."""
 
     def __init__(self, layers: dict[str, Linear]) -> None:
         self.sharded: list[str] = []  # names of modules whose parameters FSDP2 gathers or reduces now
@@ -169,7 +169,7 @@ class _Places:
             handle.remove()
 
     def current(self) -> _Place | None:
-        """The `_Place` of the code that runs now, in forward or backward; None outside of all layers."""
+        """The `_Place` of the code that is running, in forward or backward; None outside of all layers."""
         node = torch._C._current_autograd_node()
         return self.now[-1] if self.now else self.of_node.get(node)
 
@@ -208,7 +208,7 @@ class _Places:
 
 
 def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
-    """The name of the operand that each group of ranks gathers for a product, by the group's name."""
+    """Name of the operand that each process group gathers for a GEMM, by the group's name."""
     from fp8compile.parallel.dtensor_placements import cuts_of
 
     given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors
@@ -223,20 +223,20 @@ def _tensor_name(slot: str) -> str:
 
 
 def _by_fsdp(op: str, reduction: str, sent: Tensor) -> str:
-    """Words for what FSDP2 sends by a collective. Codes and scales have several dtypes, and are gathered as bytes."""
+    """Describe what FSDP2 sends by a collective; codes and scales of several dtypes are gathered as bytes."""
     if "gather" in op:
         return "parameters, FP8 ones as codes and scales" if sent.dtype == torch.uint8 else "parameters"
     return "amaxes" if reduction == "max" else GRADIENTS
 
 
 def _accumulate_gradients(value: Any) -> None:
-    """Run a backward that accumulates gradients in parameters, because FSDP2 reduces only accumulated gradients."""
+    """Run a backward that accumulates gradients in parameters; FSDP2 reduces only accumulated ones."""
     outputs = [output for output in tensors_in(value) if output.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 class _Listener(TorchDispatchMode):
-    """A mode that records each message with the layer, the product and the tensor that it is for."""
+    """Dispatch mode that records each message with the layer, the GEMM and the tensor that it is for."""
 
     def __init__(self, places: _Places) -> None:
         super().__init__()
@@ -328,17 +328,17 @@ def _spread_layers(model: nn.Module) -> dict[str, Linear]:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether the weight of some ``fp8compile.Linear`` of the model is a DTensor."""
+    """Whether a weight of some ``fp8compile.Linear`` of the model is a DTensor."""
     return bool(_spread_layers(model))
 
 
 def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
-    """The messages that a model's FP8 layers on DTensors send in one forward and backward.
+    """List the messages that a model's FP8 layers on DTensors send in one forward and backward.
 
     The messages depend only on the plan given to ``parallelize_module``, not on values, so a fake process group
-    (``torch.testing._internal.distributed.fake_pg``) gives the same messages without other ranks. With a real
-    process group, all ranks call this. What FSDP2 sends (`fully_shard`) is listed too, by the modules that it shards:
-    bytes of codes and scales if weights are gathered so. Modes, buffers, gradients and random states are restored.
+    (``torch.testing._internal.distributed.fake_pg``) gives the same messages without other ranks. With a real process
+    group, all ranks call this. Messages of FSDP2 (`fully_shard`) are listed too, by the modules that it shards: bytes
+    of codes and scales if weights are gathered so. Modes, buffers, gradients and random states are restored.
 
     Args:
         model: A parallelized module that is not compiled.

@@ -1,4 +1,4 @@
-"""Records a model's graphs, each with the tensors that it was called with, which identify the parameters."""
+"""Records a model's graphs, each with its input tensors, which identify the parameters."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Recorded", "record", "reported"]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A graph, and the tensors that its first call got as arguments."""
+    """A graph, and the input tensors of its first call."""
 
     kept: KeptGraph
     inputs: Sequence[Any]
 
 
 class _Watching(Recording):
-    """A backend that keeps graphs, and the tensors of each graph's first call."""
+    """Backend that records graphs, and the input tensors of each graph's first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Watching(Recording):
         return call
 
     def recorded(self, number: int) -> list[Recorded]:
-        """The first ``number`` graphs, each with the tensors of its first call."""
+        """The first ``number`` graphs, each with the input tensors of its first call."""
         return [Recorded(kept, self.inputs.get(kept.compile_id, ())) for kept in self.graphs[:number]]
 
 
@@ -51,7 +51,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """Compile a model, forward and backward, and call it once.
 
     Returns:
-        The model's graphs; one if nothing breaks it.
+        The model's graphs; one if there is no graph break.
     """
     watching = _Watching()
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Warns before a run about the recipes that a model's device can only emulate."""
+"""Warning text on recipes that a model's device can only emulate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["emulation_note"]
 
 
 def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool:
-    """Whether a device emulates one of a recipe's products.
+    """Whether a device emulates one of a recipe's GEMMs.
 
     A CPU multiplies groups of rows one by one, so the GEMM for a single group decides.
     """
@@ -28,12 +28,12 @@ def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool
 
 
 def emulation_note(model: nn.Module) -> str:
-    """A line for each recipe that is emulated on its layers' device, "nvfp4 is emulated here, ..."; may be empty.
+    """A line for each recipe that its layers' device emulates, "nvfp4 is emulated here, ..."; or "".
 
-    How much slower it is depends on the device's products in bfloat16 and on the model, so there is no number.
+    The lines contain no slowdown factor, because it depends on the device's bfloat16 GEMMs and on the model.
 
     Args:
-        model: A converted model; layers on the meta device are left out.
+        model: A converted model; layers on the meta device are skipped.
     """
     emulated: Counter[Recipe] = Counter()
     for layer in filter(is_converted, model.modules()):

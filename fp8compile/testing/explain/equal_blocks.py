@@ -1,4 +1,4 @@
-"""Equal blocks of a model, such as a transformer's layers: code for a GPU is generated for a few, and counted for all.
+"""Equal blocks of a model, such as transformer layers: code for a few is extrapolated to all.
 
     N blocks     first, middle x (N - 2), last
     2 blocks     first, last
@@ -6,8 +6,8 @@
     4 blocks     first, middle x 2, last           has to have the numbers that this sum gives for 4
 
 The graphs prove that the blocks are equal: each operator, with its shapes and constants, has to be in the graphs of
-the whole model as often as this sum says. If it isn't, or if the code of 4 blocks is not what the sum gives, because a
-compiler may choose otherwise in a longer graph, then code is generated for the whole model.
+the whole model as often as this sum says. Code is generated for the whole model if it isn't, or if the code of 4
+blocks is not what the sum gives, because a compiler may choose differently in a longer graph.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class EqualBlocks:
         return two + (self.count - 2) * (three - two)
 
     def place(self, layer: str) -> tuple[int, str] | None:
-        """The number of the block that a layer is in, and the layer's name inside of it; None if it is in no block."""
+        """Block number of a layer, and its name inside the block; None for a layer outside of the blocks."""
         prefix = f"{self.name}." if self.name else ""
         number, _, inside = layer.removeprefix(prefix).partition(".")
         return (int(number), inside) if layer.startswith(prefix) and number.isdecimal() else None
 
     def layer(self, number: int, inside: str) -> str:
-        """The full name of a layer, from the number of its block and its name inside of the block."""
+        """Full name of a layer, from its block number and its name inside the block."""
         return ".".join(filter(None, (self.name, str(number), inside)))
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def _tensor_key(value: Any) -> Key:
 
 
 def _block_key(block: nn.Module) -> Key:
-    """A key that is equal for blocks that look equal without a call: modules, their recipes, tensors and modes."""
+    """Key to compare blocks without calling them: modules, their recipes, tensors and modes."""
     return tuple(
         (
             name,
@@ -84,7 +84,7 @@ def _block_key(block: nn.Module) -> Key:
 
 
 def longest_list(model: nn.Module) -> EqualBlocks | None:
-    """The longest list of blocks that look equal without a call; None if there is none."""
+    """The longest list of blocks with equal `_block_key`; None if there is none of at least ten."""
     found = []
     for name, module in model.named_modules():
         blocks = list(module._modules.values()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
@@ -96,7 +96,7 @@ def longest_list(model: nn.Module) -> EqualBlocks | None:
 
 @contextmanager
 def shortened(model: nn.Module, blocks: EqualBlocks, count: int) -> Iterator[None]:
-    """Context in which the model has only the first few of its equal blocks."""
+    """Context in which the model has only the first ``count`` of its equal blocks."""
     held = model.get_submodule(blocks.name)
     every = dict(held._modules)
     held._modules.clear()
@@ -115,7 +115,7 @@ def _value_key(node: fx.Node) -> Any:
 
 
 def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
-    """How often each operator is in the graphs, with the shapes of its operands and results, and its constants."""
+    """Count each operator in the graphs, by the shapes of its operands and results, and its constants."""
     found: Counter[Key] = Counter()
     for each in recorded:
         for backward, graph in enumerate((each.kept.forward, each.kept.backward)):
@@ -129,7 +129,7 @@ def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
 def _differs(
     model: nn.Module, blocks: EqualBlocks, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
 ) -> str:
-    """Why the whole model's graphs are not what a few blocks' graphs predict; empty if they are."""
+    """Why the whole model's graphs are not what graphs of 2 and 3 blocks predict; empty if they are."""
     counts = []
     for count in (2, 3):
         try:
@@ -149,7 +149,7 @@ def _differs(
 def equal_blocks(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
 ) -> EqualBlocks | None:
-    """The longest list of equal blocks of a model, if its graphs prove that they are equal.
+    """The longest list of equal blocks of a model, if its graphs prove that they are equal; else None.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""explain: all reports on a model in FP8, in one object."""
+"""explain: combines all reports on a model in FP8 into one object."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Explanation:
         graphs: Report on the graphs of two equal calls.
         layers: An explanation of each linear.
         gpu: What a GPU would launch; None if no GPU was asked for.
-        roofline: Least times by that GPU's peaks; None if no GPU was asked for, or if layers are spread over ranks.
-        sends: Messages of each layer; None if no layer is spread over ranks.
+        roofline: Least times by that GPU's peaks; None if no GPU was asked for, or if layers are sharded.
+        sends: Messages of each layer; None if no layer is sharded.
     """
 
     torch: str
@@ -87,7 +87,7 @@ class Explanation:
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """A line for each converted layer with a GEMM that no graph proves, and a line if there are graph breaks."""
+        """A line for each converted layer with an unproven GEMM, and a line on graph breaks if there are any."""
         lines = [
             f"{name}: {', '.join(gemm.gemm for gemm in gemms)}: {gemms[0].detail}"
             for name, gemms in self._of_converted(UNPROVEN).items()
@@ -98,7 +98,7 @@ class Explanation:
 
     @property
     def runs_in_fp8(self) -> bool:
-        """Whether the verdict is YES; it can't be for a model without converted layers or without FP8 products."""
+        """Whether the verdict is YES; never so without converted layers or without GEMMs in FP8."""
         return self.verdict.startswith("YES")
 
     @property
@@ -125,7 +125,7 @@ class Explanation:
 
     @property
     def gain(self) -> str:
-        """The time that FP8 can save at the GPU's peaks, in one line; empty if unknown or nothing is in FP8."""
+        """One line on the speed that FP8 can give at the GPU's peaks; empty if unknown or nothing is in FP8."""
         if self.roofline is None or not any(gemm.status == FP8 for layer in self.layers for gemm in layer.gemms):
             return ""
         ratio = f"{self.roofline.ratio:.2f}"
@@ -133,13 +133,13 @@ class Explanation:
         return f"by the peaks of an {self.roofline.gpu}: {ratio} of bf16's speed with these inputs, {says}"
 
     def _doubts(self) -> list[str]:
-        """The reasons why the verdict can't be YES, each in a few words."""
+        """Reasons why the verdict can't be YES, each in a few words."""
         layers = len(self._of_converted(UNPROVEN))
         doubts = [f"{_counted(layers, 'converted layer')} without proof"] if layers else []
         return [*doubts, *(line for line in self.unproven[layers:])]
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation with its verdicts, as dicts, lists, strings and numbers."""
+        """The explanation and its verdicts as JSON-serializable dicts, lists, strings and numbers."""
         answers = {"verdict": self.verdict, "gain": self.gain, "fell_back": self.fell_back, "unproven": self.unproven}
         return json.loads(json.dumps({**answers, **asdict(self)}))
 
@@ -149,7 +149,7 @@ class Explanation:
 
 
 def _no_code(model: nn.Module, report: GraphReport) -> str:
-    """Why code can't be generated for a GPU; empty if it can."""
+    """Reason why code can't be generated for a GPU; empty if it can."""
     if is_spread(model):
         return "it is looked at in one process, and layers of this model are spread over ranks"
     if report.breaks:
@@ -160,7 +160,7 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
 def _by_graphs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None, names: Names
 ) -> tuple[Explanation, list[Recorded]]:
-    """Explain a model by its graphs alone, without code for a GPU; also returns the graphs."""
+    """Explain a model from its graphs only, without code for a GPU; also returns the graphs."""
     log.info("compiling the model and calling it twice")
     report, recorded = reported(model, args, kwargs)
     log.info("reading its graphs")
@@ -185,7 +185,7 @@ def _by_graphs(
 def _run_by(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, values: bool
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Context that yields the arguments for calling the model, real or fake, and restores the model's state."""
+    """Context that yields real or fake arguments for a call, and restores the model's state at exit."""
     with kept_state(model, (args, kwargs)), untold():
         if values:
             yield args, kwargs
@@ -195,10 +195,10 @@ def _run_by(
 
 
 def _needs_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model has to be called with values.
+    """Whether the model has to be called with real values.
 
     Raises:
-        ValueError: It has to, and has none.
+        ValueError: It has to, but it is on the meta device.
     """
     if is_spread(model):  # what is sent is listened to
         return True
@@ -222,7 +222,7 @@ def explain_in_steps(
     gpu: str | None = "h200",
     values: bool | None = None,
 ) -> Generator[Explanation, None, None]:
-    """The explanation by the graphs, then the one with the code for a GPU, which may take minutes more.
+    """Yield the explanation by graphs, then the one with code for a GPU, which may take minutes more.
 
     Args:
         model: As `explain` takes it; its state is restored at the end.
@@ -237,7 +237,7 @@ def explain_in_steps(
 
     Raises:
         ValueError: No such GPU; or the forward reads values, and the model is on the meta device.
-        TypeError: The model is none, or was compiled.
+        TypeError: The model is not a module, or is compiled.
     """
     check_model("explain", model)
     if gpu is not None and gpu not in PEAKS:
@@ -269,18 +269,18 @@ def explain(
     """Compile a model, and report for each linear in which formats its three GEMMs really run.
 
     Nothing is computed: the model is called with fake tensors, so it may be on the meta device. Only a forward that
-    reads values, and a model that is spread over ranks, is called with its own.
+    reads values, or a sharded model, is called with real tensors.
 
     The graphs are the proof: a GEMM runs in FP8 if the forward or backward graph multiplies FP8 operands for it. What
-    a layer says about itself doesn't count. Modes, buffers, gradients and random states are restored; arguments that
-    the model changes in place are not. All earlier compiled graphs are dropped.
+    a layer reports about itself doesn't count. Modes, buffers, gradients and random states are restored; arguments
+    that the model changes in place are not. All earlier compiled graphs are dropped.
 
     Args:
         model: The model, converted or not, and not compiled.
-        args: Arguments of the call that is explained. If inputs require grad, the products for their gradients are
+        args: Arguments of the call that is explained. If inputs require grad, the GEMMs for their gradients are
             explained too.
         kwargs: Keyword arguments of that call.
-        gpu: GPU whose code is generated and whose least times are given, a key of `PEAKS`; None leaves both out.
+        gpu: GPU for generated code and least times, a key of `PEAKS`; None omits both.
 
     Returns:
         The explanation.

@@ -1,10 +1,10 @@
-"""The share of a model's matrix products that runs in FP8, from the graphs that a compiler gets.
+"""The share of a model's matrix products that runs in FP8, computed from AOTAutograd's graphs.
 
-    model --Dynamo, AOTAutograd--> forward graph, backward graph --a look at every node--> GemmShare
+    model --Dynamo, AOTAutograd--> forward graph, backward graph --inspect each node--> GemmShare
 
-The graphs are taken after autograd has run, and before this package's ops are decomposed. Each product of a layer is
-one node in them, whose recipe says whether the operands are FP8. A layer that fell back to bf16 is an `mm` node, and
-counts as such. `fp8compile doctor` says how a device multiplies FP8 operands; a CPU may emulate.
+The graphs come from after autograd, but before this package's ops are decomposed. Each GEMM of a layer is one node in
+them, whose recipe tells whether the operands are FP8. A layer that fell back to bf16 is an `mm` node, and counts as
+such. `fp8compile doctor` reports how a device multiplies FP8 operands; a CPU may emulate.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GemmShare:
 
     Attributes:
         fp8: Number of products of codes, with eight bits or four.
-        linear: Number of products of two matrices. Linear layers are such products, converted or not, and so are
-            layers that are no ``nn.Linear`` (``Conv1D``, routers).
+        linear: Number of products of two matrices: those of linear layers, converted or not, and of similar layers
+            that are no ``nn.Linear`` (``Conv1D``, routers).
         total: Number of all products, with those of attention, stacked experts and convolutions.
         fp8_flops: Floating-point operations of products of codes.
         fp8_linear_flops: Floating-point operations of products of two matrices of codes.
@@ -61,12 +61,12 @@ class GemmShare:
 
     @property
     def share(self) -> float:
-        """The fraction (0 to 1) of all products' operations that runs in FP8."""
+        """Fraction (0 to 1) of all products' floating-point operations that runs in FP8."""
         return self.fp8_flops / self.flops if self.flops else 0.0
 
     @property
     def linear_share(self) -> float:
-        """The fraction (0 to 1) of linear layers' operations that runs in FP8."""
+        """Fraction (0 to 1) of linear layers' floating-point operations that runs in FP8."""
         return self.fp8_linear_flops / self.linear_flops if self.linear_flops else 0.0
 
     def __str__(self) -> str:
@@ -84,10 +84,9 @@ class _Product:
 
 
 def flop_formulas() -> dict[str, Callable[..., int]]:
-    """Formulas of operations by the operator's name: PyTorch's registry, and formulas that some versions lack.
+    """FLOP formulas by operator name: PyTorch's registry, and formulas that some versions lack.
 
-    Those of PyTorch's grouped products and of ``_scaled_mm_v2`` are in the registry, see
-    `fp8compile.ops.layer.flop_formulas`.
+    The registry includes ours for PyTorch's grouped GEMMs and ``_scaled_mm_v2``, see `fp8compile.ops.layer.flop_formulas`.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -154,7 +153,7 @@ def _products(graph: fx.GraphModule) -> Iterator[_Product]:
 def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
     """Count the matrix products in graphs, and those among them that multiply FP8 operands.
 
-    The graphs are those that AOTAutograd passes to a backend, without decompositions of our ops. ``Recording`` keeps
+    Pass the graphs that AOTAutograd passes to a backend, without decompositions of our ops. ``Recording`` records
     them:
 
         recording = Recording()
@@ -168,7 +167,7 @@ def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
         graphs: Forward and backward graphs. Each node has its value in ``meta["val"]``, and sizes are numbers.
 
     Returns:
-        The counts. They have two shares: of FP8 in all products, and in products of linear layers.
+        The counts, with two shares: of FP8 in all products, and in products of linear layers.
 
     Raises:
         TypeError: An argument is not a graph.

@@ -1,4 +1,4 @@
-"""Explains what a GPU would launch for a model: kernels, GEMMs, bytes, and the operators fused with each cast."""
+"""Explains what a GPU would launch for a model: kernels, GEMMs, bytes, operators fused with casts."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Cast:
     """The cast of an operand of an FP8 GEMM on a GPU.
 
     Attributes:
-        layer: Name of the layer; None if it isn't known.
+        layer: Name of the layer; None if unknown.
         gemm: "output", "grad_input" or "grad_weight".
-        operand: "a" or "b" of the product (m, k) by (k, n).
-        kernel: The Triton kernel that writes the codes; empty if no kernel of the graph does, as for codes that the
+        operand: "a" or "b" of the GEMM (m, k) by (k, n).
+        kernel: The Triton kernel that writes the codes; empty if none in this graph does, as for codes that the
             forward saved.
         fused_with: Operators other than quantization that the same kernel computes, such as "aten.silu".
         serves: Number of GEMMs that read these codes.
@@ -68,7 +68,7 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCost:
-    """The launches of one graph, in numbers.
+    """Counts of the launches of one graph.
 
     Attributes:
         backward: Whether the graph is the backward.
@@ -89,7 +89,7 @@ class GraphCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuExplanation:
-    """Generated code for a GPU, in numbers.
+    """Counts of launches, casts and GEMMs in the generated code for a GPU.
 
     Attributes:
         gpu: Name of the GPU.
@@ -99,8 +99,8 @@ class GpuExplanation:
         bf16_costs: Launches of the same model unconverted; empty if there are none to compare with.
         bf16_problem: Why the unconverted model has no code; empty if it has, or if nothing is converted.
         casts: Casts of the operands of each FP8 GEMM.
-        gemms: Number of products of converted layers for each of the GPU's GEMMs.
-        counted: Equal blocks that the numbers were multiplied for, such as "model.layers.{1..30}"; empty if code was
+        gemms: How many GEMMs of converted layers use each of the GPU's GEMM kernels.
+        counted: Equal blocks to which the numbers were extrapolated, such as "model.layers.{1..30}"; empty if code was
             generated for the whole model.
     """
 
@@ -116,7 +116,7 @@ class GpuExplanation:
 
 
 def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
-    """Pairs of a converted layer's name and how a GPU would run one of the layer's products."""
+    """How a GPU would run each GEMM of the converted layers, paired with the layer's name."""
     layers = [(name, layer) for name, layer in model.named_modules() if is_converted(layer)]
     with pretend_target(gpu.target):
         return [
@@ -125,7 +125,7 @@ def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
 
 
 def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
-    """How a device would run each product of a layer. Experts have the products of each of their weights."""
+    """How a device would run each GEMM of a layer; experts have the GEMMs of each of their weights."""
     if not isinstance(layer, ConvertedExperts):
         return list(recipe_support(layer.recipe, device, layer.weight.dtype))
     found = recipe_support(layer.recipe, device, next(layer.parameters()).dtype, grouped=True)
@@ -134,13 +134,13 @@ def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
 
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
-    """Name the first layer that a GPU has no GEMM for, with the product and the reason; empty if there is none."""
+    """Name the first layer and GEMM that a GPU can't run, with the reason; empty if there is none."""
     lacking = ((name, each) for name, each in _support(model, gpu) if each.kind == "none")
     return next((f"{name}, {each.gemm}: {each.detail.removeprefix('scaled_mm: ')}" for name, each in lacking), "")
 
 
 def _gemms(model: nn.Module, gpu: Gpu) -> tuple[tuple[str, int], ...]:
-    """Number of products of converted layers for each GEMM that a GPU would choose."""
+    """Count the GEMMs of converted layers by the GEMM kernel that a GPU would choose."""
     return tuple(Counter(each.kind for _, each in _support(model, gpu)).items())
 
 
@@ -207,7 +207,7 @@ class _ModelCall:
     gpu: Gpu
 
     def generated(self) -> Found:
-        """Costs and casts in the code that is generated for the whole model."""
+        """Costs and casts in the code that is generated for the model of this call."""
         model, kwargs = self.model, self.kwargs
         fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
         costs: list[GraphCost] = []
@@ -231,7 +231,7 @@ def _in_all(blocks: EqualBlocks, two: GraphCost, three: GraphCost) -> GraphCost:
 
 
 def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
-    """The casts of the whole model, from the model with 3 blocks; the middle block stands for all inner ones."""
+    """Extrapolate casts from a model with 3 blocks to the whole; its middle block stands for inner ones."""
     for cast in three:
         place = None if cast.layer is None else blocks.place(cast.layer)
         if place is None:
@@ -243,13 +243,13 @@ def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
 
 
 def _counted(blocks: EqualBlocks, two: Found, three: Found) -> Found:
-    """Extrapolate costs and casts to all blocks of the model, from the model with 2 blocks and with 3."""
+    """Extrapolate costs and casts to all blocks of the model, from those with 2 and with 3 blocks."""
     costs = tuple(_in_all(blocks, few, more) for few, more in zip(two[0], three[0], strict=True))
     return costs, tuple(_casts_in_all(blocks, three[1]))
 
 
 def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
-    """Costs and casts without details, such as names of kernels, that depend on what was generated before."""
+    """Costs and casts without kernel names and order, which vary between compilations."""
     costs, casts = found
     return costs, Counter(
         replace(cast, kernel="some" if cast.kernel else "", fused_with=tuple(sorted(cast.fused_with)))
@@ -303,7 +303,7 @@ def explain_gpu(
     name: str,
     graphs: Sequence[Recorded] = (),
 ) -> GpuExplanation:
-    """Explain what a GPU would launch for a model, and what for the same model without FP8.
+    """Explain what a GPU would launch for a model, and for the same model without FP8.
 
     Args:
         model: The model, without graph breaks.
@@ -312,10 +312,10 @@ def explain_gpu(
         names: Names of the model's layers and modules.
         gpu: The GPU.
         name: Name of the GPU in reports.
-        graphs: The graphs of the call; equal blocks are then looked for, and counted instead of generated.
+        graphs: The graphs of the call. If given, numbers of equal blocks are extrapolated.
 
     Returns:
-        The numbers, or the reason why there are none.
+        The counts, or the reason why there are none.
     """
     call = _ModelCall(what="the model", model=model, args=args, kwargs=kwargs, names=names, gpu=gpu)
     try:

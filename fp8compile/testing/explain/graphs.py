@@ -1,7 +1,7 @@
-"""Finds the matrix products in a model's graphs, each with its layer and the formats of its operands.
+"""Finds the GEMMs in a model's graphs, each with its layer and the formats of its operands.
 
 model, inputs --Dynamo, AOTAutograd--> forward and backward graphs, unfolded
-|                                        |  each product: its operands, where its result goes
+|                                        |  each GEMM: its operands, where its result goes
 +-- parameters by identity --------------+--> GraphGemm: layer, which of the three GEMMs, operands' dtypes
 """
 
@@ -32,13 +32,13 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 @dataclass(frozen=True, kw_only=True)
 class GraphGemm:
-    """One product in a graph.
+    """One GEMM in a graph.
 
     Attributes:
         layer: Name of the layer; None if it belongs to no layer.
         gemm: "output", "grad_input" or "grad_weight".
         op: The operator.
-        runs: Formats and scales of the operands, in the words of `describe`; for other products the operands' dtype.
+        runs: Formats and scales of the operands, as `describe` formats them; for other GEMMs the operands' dtype.
         is_fp8: Whether both operands are codes, of FP8 or FP4.
         m: Rows of the result.
         k: Size of the summed dim.
@@ -50,9 +50,9 @@ class GraphGemm:
         by_mx: Whether the MX GEMM multiplies the codes on a GPU that has it for them.
         casts: Source, quantizer and number of elements of each quantized operand. Equal entries are one cast.
         parameters: For each of ``casts``, whether its source is a parameter.
-        shared_by: Number of layers whose weights this product multiplies.
-        file: File of the user's code that calls the product; empty if it isn't known.
-        line: Line in that file; 0 if it isn't known.
+        shared_by: Number of layers whose weights this GEMM multiplies.
+        file: File of the user's code that calls the GEMM; empty if unknown.
+        line: Line in that file; 0 if unknown.
     """
 
     layer: str | None
@@ -76,7 +76,7 @@ class GraphGemm:
 
 
 def _described(a: Quantizer, b: Quantizer) -> str:
-    """Formats and scales of a product's operands, in words: "e4m3 x e4m3 rowwise", "e2m1 x e2m1 nvfp4"."""
+    """Describe formats and scales of a GEMM's operands: "e4m3 x e4m3 rowwise", "e2m1 x e2m1 nvfp4"."""
     kind = gemm_kind(a.block, b.block)
     if type(a) is type(b) is TwoLevelScaling:
         kind = "nvfp4"
@@ -86,24 +86,24 @@ def _described(a: Quantizer, b: Quantizer) -> str:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """The name of the codes' format. If no GEMM reads the codes, the name of the quantizer's class."""
+    """Name of the codes' format; name of the quantizer's class if no GEMM reads the codes."""
     named = quantizer.gemm_format() is not None or type(quantizer) is TwoLevelScaling
     return quantizer.format if named else type(quantizer).__name__
 
 
 def multiplied(recipe: Recipe, gemm: Gemm) -> tuple[Quantizer, Quantizer]:
-    """The quantizers of a GEMM's operands over (m, k) and (k, n)."""
+    """The quantizers of a GEMM's operands as (m, k) and (k, n) matrices."""
     a, b = cast("tuple[Quantizer, Quantizer]", recipe.quantizers(gemm))  # callers know that it has them
     return a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b
 
 
 def describe(recipe: Recipe, gemm: Gemm) -> str | None:
-    """Formats and scales of a GEMM's operands, such as "e4m3 x e4m3 rowwise"; None for high precision."""
+    """Describe formats and scales of a GEMM's operands: "e4m3 x e4m3 rowwise"; None for high precision."""
     return None if recipe.quantizers(gemm) is None else _described(*multiplied(recipe, gemm))
 
 
 def code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]:
-    """The ``code_bits``, ``sum_to`` and ``by_mx`` of a `GraphGemm`, for quantizers over (m, k) and (k, n)."""
+    """The ``code_bits``, ``sum_to`` and ``by_mx`` of a `GraphGemm` with (m, k) and (k, n) operands."""
     bits, is_mx_alone = max(a.code_bits(), b.code_bits()), is_mx(a) and is_mx(b)
     return {
         "code_bits": bits,
@@ -113,7 +113,7 @@ def code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]
 
 
 def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
-    """The sizes (m, k, n) of a layer op's product, from its operands and its result."""
+    """Sizes (m, k, n) of the GEMM of a layer op, from its operands and its result."""
     a, b = operands
     # a rank that has only some tokens of one tensor has all tokens of the other, and multiplies all
     other = b if gemm == GRAD_WEIGHT.name else result if isinstance(result, Tensor) else result[0]
@@ -184,7 +184,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
 
 
 def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGemm]:
-    """Yield a `GraphGemm` of a product for each layer that it belongs to, or one without a layer if there is none."""
+    """Yield a `GraphGemm` for each layer that a GEMM belongs to, or one with layer None."""
     layers, gemm = owners.whose(value, backward=backward)
     if value.op in LAYER_OPS:
         gemm, found = LAYER_OPS[value.op].name, _layer_gemm(value, owners)
@@ -206,7 +206,7 @@ def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGem
 def graph_gemms(
     recorded: Sequence[Recorded], weights: Mapping[int, Sequence[str]], constants: set[int], names: Names
 ) -> tuple[list[GraphGemm], list[Unknown]]:
-    """All products in a model's graphs.
+    """Find all GEMMs in a model's graphs.
 
     Args:
         recorded: The graphs, as `record` returned them.
@@ -215,8 +215,8 @@ def graph_gemms(
         names: Names of layers and modules.
 
     Returns:
-        The products in the order of the graphs, and the opaque operators that may be a layer's product. A product that
-        belongs to no layer, such as one of attention, has the layer None.
+        The GEMMs in the order of the graphs, and the opaque operators that may be a layer's GEMM. GEMMs that belong to
+        no layer, such as those of attention, have the layer None.
     """
     gemms: list[GraphGemm] = []
     unknown: list[Unknown] = []

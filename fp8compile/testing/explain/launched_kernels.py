@@ -1,7 +1,7 @@
-"""The Triton kernels that this package's operators launch inside of a generated program, compiled for its GPU.
+"""Compiles Triton kernels that this package's operators launch in a generated program, for its GPU.
 
-Inductor doesn't see them: in its code they are calls of an operator. Here the operator's own code runs on tensors
-without data, and what it would launch is compiled for the shapes, strides and dtypes that the program has.
+Inductor doesn't see these kernels: its code calls an operator. Here the operator's implementation runs on tensors
+without data, and each launch is compiled for the shapes, strides and dtypes of the program.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class _Launch:
-    """A launch of a function under ``triton.jit``: its arguments by name, and how many warps and stages it has."""
+    """A launch of a ``triton.jit`` function: its arguments by name, and options such as warps and stages."""
 
     fn: Any
     arguments: dict[str, Any]
     options: dict[str, int]
 
     def compiled(self, gpu: Gpu) -> CompiledKernel:
-        """Compile the kernel as Triton specializes it for these arguments: an argument that equals 1 is a constant."""
+        """Compile the kernel, specialized as Triton does; arguments that equal 1 become constants."""
         is_constant = {each.name: each.is_constexpr for each in self.fn.params}
         constants, kinds, aligned = {}, {}, []
         for name, value in self.arguments.items():
@@ -59,7 +59,7 @@ class _Launch:
 
 @contextmanager
 def _recorded() -> Iterator[list[_Launch]]:
-    """Context in which functions under ``triton.jit`` are not launched, but noted in the list that this yields."""
+    """Context that records launches of ``triton.jit`` functions in the yielded list instead of launching."""
     from triton.runtime.jit import JITFunction
 
     found: list[_Launch] = []
@@ -74,14 +74,14 @@ def _recorded() -> Iterator[list[_Launch]]:
 
 
 def _on_the_cpu(value: Any) -> Any:
-    """A tensor without data on the CPU, where PyTorch without CUDA does all that a kernel's caller asks."""
+    """Replace a tensor by an uninitialized one on the CPU, where no CUDA is needed; pass other values."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
 
 def launched_kernels(found: Schedule, gpu: Gpu) -> Iterator[CompiledKernel]:
-    """Compile the kernels that this package's operators launch in a graph, each distinct one once.
+    """Yield the compiled kernels that this package's operators launch in a graph, each distinct one once.
 
     Args:
         found: Inductor's schedule of the graph.

@@ -1,4 +1,4 @@
-"""Explains each linear of a model: whether it is converted, and in which formats its three GEMMs really run."""
+"""Explains each linear of a model: whether it is converted, and the formats of its three GEMMs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GemmExplanation:
         runs: Formats and scales, or the dtype, of the operands in the graph; empty if the GEMM is in no graph.
         detail: A remark; may be empty.
         ops: Operators of the graph that prove the status, one for each call.
-        places: Operators that differ from what the recipe says, or that prove nothing, each with its file and line.
+        places: Operators that contradict the recipe, or that prove nothing, each with its file and line.
         m: Rows of the result; 0 if the GEMM is in no graph.
         k: Size of the summed dim.
         n: Columns of the result.
@@ -72,7 +72,7 @@ class GemmExplanation:
 
     @property
     def padding_flops(self) -> float:
-        """Operations that padding adds, divided by the operations without padding."""
+        """Operations added by padding, as a fraction of the operations without padding."""
         return self.padded_k * self.padded_n / (self.k * self.n) - 1 if self.k * self.n else 0.0
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class LayerExplanation:
 
     @property
     def is_small(self) -> bool:
-        """Whether the default filter would leave the layer in high precision on the GPU that was asked for."""
+        """Whether the default filter would leave so small a layer in high precision on the chosen GPU."""
         return self.size < self.least_gaining
 
     @property
@@ -125,12 +125,12 @@ class LayerExplanation:
 
     @property
     def is_called(self) -> bool:
-        """Whether a graph has, or may have, a GEMM of the layer."""
+        """Whether the graphs contain, or may contain, a GEMM of the layer."""
         return any(gemm.status != ABSENT for gemm in self.gemms)
 
 
 def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are a layer's weights, or from which a linear's weight is computed."""
+    """Parameters that are a layer's weights, or from which a linear's parametrized weight is computed."""
     if not isinstance(module, nn.Linear):
         return list(layout_of(module).weights.values())
     weight = module._parameters.get("weight")  # the attribute may be a computed tensor
@@ -141,7 +141,7 @@ def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_weights(model: nn.Module) -> dict[int, list[str]]:
-    """For each parameter's ``id``, the layers of `conversion_report` whose weight it is, or is computed from it."""
+    """Map each weight parameter's ``id`` to the layers that use it, or a weight computed from it."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     weights: dict[int, list[str]] = {}
     for row in conversion_report(model).rows:
@@ -153,7 +153,7 @@ def layer_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphReport, *, called: bool) -> GemmExplanation:
-    """The explanation of a GEMM that is in no graph: why it is absent, or why there is no proof."""
+    """Explain a GEMM that is in no graph: why it is absent, or why there is no proof."""
     if not called:
         if report.breaks or not report.graphs:
             why = "graph break, it runs outside the graphs" if report.breaks else "nothing was compiled"
@@ -172,7 +172,7 @@ def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphRepor
 
 
 def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple[str, str]:
-    """The status and the detail of a GEMM that is in a graph."""
+    """Status and detail of a GEMM that is in a graph."""
     wanted = describe(row.recipe, gemm) if row.recipe is not None else None
     others = [each for each in found if each.runs != wanted]
     if wanted is None:
@@ -208,7 +208,7 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
 
 
 def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
-    """Change a GEMM's explanation to the status "no proof", because opaque operators read the layer's weight.
+    """Change a GEMM's status to "no proof", because opaque operators read the layer's weight.
 
     A GEMM that fell back keeps its status.
     """
@@ -227,7 +227,7 @@ def _parts(
     unknown: Sequence[Unknown],
     peaks: Peaks | None,
 ) -> tuple[GemmExplanation, ...]:
-    """The explanations of a layer's three GEMMs, from the products found in the graphs."""
+    """Explain a layer's three GEMMs, from the GEMMs found in the graphs."""
     called = any(each.gemm == GEMMS[0].name for each in own)
     parts = []
     for gemm in GEMMS:
@@ -252,9 +252,9 @@ def explain_layers(
     Args:
         model: The model.
         report: Report on the model's graphs.
-        gemms: The products in its graphs.
-        unknown: Opaque operators that may be a layer's product.
-        peaks: Peaks of the GPU, for least times; None leaves these out.
+        gemms: The GEMMs in its graphs.
+        unknown: Opaque operators that may be a layer's GEMM.
+        peaks: Peaks of the GPU, for least times; None omits these.
     """
     explained = []
     for row in conversion_report(model).rows:

@@ -1,9 +1,9 @@
-"""Explains one rank of a model on a pretended mesh: its products, its messages, the bytes that it keeps, least times.
+"""Explains one rank of a model on a simulated mesh: GEMMs, messages, saved bytes, least times.
 
-    build(mesh) --traced as the first rank of a fake group--> forward, backward --> products, messages, kept bytes
+    build(mesh) --traced as the first rank of a fake group--> forward, backward --> GEMMs, messages, saved bytes
 
-Nothing is computed, so the model can have its real size. Parameters that are made and cut on the meta device only need
-the memory of one rank's part.
+Nothing is computed, so the model can have its real size. Parameters that are created and sharded on the meta device
+only need the memory of one rank's shard.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ NAMED = 3  # number of layers that a problem names
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A matrix product of one rank.
+    """A GEMM of one rank.
 
     Attributes:
         op: Name of the operator.
-        fp8: Whether the product multiplies codes.
+        fp8: Whether the GEMM multiplies codes.
         code_bits: Bits of each code.
         by_mx: Whether the MX GEMM multiplies the codes.
         flops: Number of floating-point operations.
         bytes: Bytes of the operands and the result.
-        backward: Whether the product is in the backward.
+        backward: Whether the GEMM is in the backward.
     """
 
     op: str
@@ -62,27 +62,26 @@ class Product:
     by_mx: bool = False
 
     def seconds(self, peaks: Peaks) -> float:
-        """The least time that a GPU with these peaks needs for the product."""
+        """Least time in seconds that a GPU with these peaks needs for the GEMM."""
         peak = peaks.of_codes(self.code_bits, is_mx=self.by_mx) if self.fp8 else peaks.bf16
         return max(self.flops / peak, self.bytes / peaks.bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshExplanation:
-    """What one rank of a mesh multiplies, sends and keeps in a forward and a backward.
+    """What one rank of a mesh multiplies, sends and saves in a forward and a backward.
 
     Attributes:
         gpu: Name of the GPU that the graphs were traced for.
         mesh: Size of each mesh dim by its name.
         graphs: Number of graphs, forward and backward.
-        products: The matrix products.
-        expected_fp8: Number of FP8 products that the recipes of converted layers ask for, if each layer is called
-            once.
-        astray: A line for each converted layer whose FP8 products are not all in the graphs.
-        messages: The messages.
-        kept_bytes: Bytes that the forward keeps for the backward, without its arguments.
-        parameter_bytes: Bytes of this rank's part of the parameters.
-        product_seconds: Least time of the products, one after another.
+        products: The GEMMs.
+        expected_fp8: Number of FP8 GEMMs that the recipes of converted layers ask for, if each layer is called once.
+        astray: A line for each converted layer whose FP8 GEMMs are not all in the graphs.
+        messages: The messages between ranks.
+        kept_bytes: Bytes that the forward saves for the backward, without its arguments.
+        parameter_bytes: Bytes of this rank's shard of the parameters.
+        product_seconds: Least time of the GEMMs, one after another.
         message_seconds: Least time of the messages, one after another, without overlap.
         no_gemm: A layer that the GPU has no GEMM for, with the reason; empty if there is none.
     """
@@ -102,7 +101,7 @@ class MeshExplanation:
 
     @property
     def fp8_products(self) -> int:
-        """Number of products of codes."""
+        """Number of GEMMs that multiply codes."""
         return sum(each.fp8 for each in self.products)
 
     @property
@@ -112,7 +111,7 @@ class MeshExplanation:
 
     @property
     def sent(self) -> dict[tuple[str, str, int], tuple[int, int]]:
-        """The number of messages and the sum of their bytes, by operator, dtype and number of ranks."""
+        """Number of messages and sum of their bytes, by (operator, dtype, number of ranks)."""
         counts: Counter[tuple[str, str, int]] = Counter()
         sums: Counter[tuple[str, str, int]] = Counter()
         for each in self.messages:
@@ -123,7 +122,7 @@ class MeshExplanation:
 
     @property
     def problem(self) -> str:
-        """Why the model does not run as its recipes say; empty if it does."""
+        """Reason why the model does not run as its recipes say; empty if it does."""
         if self.no_gemm:
             return f"{self.gpu} has no GEMM for {self.no_gemm}"
         if not self.fp8_products:
@@ -134,7 +133,7 @@ class MeshExplanation:
 
 @contextmanager
 def pretended_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """A mesh on the CPU whose other ranks do not exist: messages can be traced, but none arrives.
+    """Context that yields a CPU mesh on a fake process group; the other ranks do not exist.
 
     Args:
         sizes: Size of each mesh dim by its name, the outermost first.
@@ -186,7 +185,7 @@ def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
 
 
 def _expected(model: nn.Module) -> int:
-    """Number of FP8 products of all converted layers, if each is called once and all its tensors need gradients."""
+    """Number of FP8 GEMMs of all converted layers, if each is called once and all gradients are needed."""
     found = 0
     for layer in model.modules():
         if is_converted(layer):
@@ -195,7 +194,7 @@ def _expected(model: nn.Module) -> int:
 
 
 def _check_has_no_hooks(model: nn.Module) -> None:
-    """Raise a ValueError if FSDP2 shards the model: it sends in hooks, which no graph has."""
+    """Raise a ValueError if FSDP2 shards the model, because its hooks communicate outside of the graphs."""
     sharded = next((name or "the model" for name, module in model.named_modules() if is_fsdp(module)), None)
     if sharded is not None:
         raise ValueError(
@@ -213,16 +212,16 @@ def _local_bytes(model: nn.Module) -> int:
 def explain_mesh(
     build: Callable[[DeviceMesh], tuple[nn.Module, tuple[Any, ...]]], sizes: Mapping[str, int], *, gpu: str = "h200"
 ) -> MeshExplanation:
-    """Trace a model as one rank of a mesh, and say what that rank multiplies, sends and keeps.
+    """Trace a model as one rank of a mesh, and report what that rank multiplies, sends and saves.
 
     Args:
-        build: Function that is given the mesh. It returns the model, spread over the mesh, and this rank's inputs. If
+        build: Function of the mesh that returns the model, distributed over the mesh, and this rank's inputs. If
             inputs require grad, their gradients are traced too.
         sizes: Number of ranks of each mesh dim by its name, the outermost first.
         gpu: The GPU that the graphs are traced for and whose peaks give least times, a key of `PEAKS`.
 
     Returns:
-        The numbers. Least times are bounds by published peaks, and no measurements.
+        The counts. Least times are bounds by published peaks, not measurements.
 
     Raises:
         ValueError: There is no such GPU, a size is data-dependent, an operator isn't known, or FSDP2 shards the model.

@@ -1,7 +1,7 @@
-"""Finds converted layers on a mesh whose FP8 products are missing from the graphs.
+"""Finds converted layers on a mesh whose FP8 GEMMs are missing from the graphs.
 
-Products are assigned to layers by their weights. So if checkpointing repeats a forward, or a layer is called twice,
-the additional products do not hide that another layer's products are missing.
+GEMMs are assigned to layers by their weights. So if checkpointing repeats a forward, or a layer is called twice, the
+additional GEMMs do not hide that another layer's GEMMs are missing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 @dataclass
 class _Weight:
-    """A weight of a converted layer, and its products in the graphs.
+    """A weight of a converted layer, and its GEMMs in the graphs.
 
     Attributes:
         recipe: The layer's recipe.
         is_frozen: Whether the weight needs no gradient.
-        dtypes: For each GEMM, the operands' dtypes in each of its products.
+        dtypes: For each of the three GEMMs, the operands' dtypes at each node of it.
         input_needs_grad: Whether the layer's input needs a gradient.
         unknown: Opaque operators that take the weight and data.
     """
@@ -51,7 +51,7 @@ class _Weight:
     unknown: list[Unknown] = field(default_factory=list)
 
     def problems(self) -> Iterator[str]:
-        """How the weight's products differ from what the recipe says, in words; nothing if they agree."""
+        """Yield descriptions of how the weight's GEMMs differ from its recipe; nothing if they agree."""
         yield from (f"{each.op} at {place_text(each.file, each.line)} takes it, unseen" for each in self.unknown)
         in_codes = [gemm for gemm in GEMMS if self.recipe.quantizers(gemm) is not None]
         if in_codes and not self.dtypes[OUTPUT.name]:
@@ -73,7 +73,7 @@ class _Weight:
 
 
 def _converted(model: nn.Module) -> tuple[dict[str, _Weight], dict[int, list[str]]]:
-    """The weights of converted layers by name, and the names by the parameter's ``id``.
+    """Weights of converted layers by name, and the names by the parameter's ``id``.
 
     A weight has its layer's name; a stack of experts has its parameter's name.
     """
@@ -110,7 +110,7 @@ def _note_products(owners: Owners, weights: Mapping[str, _Weight]) -> None:
 
 
 def layers_astray(model: nn.Module, graphs: Sequence[GpuGraph]) -> tuple[str, ...]:
-    """Describe each weight of a converted layer whose FP8 products are not all in the graphs.
+    """Describe each weight of a converted layer whose FP8 GEMMs are not all in the graphs.
 
     A frozen weight needs no grad_weight. If an input needs no gradient, its layer needs no grad_input.
 

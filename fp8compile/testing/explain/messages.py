@@ -1,4 +1,4 @@
-"""The messages in a graph: the ranks that take part, the bytes that each sends, and the least time on their links."""
+"""Collectives in a graph: number of ranks, bytes that each rank sends, and least time on their links."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PASSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A message between ranks.
+    """A collective between ranks.
 
     Attributes:
         op: "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single" or "all_reduce".
@@ -59,10 +59,10 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
-    """The messages of a graph whose ops are decomposed, in the graph's order.
+    """Yield the collectives of a graph with decomposed ops, in the graph's order.
 
     Args:
-        graph: The graph. The process groups of its messages still exist.
+        graph: The graph. The process groups of its collectives have to exist still.
         backward: Whether the graph is the backward.
 
     Raises:
@@ -90,8 +90,8 @@ def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
 
 
 def seconds(found: list[Message], peaks: Peaks) -> float:
-    """The least time in seconds of messages that follow one another, by the published rates of a GPU's links.
+    """Least time in seconds of consecutive messages, by the published rates of a GPU's links.
 
-    If the ranks of a message are on several nodes, all of its bytes are counted as sent over the network.
+    If the ranks of a message are on several nodes, all of its bytes count as sent over the network.
     """
     return sum(each.bytes / (peaks.nvlink if each.in_node else peaks.network) for each in found)

@@ -1,4 +1,4 @@
-"""Finds the module that was being called when a node of a graph was traced."""
+"""Finds the module whose call traced a node of a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Names:
 
     Attributes:
         layers: Names of all linears in `conversion_report`.
-        modules: Each path to a module, with the first path to the same module; shared modules have several paths.
+        modules: Maps each path of a module to its first path; shared modules have several paths.
     """
 
     layers: Sequence[str]
@@ -27,17 +27,17 @@ class Names:
 
     @staticmethod
     def of(model: nn.Module) -> Names:
-        """The names of a model's modules."""
+        """Collect the names of a model's modules."""
         first = {id(module): name for name, module in model.named_modules()}
         paths = {name: first[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
         return Names(layers=[row.fqn for row in conversion_report(model).rows], modules=paths)
 
 
 def _module(path: str, modules: Mapping[str, str]) -> str | None:
-    """The name of the module that a path leads to; None if there is none.
+    """Name of the module at a path of the module stack; None if there is none, or if it is ambiguous.
 
-    The path may begin with a function's variable. It may also lack its beginning, because after a graph break the
-    frames of inner modules are traced on their own. If several modules' paths end like it, the result is None.
+    The path may have a function's variable as prefix. It may also lack its beginning, because after a graph break the
+    frames of inner modules are traced on their own.
     """
     if path in modules:
         return modules[path]
@@ -49,13 +49,13 @@ def _module(path: str, modules: Mapping[str, str]) -> str | None:
 
 
 def module_of_stack(node: fx.Node, names: Names) -> str | None:
-    """The innermost module that was being called when a node was traced; None if that isn't known."""
+    """Name of the innermost module whose call traced a node; None if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     found = (_module(module_path(text), names.modules) for text, _ in reversed(list(stack.values())))
     return next((module for module in found if module is not None), None)
 
 
 def layer_of_stack(node: fx.Node, names: Names) -> str | None:
-    """The layer that was being called when a node was traced; None if the innermost module is no layer."""
+    """Name of the layer whose call traced a node; None if the innermost module is no layer."""
     module = module_of_stack(node, names)
     return module if module in names.layers else None

@@ -1,8 +1,8 @@
-"""The least time of a matrix product by a GPU's published peaks, from its operations and its bytes.
+"""Least time of a GEMM by a GPU's published peaks, from its operations and its bytes.
 
     seconds >= max(2 m n k / peak, (m k + k n + m n elements) / bandwidth)
 
-The time is a bound and no measurement: kernels reach 60 to 80 % of the peak in practice, and norms, activations,
+The time is a bound, not a measurement: kernels reach 60 to 80 % of the peak in practice, and norms, activations,
 attention and the time between kernels are not counted.
 """
 
@@ -25,14 +25,14 @@ class Peaks:
     Attributes:
         name: Full name of the GPU.
         capability: Compute capability; for an AMD GPU, AMD's name of the architecture.
-        fp4: Operations a second of FP4 tensor cores; if the GPU has none, of the cores that it uses instead.
-        fp8: Operations a second of FP8 tensor cores, with float32 sums.
-        mx: Operations a second for FP8 codes with block scales, if it differs from ``fp8``; else None.
-        bf16: Operations a second of bfloat16 and float16 tensor cores.
-        fp32: Operations a second of float32 arithmetic, without TF32.
-        bandwidth: Bytes a second that the GPU reads from and writes to its memory.
-        nvlink: Bytes a second that the GPU sends to other GPUs of its node.
-        network: Bytes a second that the GPU sends to other nodes, if it has its own network adapter.
+        fp4: Operations per second of FP4 tensor cores; if the GPU has none, of the cores used instead.
+        fp8: Operations per second of FP8 tensor cores, with float32 sums.
+        mx: Operations per second for FP8 codes with block scales, if it differs from ``fp8``; else None.
+        bf16: Operations per second of bfloat16 and float16 tensor cores.
+        fp32: Operations per second of float32 arithmetic, without TF32.
+        bandwidth: Bytes per second that the GPU reads from and writes to its memory.
+        nvlink: Bytes per second that the GPU sends to other GPUs of its node.
+        network: Bytes per second that the GPU sends to other nodes, if it has its own network adapter.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Peaks:
     mx: float | None = None
 
     def __str__(self) -> str:
-        """The peaks in words."""
+        """Peak rates and bandwidth as text."""
         rates = {"bf16": self.bf16, "FP8": self.fp8, "MXFP8": self.mx or self.fp8, "FP4": self.fp4}
         tera = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in rates.items())
         return f"{tera} TFLOPS; {self.bandwidth / 1e12:.2f} TB/s"
 
     def of_codes(self, bits: int, *, is_mx: bool = False) -> float:
-        """Operations a second of the tensor cores for codes of 4 or 8 bits."""
+        """Operations per second of the tensor cores for codes of 4 or 8 bits."""
         return self.fp4 if bits == 4 else (self.mx or self.fp8) if is_mx else self.fp8
 
 
@@ -119,16 +119,16 @@ PEAKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Least times of the products of all layers in one training step, by the peaks of a GPU.
+    """Least times of the GEMMs of all layers in one training step, by the peaks of a GPU.
 
     Attributes:
         gpu: Name of the GPU.
-        seconds: Time for the graphs as they are: products in FP8 and in high precision, and casts.
-        gemm_seconds: The part of ``seconds`` for products.
+        seconds: Time for the graphs as they are: GEMMs in FP8 and in high precision, and casts.
+        gemm_seconds: The part of ``seconds`` for GEMMs.
         cast_seconds: The part of ``seconds`` for casts. The cast of a parameter reads it and writes its codes. The
             cast of any other tensor only writes codes, because it can be fused with the kernel that computes the
             tensor.
-        bf16_seconds: Time for the same products in bfloat16.
+        bf16_seconds: Time for the same GEMMs in bfloat16.
     """
 
     gpu: str
@@ -144,14 +144,14 @@ class Roofline:
 
 
 def padding(gemm: GraphGemm) -> tuple[int, int]:
-    """Sizes (k, n) to which a GPU pads the contracted dim and the columns of a product of codes."""
+    """Sizes (k, n) to which a GPU pads the summed dim and the columns of a GEMM of codes."""
     if not gemm.is_fp8:
         return gemm.k, gemm.n
     return gemm.k + -gemm.k % gemm.sum_to, gemm.n + -gemm.n % ALIGNMENT
 
 
 def least_seconds(operations: float, moved: float, peak: float, peaks: Peaks) -> float:
-    """The least time for so many operations, ``peak`` a second, and so many bytes that memory reads and writes."""
+    """Least time in seconds for ``operations`` at ``peak`` per second and ``moved`` bytes of memory."""
     return max(operations / peak, moved / peaks.bandwidth)
 
 
@@ -160,7 +160,7 @@ def _seconds(m: int, k: int, n: int, in_bytes: float, out_bytes: int, peak: floa
 
 
 def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
-    """The least time of a product as it runs, padding included, divided by the number of layers that share it."""
+    """Least time of a GEMM with its formats and padding, divided by the number of layers that share it."""
     k, n = padding(gemm)
     if gemm.is_fp8:
         peak = peaks.of_codes(gemm.code_bits, is_mx=gemm.by_mx)
@@ -170,7 +170,7 @@ def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
 
 
 def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
-    """The least time of the same product in bfloat16, divided by the number of layers that share it."""
+    """Least time of the same GEMM in bfloat16, divided by the number of layers that share it."""
     return _seconds(gemm.m, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks) / gemm.shared_by
 
 
@@ -187,10 +187,10 @@ def _cast_bytes(gemms: Iterable[GraphGemm]) -> float:
 
 
 def roofline(gemms: Iterable[GraphGemm], peaks: Peaks) -> Roofline:
-    """The least times of the products of all layers together.
+    """Sum the least times of the GEMMs of all layers.
 
     Args:
-        gemms: Products of the graphs; those that belong to no layer are left out.
+        gemms: GEMMs of the graphs; those that belong to no layer are skipped.
         peaks: Peaks of the GPU.
     """
     gemms = [gemm for gemm in gemms if gemm.layer is not None]

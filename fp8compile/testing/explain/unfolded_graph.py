@@ -1,4 +1,4 @@
-"""A graph with its subgraphs unfolded: one list of values, those of branches, loops and repeated regions included.
+"""Flattens a graph with subgraphs to one list of values, including branches, loops and regions.
 
     graph: x --invoke_subgraph(body, x, w1)--> y --invoke_subgraph(body, y, w2)--> z
     values: x, w1, [body: linear, relu], y, w2, [body: linear, relu], z
@@ -26,11 +26,11 @@ SAME = "the same"  # stands for the operator of a value that is equal to one of 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """The result of one call of an operator. A node of a subgraph has one value for each call of the subgraph.
+    """The result of one call of an operator; a node of a subgraph has one for each call of the subgraph.
 
     Attributes:
         node: The node.
-        op: Name of the operator; `SAME` if the value is equal to one of its inputs; empty for an input of the graph.
+        op: Name of the operator; `SAME` if the value equals one of its inputs; empty for an input of the graph.
         inputs: Values that it is computed from; for an operator, in the order of ``node.all_input_nodes``.
         users: Values that are computed from it.
     """
@@ -41,13 +41,13 @@ class Value:
     users: list[Value] = field(default_factory=list, repr=False)
 
     def operand(self, index: int) -> Value:
-        """The value of the node's argument at ``index``, which has to be a node."""
+        """The value of the node's argument at position ``index``; that argument has to be a node."""
         argument: Any = self.node.args[index]
         return self.inputs[self.node.all_input_nodes.index(argument)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The fake tensors of the value: one, or several if the operator has several results."""
+        """The fake tensors of the value; several if the operator has several results."""
         return [leaf for leaf in pytree.tree_leaves(self.node.meta.get("val")) if isinstance(leaf, Tensor)]
 
     @property
@@ -93,7 +93,7 @@ class _Unfolding:
         return value
 
     def _called(self, node: fx.Node, env: Mapping[fx.Node, Value]) -> list[Sequence[Value | None]] | None:
-        """The results of each subgraph of a call; None if operands don't match the subgraphs' inputs one by one."""
+        """Results of each subgraph of a call; None if operands don't match the subgraphs' inputs one to one."""
         places = _subgraphs(node)
         operands = [leaf for leaf in pytree.tree_leaves(node.args[places[-1] + 1 :]) if not isinstance(leaf, str)]
         matches = not node.kwargs
@@ -143,7 +143,7 @@ def _described(graph: fx.GraphModule, outputs: Sequence[Value | None]) -> Iterat
 
 
 def unfold(graph: fx.GraphModule, saved: Mapping[str, Value] | None = None) -> Unfolded:
-    """Unfold a graph.
+    """Flatten a graph with its subgraphs.
 
     Args:
         graph: A forward or backward graph of AOTAutograd.

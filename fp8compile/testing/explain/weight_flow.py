@@ -1,12 +1,12 @@
-"""Which values of a graph are forms of a layer's weight: the weight itself, or a value computed from it.
+"""Finds the values of a graph that are forms of a layer's weight: the weight or computed from it.
 
     weight --mul g--> weight * g --t--> --+
                                           +--mm--> data, no longer a form of the weight
     x ------------------------------------+
 
-A value stays a form of the weight if the weight is scaled, cut, joined or multiplied by another parameter. The result
-of a product of weight and data is data. So is the result of an elementwise operator in which the data has more
-elements than the weight's form, such as y * weight.norm().
+Scaling, slicing, concatenation and multiplication by another parameter give a form of the weight again. A GEMM of
+weight and data gives data. So does an elementwise operator in which the data has more elements than the weight's form,
+such as y * weight.norm().
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Form:
     """What a value was computed from.
 
     Attributes:
-        weights: The weights that the value is a form of. Each is given by the names of the layers that share it.
+        weights: The weights that the value is a form of; each is a tuple of the names of layers that share it.
         is_data: Whether the value also depends on the model's inputs.
     """
 
@@ -66,12 +66,12 @@ def _of_all(forms: Mapping[Value, Form], values: list[Value]) -> Form:
 
 
 def _mixes(value: Value, together: Form) -> bool:
-    """Whether an operator combines data with another input, by anything but concatenation and copying."""
+    """Whether an operator combines data with another input, other than by concatenation or copying."""
     return together.is_data and len(value.inputs) > 1 and value.op != SAME and value.op not in JOINS
 
 
 def form_of(value: Value, forms: Mapping[Value, Form]) -> Form:
-    """The form of a value, given the forms of its inputs."""
+    """Form of a value, given the forms of its inputs."""
     together = _of_all(forms, list(value.inputs))
     if value.op in LAYER_OPS:
         return DATA
@@ -85,7 +85,7 @@ def form_of(value: Value, forms: Mapping[Value, Form]) -> Form:
 
 
 def takes_weight_and_data(value: Value, forms: Mapping[Value, Form]) -> bool:
-    """Whether an operator takes a form of a weight and data, and may be a product that isn't known here.
+    """Whether an operator takes a form of a weight and data, and may be a GEMM that isn't known here.
 
     Such operators are those of other libraries, convolutions, and elementwise operators that combine every row of one
     input with every row of another.

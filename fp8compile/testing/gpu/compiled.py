@@ -31,7 +31,7 @@ class CompiledKernel:
         name: Name of the kernel.
         config: Block sizes of the configuration.
         num_warps: Number of warps, of 32 threads each.
-        arguments: The PTX's parameters in order: Triton's type, such as "*bf16" or "i32", by name.
+        arguments: Maps names of the PTX's parameters, in order, to Triton's types, such as "*bf16" or "i32".
         shared_bytes: Bytes of shared memory that each program uses.
         ptx: Text of the PTX; for an AMD GPU, text of the assembly.
     """
@@ -60,9 +60,9 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 
 
 def _worker() -> AbstractContextManager[Any]:
-    """Context in which nobody may ask Triton's driver for the GPU, as in the processes that Inductor compiles in.
+    """Context in which asking Triton's driver for the GPU raises, as in Inductor's compile processes.
 
-    They are forked, and CUDA can't be initialized in a forked process.
+    These are forked, and CUDA can't be initialized in a forked process.
     """
     import triton
 
@@ -81,7 +81,7 @@ def _compiled(
     options: dict[str, int],
     gpu: Gpu,
 ) -> tuple[dict[str, str], int, str]:
-    """Compile a jitted function, given the types of its arguments (``kinds``).
+    """Compile a jitted function for a GPU; ``kinds`` has the types of its arguments.
 
     Returns:
         Types of the PTX's parameters by name, bytes of shared memory, and the PTX.
@@ -105,7 +105,7 @@ def _compiled(
 def _generated(
     name: str, source: str, folder: str, gpu: Gpu, change: Callable[[Any, Any], bool] | None
 ) -> Iterator[CompiledKernel]:
-    """Compile a kernel that Inductor generated, once for each of its configurations."""
+    """Yield a kernel that Inductor generated, compiled in each of its configurations."""
     module = _loaded(name, source, folder)
     tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
     meta, fn = tuner.triton_meta, tuner.fn
@@ -124,7 +124,7 @@ def _generated(
 
 
 def unpipelined(tuner: Any, config: Any) -> bool:
-    """Change a configuration as Inductor does if no other one fits into the GPU's shared memory.
+    """Change a configuration as Inductor does when no configuration fits into the GPU's shared memory.
 
     Source: ``CachingAutotuner.compile_by_disabling_pipelining`` in PyTorch 2.13 and 2.15.
 
@@ -169,14 +169,14 @@ def halved(tuner: Any, config: Any) -> bool:
 def compiled_kernels(
     source: str, gpu: Gpu, *, most: int | None = None, change: Callable[[Any, Any], bool] | None = None
 ) -> Iterator[CompiledKernel]:
-    """Compile the Triton kernels of generated code for a GPU; nothing is launched.
+    """Compile the Triton kernels of generated code for a GPU, and yield them; nothing is launched.
 
     Args:
         source: The code that Inductor generated, as in `GpuCode.source`.
         gpu: The GPU.
-        most: Number of configurations of each kernel to compile, from the first on; None for all.
-        change: Called with Inductor's tuner and each configuration before that is compiled, such as `unpipelined`. It
-            changes the configuration, or returns False to leave it out.
+        most: How many configurations of each kernel to compile, starting with the first; None for all.
+        change: Called with Inductor's tuner and each configuration before it is compiled, such as `unpipelined`. It
+            changes the configuration, or returns False to skip it.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
@@ -196,12 +196,12 @@ def compiled_jit(
     num_stages: int = 3,
     aligned: Iterable[str] | None = None,
 ) -> CompiledKernel:
-    """Compile a function under ``triton.jit`` for a GPU; nothing is launched.
+    """Compile a ``triton.jit`` function for a GPU; nothing is launched.
 
     Args:
         fn: The function.
         kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32".
-        constants: The function's ``tl.constexpr`` arguments. An argument that is in neither has its default.
+        constants: Values of ``tl.constexpr`` arguments. Arguments that are in neither mapping have their defaults.
         num_warps: Number of warps, of 32 threads each.
         gpu: The GPU.
         num_stages: Number of stages of a pipelined loop; Triton's default is 3.

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of Triton kernels, which Triton's own ptxas assembles without the GPU."""
+"""Registers, spills and shared memory of Triton kernels, from Triton's own ptxas, without the GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KernelResources:
 
 
 def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
-    """Numbers of registers and of spilled bytes of a kernel, as ptxas reports them."""
+    """Number of registers and of spilled bytes per thread of a kernel, as ptxas reports them."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     check_is_nvidia(gpu, "resources(), by ptxas,")
@@ -64,7 +64,7 @@ def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
 
 
 def assembled(kernel: CompiledKernel, gpu: Gpu) -> KernelResources:
-    """Registers, spills and shared memory of a compiled kernel."""
+    """Assemble a compiled kernel, and return its registers, spills and shared memory."""
     registers, spilled = _ptxas(kernel.ptx, gpu)
     return KernelResources(
         name=kernel.name, config=kernel.config, num_warps=kernel.num_warps, registers=registers,
@@ -73,7 +73,7 @@ def assembled(kernel: CompiledKernel, gpu: Gpu) -> KernelResources:
 
 
 def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
-    """Compile the Triton kernels of generated code for a GPU; nothing is launched.
+    """Compile the Triton kernels of generated code for a GPU, and return the resources they use.
 
     Args:
         source: The code that Inductor generated, as in `GpuCode.source`.
@@ -91,7 +91,7 @@ def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
 def jit_resources(
     fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu
 ) -> KernelResources:
-    """Registers, spills and shared memory of a function under ``triton.jit``, compiled for a GPU and not launched.
+    """Registers, spills and shared memory of a ``triton.jit`` function, compiled but not launched.
 
     Arguments are the same as those of `compiled_jit`.
 

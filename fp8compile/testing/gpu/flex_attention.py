@@ -1,4 +1,4 @@
-"""FlexAttention on the CPU, traced as on a GPU: with a backward, and with the log-sums that the backward reads."""
+"""Traces FlexAttention on the CPU as on a GPU: with a backward, and the log-sums that it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["pretend_flex_attention"]
 
 
 def _any_device(*_: Any) -> None:  # not a mock, because Dynamo traces it
-    """Accept tensors on any device, in place of PyTorch's ``_validate_device``."""
+    """Accept tensors on any device; replaces PyTorch's ``_validate_device``."""
 
 
 def _options_of_a_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ def _options_of_a_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def pretend_flex_attention() -> Iterator[None]:
-    """Context in which `flex_attention` accepts tensors on the CPU that require grad, and has a GPU's kernel options.
+    """Context in which `flex_attention` accepts CPU tensors that require grad, as on a GPU.
 
     Source: ``_validate_device`` and ``_apply_kernel_options`` in torch/nn/attention/flex_attention.py (2.11 to 2.15).
     """

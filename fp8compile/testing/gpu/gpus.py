@@ -1,6 +1,6 @@
-"""A pretended GPU: it answers the questions of PyTorch, Inductor and Triton before they generate a GPU's code.
+"""Simulated GPUs: they answer queries of PyTorch, Inductor and Triton during code generation.
 
-Nothing can run on it. It replaces the real GPU too if the machine has one, so that generated code is the same
+Nothing can run on them. A simulated GPU also replaces a real one in the machine, so that generated code is the same
 everywhere.
 """
 
@@ -25,7 +25,7 @@ ROCM = (7, 0)  # of the PyTorch that is pretended for an AMD GPU
 
 @dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU that code generation reads, by their names in `torch.cuda.get_device_properties`.
+    """Properties of a GPU that code generation reads, named as in `torch.cuda.get_device_properties`.
 
     The defaults are those of an H200 SXM.
 
@@ -55,7 +55,7 @@ class Gpu:
 
     @property
     def target(self) -> Target:
-        """The target by which our ops choose their code for this GPU."""
+        """The `Target` by which our ops choose their code for this GPU."""
         if not self.is_amd:
             return Target("cuda", (self.major, self.minor))
         hip, build = ".".join(map(str, ROCM)), Build(cuda=None, rocm=ROCM)
@@ -63,7 +63,7 @@ class Gpu:
 
     @property
     def is_amd(self) -> bool:
-        """Whether it is an AMD GPU, which runs a PyTorch for ROCm."""
+        """Whether this is an AMD GPU, for PyTorch with ROCm."""
         return bool(self.gcnArchName)
 
 
@@ -125,7 +125,7 @@ GPUS = {
 
 
 def gpu_called(arch: str) -> Gpu:
-    """The GPU by its key in ``GPUS``, or by an architecture such as ``"sm_120"`` (NVIDIA) or ``"gfx950"`` (AMD).
+    """Find a GPU by its key in ``GPUS``, or by an architecture, ``"sm_120"`` (NVIDIA), ``"gfx950"`` (AMD).
 
     If several GPUs have the architecture, the first one in ``GPUS`` is returned.
 
@@ -150,14 +150,14 @@ def check_is_nvidia(gpu: Gpu, what: str) -> None:
 
 
 def triton_target(gpu: Gpu) -> Any:
-    """The target that Triton's compiler takes for the GPU."""
+    """The GPU as a target of Triton's compiler (``GPUTarget``)."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("hip" if gpu.is_amd else "cuda", gpu.cc, gpu.warp_size)
 
 
 def _answers(gpu: Gpu) -> dict[str, object]:
-    """The value that each replaced function of `torch.cuda` returns, by the function's name."""
+    """Return values for the replaced functions of `torch.cuda`, by function name."""
     properties = dict.fromkeys(("get_device_properties", "_get_device_properties"), gpu)
     nothing = dict.fromkeys(("_lazy_init", "set_device", "synchronize", "set_rng_state"), None)
     device = dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0)
@@ -193,7 +193,7 @@ def _triton_driver(gpu: Gpu) -> Any:
 
 
 def _unguarded() -> dict[str, Callable[..., Any]]:
-    """Replacements of tensor methods that use a device guard, because a PyTorch built without CUDA has none."""
+    """Replacements for tensor methods that use a device guard, which a PyTorch built without CUDA lacks."""
     index = Tensor.__getitem__
     return {
         "__invert__": lambda tensor: torch.bitwise_not(tensor),
@@ -204,7 +204,7 @@ def _unguarded() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def _caches_of_devices() -> tuple[functools._lru_cache_wrapper[Any], ...]:
-    """PyTorch's functions that keep properties of devices; look for them before one of them is replaced."""
+    """PyTorch's cached functions of device properties; call this before one of them is replaced."""
     from torch._inductor import utils
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton
@@ -215,15 +215,15 @@ def _caches_of_devices() -> tuple[functools._lru_cache_wrapper[Any], ...]:
 
 
 def _forget_devices() -> None:
-    """Clear PyTorch's caches of device properties, which hold those of another GPU."""
+    """Clear PyTorch's caches of device properties, which may be those of another GPU."""
     for cached in _caches_of_devices():
         cached.cache_clear()
 
 
 class _Pretended:
-    """Stands for a function of PyTorch; it answers as the function itself once it is ended.
+    """Replacement of a PyTorch function: returns a fixed answer; passes calls on if ``is_over``.
 
-    A module that PyTorch imports meanwhile may bind it for good.
+    A module that PyTorch imports meanwhile may keep a reference to it forever.
     """
 
     def __init__(self, original: Callable[..., Any], answer: object) -> None:
@@ -235,7 +235,7 @@ class _Pretended:
 
 @contextmanager
 def pretend_triton(gpu: Gpu) -> Iterator[None]:
-    """Context in which Dynamo believes that Triton has this GPU, and so traces the kernels that a function launches.
+    """Context in which Dynamo finds this GPU in Triton, and so traces kernels that a function launches.
 
     From compute capability 9.0 on, these kernels may take TMA descriptors that the host makes.
 
@@ -260,7 +260,7 @@ def pretend_triton(gpu: Gpu) -> Iterator[None]:
 
 @contextmanager
 def pretend_gpu(gpu: Gpu) -> Iterator[None]:
-    """Context in which PyTorch believes that device ``cuda:0`` is this GPU, and Triton generates code for it.
+    """Context in which PyTorch finds this GPU as device ``cuda:0``, and Triton generates code for it.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

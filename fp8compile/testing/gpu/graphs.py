@@ -1,8 +1,8 @@
-"""The graphs that Inductor would get for a GPU, made on the CPU.
+"""Traces the graphs that Inductor would get for a GPU, on the CPU.
 
 fn, args on the CPU --Dynamo, AOTAutograd with Inductor's decompositions, min-cut partitioner--> forward, backward
 
-While graphs are traced, our ops make the choices that they make on the GPU.
+While graphs are traced, our ops make the same choices as on the GPU.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class GpuGraph:
     Attributes:
         graph: The graph, with tensors on the CPU.
         inputs: The arguments that the graph was traced with.
-        returned: Positions of the outputs that a caller gets; Inductor keeps their strides. It may pad the strides of
-            the other outputs, which are saved for backward.
-        called_with: The tensors that a forward was called with, before subclasses are taken apart. A caller finds its
-            parameters among them by identity. Empty for a backward.
+        returned: Positions of the outputs that go to the caller; Inductor keeps their strides. It may pad the strides
+            of the other outputs, which are saved for backward.
+        called_with: The tensors that a forward was called with, before subclasses are unwrapped. A caller identifies
+            its parameters among them by ``id``. Empty for a backward.
         donated: For a backward, positions of the arguments that nobody else reads: Inductor may write other tensors
             to their memory. None for a forward.
     """
@@ -57,13 +57,13 @@ class GpuGraph:
 
 
 def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
-    """Positions of the outputs of a graph."""
+    """Positions of all outputs of a graph."""
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
     return tuple(range(len(outputs)))
 
 
 def returned_outputs() -> tuple[int, ...]:
-    """Positions of the outputs that a forward returns to its caller; call it while AOTAutograd compiles the graph."""
+    """Positions of the outputs that a forward returns to its caller; call this while AOTAutograd compiles."""
     meta = torch._guards.TracingContext.get().fw_metadata
     assert meta is not None, "AOTAutograd compiles a graph"
     first = meta.num_mutated_inp_runtime_indices
@@ -71,13 +71,13 @@ def returned_outputs() -> tuple[int, ...]:
 
 
 def _donated() -> tuple[int, ...]:
-    """Positions of the backward's arguments that it may overwrite; call it while AOTAutograd compiles the forward."""
+    """Positions of the backward's arguments that it may overwrite; call this while AOTAutograd compiles."""
     meta = torch._guards.TracingContext.get().fw_metadata
     return tuple(getattr(meta, "bw_donated_idxs", None) or ())
 
 
 def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
-    """Uninitialized tensors with the outputs' shapes; nobody reads their values."""
+    """Uninitialized tensors with the outputs' shapes, for callers that never read their values."""
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
     if any(is_unbacked(size) for value in values if isinstance(value, Tensor) for size in value.shape):
@@ -92,7 +92,7 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
 
 
 def change_joint(graph: fx.GraphModule, inputs: Any) -> None:
-    """Run Inductor's passes on a joint graph, before it is cut into two, or on a graph without a backward."""
+    """Run Inductor's passes on a joint graph before it is partitioned, or on a graph without a backward."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
@@ -101,7 +101,7 @@ def change_joint(graph: fx.GraphModule, inputs: Any) -> None:
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph into forward and backward as Inductor does."""
+    """Partition a joint graph into forward and backward as Inductor does."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor import config
 
@@ -110,7 +110,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
 
 
 def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> list[GpuGraph]:
-    """Trace ``fn(*args)`` with ``fullgraph=True``, without computing. All earlier compiled graphs are dropped.
+    """Trace ``fn(*args)`` with ``fullgraph=True``, without computing; drops earlier compiled graphs.
 
     Args:
         fn: A module or function.
@@ -175,7 +175,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> 
 
 
 def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
-    """The outputs that a forward saves for the backward, one for each storage; its own arguments are left out."""
+    """Yield the outputs that a forward saves for the backward, one per storage, without its own arguments."""
     nodes = forward.graph.graph.find_nodes(op="placeholder")
     seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
@@ -188,12 +188,12 @@ def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
 
 
 def kept_bytes(forward: GpuGraph) -> int:
-    """Bytes that the forward saves for the backward; each storage counts once, the forward's arguments don't count."""
+    """Bytes that the forward saves for the backward, per storage, without its own arguments."""
     return sum(node.meta["val"].untyped_storage().nbytes() for node in kept_nodes(forward))
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:
-    """Raise a NotImplementedError if a graph calls another graph: reports would miss the code of that one."""
+    """Raise a NotImplementedError if a graph calls another graph, because reports would miss its code."""
     if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
         raise NotImplementedError(
             "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "

@@ -1,4 +1,4 @@
-"""gpu_kernels: the code that Inductor generates for a GPU, on a machine without one.
+"""gpu_kernels: generates Inductor's code for a GPU, on a machine without one.
 
 Generated code shows which operators were fused, how many kernels there are and what they read and write. It does not
 show how long kernels take. With fake tensors nothing is computed or allocated, so a layer of full size takes seconds.
@@ -25,7 +25,7 @@ GEMM = re.compile(r"^(?!\s*#).*?\b(?:extern_kernels|torch\.ops\.\w+)\.(\w*mm\w*)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One kernel that the generated code starts.
+    """One kernel or library call that the generated code starts.
 
     Attributes:
         name: Name of the Triton kernel, or of the operator that is called.
@@ -53,7 +53,7 @@ class GpuCode:
 
     Attributes:
         source: The generated Python file: Triton kernels, and the code that launches them and calls libraries.
-        bytes: Bytes that kernels and library calls read and write, as Inductor counts them: each buffer once a kernel.
+        bytes: Bytes that kernels and library calls read and write; Inductor counts each buffer once per kernel.
         launches: Kernels and library calls in order.
         gpu: The GPU that the code is for.
         no_cuda_graph: Why Inductor would not replay the graph as a CUDA graph; None if it would.
@@ -75,16 +75,16 @@ class GpuCode:
 
     @cached_property
     def gemms(self) -> tuple[str, ...]:
-        """Names of the matrix products, one entry for each call."""
+        """Names of the matrix products that are called, one entry per call."""
         return tuple(GEMM.findall(self.source))
 
     def kernel(self, name: str) -> str:
-        """The source of one kernel."""
+        """Source of the Triton kernel called ``name``."""
         start = self.source.index(f"def {name}(")
         return self.source[start : self.source.index("'''", start)]
 
     def resources(self) -> list[KernelResources]:
-        """Registers and spills of the Triton kernels, compiled by Triton's ptxas. Each kernel takes seconds.
+        """Registers and spills of the Triton kernels, from Triton's ptxas; takes seconds per kernel.
 
         Returns:
             An entry for each kernel in each configuration that Inductor would time on the GPU.
@@ -110,7 +110,7 @@ def _code(found: Schedule, gpu: Gpu) -> GpuCode:
 
 
 def gpu_kernels(fn: Callable[..., Any], *args: Any, arch: str = "h200") -> list[GpuCode]:
-    """The code that Inductor generates for ``fn(*args)`` and its backward on a GPU.
+    """Generate Inductor's code for ``fn(*args)`` and its backward on a GPU.
 
     The function is traced with ``fullgraph=True`` and computes nothing. All earlier compiled graphs are dropped
     (``torch._dynamo.reset``). For sizes that don't fit in memory, make arguments and parameters under

@@ -1,6 +1,6 @@
-"""Loads a wrapper, the Python code that Inductor generates around kernels, and calls it without its device.
+"""Loads a wrapper, Inductor's Python code around kernels, and calls it without its device.
 
-what the wrapper uses      what it gets here
+name in the wrapper        replaced by
 async_compile              `StandIns.kernels`
 extern_kernels             `StandIns.products`
 empty_strided_DEVICE       `StandIns.empty`
@@ -23,12 +23,12 @@ __all__ = ["LoadedWrapper", "StandIns"]
 
 @dataclass(frozen=True)
 class StandIns:
-    """What a wrapper gets in place of its device.
+    """Replacements for what a wrapper uses of its device.
 
     Attributes:
-        kernels: In place of Inductor's ``AsyncCompile``.
-        products: In place of Inductor's ``extern_kernels``.
-        empty: Allocates memory of the device, given sizes, strides and a dtype.
+        kernels: Replaces Inductor's ``AsyncCompile``.
+        products: Replaces Inductor's ``extern_kernels``.
+        empty: Replaces allocation on the device; takes sizes, strides and a dtype.
         device: Type of the device, "cuda" or "cpu".
     """
 
@@ -39,12 +39,12 @@ class StandIns:
 
 
 class LoadedWrapper:
-    """A generated wrapper with stand-ins for its device; call it with a list of arguments.
+    """A generated wrapper with replacements for its device; call it with a list of arguments.
 
     Args:
         source: The Python file that Inductor generated.
-        constants: Objects that the source names and doesn't define.
-        stand_ins: What the wrapper gets in place of its device.
+        constants: Objects that the source refers to by name without defining them.
+        stand_ins: The replacements.
     """
 
     def __init__(self, source: str, constants: Mapping[str, Any], stand_ins: StandIns) -> None:
@@ -55,13 +55,13 @@ class LoadedWrapper:
         self._scope["extern_kernels"] = stand_ins.products
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Run the wrapper and return its results. The wrapper empties ``args``, to free arguments early."""
+        """Run the wrapper and return its results. The wrapper clears ``args``, to free arguments early."""
         with torch.no_grad(), self._runtime():
             return list(self._scope["call"](args))
 
     @contextmanager
     def _runtime(self) -> Iterator[None]:
-        """Replace the functions of a device's runtime that the wrapper uses, while this context lasts."""
+        """Context in which the functions of a device's runtime that the wrapper uses are replaced."""
         nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
         answers = (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),

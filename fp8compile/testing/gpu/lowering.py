@@ -1,4 +1,4 @@
-"""Lets Inductor compile a graph for a device, and takes the generated code before anything loads it.
+"""Makes Inductor compile a graph for a device, and takes the generated code before it is loaded.
 
 graph on the CPU --traced again on fake tensors of the device--> lowered, fused, printed --> source
 """
@@ -25,32 +25,32 @@ SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which th
 
 
 def constants_of(lowering: Any) -> dict[str, Any]:
-    """Objects that generated code names and doesn't define: the graph's constant tensors, types of opaque values."""
+    """Objects that generated code uses but doesn't define: constant tensors, types of opaque values."""
     return {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
 
 
 def empty_on(device: torch.device, value: Any) -> Any:
-    """An empty tensor on a device with the sizes and strides of a tensor; any other value is returned unchanged."""
+    """Empty tensor on a device with a tensor's sizes and strides; other values are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device.type)
 
 
 def _shape_env(inputs: Sequence[Any]) -> Any:
-    """The environment of a graph's symbolic sizes; without it Inductor would make new symbols."""
+    """The ShapeEnv of a graph's symbolic sizes, which Inductor reuses; None if all sizes are static."""
     sizes = (size for value in inputs for size in (value.size() if isinstance(value, Tensor) else (value,)))
     return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
 def _device_argument(node: fx.Node) -> str | None:
-    """The name of an operator's device argument, if it has one that is not given by position."""
+    """The name of an operator's device argument; None if it has none or if it is passed by position."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return "device" if "device" in names[len(node.args) :] else None
 
 
 def _moved(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of a graph in which device arguments are ``device``, and each node has its name in ``meta["custom"]``."""
+    """Copy a graph; sets device arguments to ``device``, and stores node names in ``meta["custom"]``."""
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     constants = {
@@ -73,7 +73,7 @@ def _moved(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
 
 def _write_out(node: fx.Node, value: Tensor, device: torch.device) -> None:
-    """Replace a constant tensor in a graph by its numbers, on a device.
+    """Replace a constant tensor in a graph by operators that fill it with its numbers on a device.
 
     Raises:
         NotImplementedError: The tensor has too many numbers.
@@ -102,10 +102,10 @@ def _write_out(node: fx.Node, value: Tensor, device: torch.device) -> None:
 
 
 def _name_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Give a graph's inputs the names that AOTAutograd gives them, such as "primals_1" and "tangents_1".
+    """Rename a graph's inputs as AOTAutograd does, to names such as "primals_1" and "tangents_1".
 
-    The names tell Inductor which inputs the caller keeps. Inductor orders operators for the smallest peak of memory,
-    and counts as freed only what the graph itself can free.
+    The names tell Inductor which inputs the caller keeps. Inductor orders operators to minimize peak memory, and
+    counts as freed only what the graph itself can free.
     """
     for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
         node._rename(name)  # to another name if a node has it
@@ -115,11 +115,11 @@ def _name_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
 def take_code(
     made_for: GpuGraph, device: torch.device, take: Callable[[Any, str], None]
 ) -> tuple[tuple[int, ...] | None, ...]:
-    """Let Inductor compile a graph for a device, up to the step that would load the generated code.
+    """Make Inductor compile a graph for a device, up to the step that would load the generated code.
 
     Args:
         made_for: A graph as `gpu_graphs` returns it.
-        device: The device. A GPU is pretended while this runs, see `pretend_gpu`.
+        device: The device. A GPU has to be simulated while this runs, see `pretend_gpu`.
         take: Called once, with Inductor's ``GraphLowering`` and the Python source that it printed.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The pytest fixture ``gpu_program``: runs a GPU's program on the CPU, and fails if bits differ from the reference."""
+"""The pytest fixture ``gpu_program``: runs a GPU's program on the CPU, and fails on differences."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["program_runner"]
 
 
 def program_runner(item: pytest.Item, arch: str, options: Mapping[str, Any]) -> Callable[..., GpuRun]:
-    """The value of the fixture: a function that runs a GPU's program, and fails the test on a difference.
+    """Make the fixture's value: a function that runs a GPU's program, and fails the test on a difference.
 
     Args:
-        item: The test, whose report gets the GPU and the numbers of launches and differences.
+        item: The test; the GPU and the numbers of launches and differences are added to its report.
         arch: The GPU.
         options: Options of `run_gpu_program`, from the marker.
     """
 
     def run(fn: Callable[..., Any], *args: Any, **others: Any) -> GpuRun:
-        """Run ``fn(*args)`` as `run_gpu_program` does, with the marker's options; fails the test on a difference."""
+        """Run ``fn(*args)`` by `run_gpu_program` with the marker's options; fails on a difference."""
         __tracebackhide__ = True
         found = run_gpu_program(fn, *args, arch=arch, **{**options, **others})
         launches = sum(len(graph.launches) for graph in found.graphs)

@@ -1,4 +1,4 @@
-"""Reads PTX as Triton prints it: instructions, each with the registers that it reads and writes.
+"""Parser for PTX as Triton prints it: instructions with the registers that they read and write.
 
 PTX is the last form of a kernel in which an instruction shows how it computes: whether a division is exact (`div.rn`)
 or approximate (`div.full`), whether subnormals are flushed (`.ftz`), how many bytes a thread stores at once. ptxas
@@ -41,7 +41,7 @@ class Instruction:
         guard: The predicate under which it runs; None if it always runs.
         outputs: The registers that it writes.
         operands: The other operands as printed.
-        inputs: The registers among the operands, also those in addresses.
+        inputs: The registers among the operands, including those in addresses.
         source: The line of the Triton program that it belongs to, such as "triton_red__0.py:37:16"; may be empty.
     """
 
@@ -61,7 +61,7 @@ class Instruction:
 
     @cached_property
     def bytes(self) -> int:
-        """Number of bytes that a thread loads or stores by the instruction; all elements of a vector count."""
+        """Bytes that one thread loads or stores by the instruction, over all elements of a vector."""
         (elements, bits), *_ = VECTOR.findall(self.opcode)
         return int(elements or 1) * int(bits) // 8
 
@@ -78,8 +78,8 @@ class Ptx:
         labels: The line of each label.
 
     Raises:
-        NotImplementedError: An instruction can't be followed here, because it is a call, a bulk copy or a product of
-            warps, or accesses a thread's own memory.
+        NotImplementedError: An instruction is not supported: a call, a bulk copy, a matrix product of warps, or an
+            access to a thread's local memory.
     """
 
     def __init__(self, text: str) -> None:
@@ -90,7 +90,7 @@ class Ptx:
 
     @cached_property
     def writers(self) -> dict[str, list[Instruction]]:
-        """For each register, the instructions that write it; several if branches write it in different ways."""
+        """For each register, the instructions that write it; several if branches write it differently."""
         found: dict[str, list[Instruction]] = {}
         for each in self.instructions:
             for register in each.outputs:
@@ -131,7 +131,7 @@ class Ptx:
 
 
 def _declared(text: str) -> set[str]:
-    """Names of all declared registers, those of inline assembly included. `%r<3>` declares %r0, %r1 and %r2."""
+    """Names of all declared registers, also in inline assembly; `%r<3>` declares %r0, %r1 and %r2."""
     names: set[str] = set()
     for each in DECLARED.findall(text):
         for name in map(str.strip, each.split(",")):
@@ -141,7 +141,7 @@ def _declared(text: str) -> set[str]:
 
 
 def _statements(code: str) -> Iterator[str]:
-    """The instructions on a line, without directives and the braces of scopes."""
+    """Yield the instructions on a line, without directives and the braces of scopes."""
     for piece in code.replace("\t", " ").split(";"):
         statement = piece.strip()
         if statement.startswith("{"):

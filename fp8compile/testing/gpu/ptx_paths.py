@@ -1,4 +1,4 @@
-"""The instructions that compute a stored number, in one kernel's PTX, found by a walk from stores back to loads.
+"""Finds the instructions in a kernel's PTX that compute a stored number, walking back to loads.
 
     st.global [codes], %r9 --> cvt.e4m3x2 --> min, max --> mul --+--> multiplier: div.rn.f64 <-- amax <-- load
                                                                  |
@@ -7,13 +7,13 @@
 The walk ends at loads from global memory and at roundings to 16 bits (`cvt.rn.bf16.f32`, an addition in bfloat16).
 Code before such a rounding is the model's own function, which may be approximate. Code after it is the arithmetic of
 scales and codes, which has to be exact. Casts see rounded values on purpose (`fp8compile.ops.rounding_barrier`), so
-each activation has such a rounding or is loaded as 16 bits. In a float32 model nothing tells the two kinds of code
+each activation has such a rounding or is loaded as 16 bits. In a float32 model the two kinds of code can't be told
 apart, and the walk goes through the model's functions too.
 
 The walk may find too much, but never too little: a register counts as having every value that is written to it, and
 the conditions of branches are followed too. Triton uses shared memory as scratch: an operator (a reduction, a change
 of layout, a prefetch) stores there and loads again, and both instructions are marked with the operator's line in the
-Triton program. So a load is taken to read the stores of the same line; if there are none, all stores to shared memory.
+Triton program. So a load is assumed to read the stores of the same line; without any, all stores to shared memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Walk:
                 todo += self._through(writer)
 
     def _through(self, instruction: Instruction) -> tuple[str, ...]:
-        """Note an instruction as found, and return the registers from which the walk goes on."""
+        """Add an instruction to the result, and return the registers from which the walk continues."""
         if id(instruction) in self.found:
             return ()
         self.found[id(instruction)] = instruction
@@ -62,13 +62,13 @@ class _Walk:
         return instruction.inputs + guard
 
     def _stored(self, store: Instruction) -> tuple[str, ...]:
-        """The registers whose values a store writes to shared memory; none for a copy from global memory."""
+        """The registers whose values a store writes to shared memory; () for a copy from global memory."""
         self.found[id(store)] = store
         return () if store.opcode.startswith("cp.async") else _values(self._ptx, store)
 
 
 def _values(ptx: Ptx, store: Instruction) -> tuple[str, ...]:
-    """The registers whose values a store writes: its second operand."""
+    """The registers whose values a store writes: those in its second operand."""
     return ptx.registers_in(store.operands[1])
 
 
@@ -88,7 +88,7 @@ def _parameters_in(ptx: Ptx, address: str) -> set[int]:
 
 
 def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
-    """The stores and atomic updates of global memory that go through the given pointers.
+    """Find the stores and atomic updates of global memory through the given pointers.
 
     Args:
         ptx: The kernel.
@@ -100,7 +100,7 @@ def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
 
 
 def traced(ptx: Ptx, stores: Iterable[Instruction]) -> list[Instruction]:
-    """The instructions that compute what ``stores`` write.
+    """Find the instructions that compute what ``stores`` write.
 
     Args:
         ptx: The kernel.

@@ -1,4 +1,4 @@
-"""Checks the PTX of generated kernels: exact arithmetic for codes and scales, float64 only on purpose, wide stores."""
+"""Checks PTX of generated kernels: exact codes and scales, no unintended float64, wide stores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONVERSION = re.compile(r"^cvt\..*\.e[45]m[32]x2\.f32")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An instruction that should not be there.
+    """An instruction that fails a check.
 
     Attributes:
         kernel: Name and configuration of the kernel.
@@ -65,7 +65,7 @@ class KernelPtx:
 
     Attributes:
         kernel: The kernel in one configuration.
-        findings: Instructions that should not be there.
+        findings: Instructions that fail a check.
         code_stores: For each parameter through which codes are written, the number of bytes that a thread stores by
             one instruction; the smallest number if stores differ.
     """
@@ -76,7 +76,7 @@ class KernelPtx:
 
 
 def _loops(ptx: Ptx) -> Iterator[range]:
-    """The lines of each loop: between a label and a branch back to that label."""
+    """Yield the lines of each loop: from a label to a branch back to that label."""
     for each in ptx.instructions:
         start = ptx.labels.get(each.operands[-1], each.line) if each.opcode.startswith("bra") else each.line
         if start < each.line:
@@ -137,12 +137,12 @@ def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | N
         fn: A module or function in bfloat16 or float16; `fp8compile.testing.gpu.ptx_paths` says why.
         args: The arguments of ``fn``, on the CPU; fake tensors for sizes that don't fit in memory.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
-        most: Number of configurations of each kernel to check, from the first on; None for all.
+        most: How many configurations of each kernel to check, starting with the first; None for all.
 
     Raises:
         ValueError: No such GPU is known, or it is AMD's.
         ModuleNotFoundError: Triton is not installed.
-        NotImplementedError: A kernel has an instruction that can't be followed.
+        NotImplementedError: A kernel has an unsupported instruction.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """
     gpu = gpu_called(arch)

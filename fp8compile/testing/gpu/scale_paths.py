@@ -1,12 +1,12 @@
-"""Finds the buffers of generated code that hold codes, scales, and the values from which both are computed.
+"""Finds buffers of generated code that hold codes, scales, or values from which these are computed.
 
-    activation bf16 --amax--> f32 --> multiplier f32 --> scale --> product
+    activation bf16 --amax--> f32 --> multiplier f32 --> scale --> GEMM
           |                               |                          ^
-          +--------- product, round <-----+--> codes ----------------+
+          +--------- multiply, round <----+--> codes ----------------+
 
-A walk starts at the operands of products, at the states of delayed scaling and at returned codes. It goes back through
-every value that isn't a 16-bit float, because a 16-bit float is an activation, a weight or a gradient, which the model
-computes. If a backward gets a value from its forward, the walk goes on there. It does not start at float32 outputs,
+A walk starts at the operands of GEMMs, at the states of delayed scaling and at returned codes. It goes back through
+every value that isn't a 16-bit float, because 16-bit floats are activations, weights and gradients, which the model
+computes. Values that a backward gets from its forward are followed there. The walk does not start at float32 outputs,
 because a scale looks like any other number.
 """
 
@@ -39,7 +39,7 @@ def _followed(node: fx.Node) -> bool:
 
 
 def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
-    """The nodes where the walk starts: operands of scaled products, new states, and codes that are returned."""
+    """Yield the start nodes of the walk: operands of scaled GEMMs, new states, and returned codes."""
     for node in graph.nodes:
         if "scaled_mm" in str(node.target):
             yield from (each for each in node.args[:OPERANDS] if isinstance(each, fx.Node))
@@ -64,7 +64,7 @@ def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
 
 
 def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[set[fx.Node]]:
-    """For each lowered graph, the nodes from which codes and scales are computed; the backward is walked first."""
+    """Nodes of each lowered graph from which codes and scales are computed; walks the backward first."""
     found: list[set[fx.Node]] = []
     asked_for: set[str] = set()  # names of the forward's outputs that the backward's path goes through
     for made, scheduled in zip(reversed(graphs), reversed(schedules), strict=True):
@@ -80,7 +80,7 @@ def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) ->
 
 
 def _arguments(call: str, inputs: set[str]) -> list[str | None]:
-    """The buffers and inputs of the graph that a launch gets as arguments, by position; None for a size."""
+    """The buffers and graph inputs that a launch gets as arguments, by position; None for a size."""
     statement: Any = ast.parse(call).body[0]
     given = statement.value.args
     names = [[each.id for each in ast.walk(argument) if isinstance(each, ast.Name)] for argument in given]
@@ -88,7 +88,7 @@ def _arguments(call: str, inputs: set[str]) -> list[str | None]:
 
 
 def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: set[fx.Node]) -> set[int]:
-    """Positions of the arguments through which a launch writes buffers on the path."""
+    """Positions of the arguments through which a launch writes buffers of codes, scales or their sources."""
     wanted = {name for name in launch.made if scheduled.holder(name) in nodes}
     if not wanted:
         return set()
@@ -110,15 +110,15 @@ def _unknown_form(what: str) -> RuntimeError:
 
 
 def written_parameters(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[dict[str, set[int]]]:
-    """The parameters through which kernels write codes, scales, and the values from which both are computed.
+    """Find kernel parameters through which codes, scales, or their source values are written.
 
     Args:
         graphs: Forward and backward, as `gpu_graphs` returns them.
         schedules: The schedule of each graph.
 
     Returns:
-        For each graph, the positions of such arguments by the kernel's name. A kernel that is launched several times
-        has the positions of all launches together; a single launch may only read through some of them.
+        For each graph, the positions of such arguments by the kernel's name. For a kernel that is launched several
+        times, positions of all launches are merged; a single launch may only read through some of them.
 
     Raises:
         RuntimeError: This version of PyTorch prints launches in a form that isn't known here.

@@ -1,4 +1,4 @@
-"""The kernels that Inductor would launch for a graph on a GPU, and the data that flows between launches.
+"""Schedules: kernels that Inductor would launch for a graph on a GPU, and data flow between them.
 
     graph on the CPU --traced again on fake CUDA tensors--> lowered, fused, printed --> Schedule
 
@@ -49,9 +49,9 @@ class ScheduledLaunch:
         bytes_read: Bytes read; each buffer counts once.
         bytes_written: Bytes written; each buffer counts once, even if nobody reads it.
         made: The buffers that it makes, each with the node of the lowered graph whose value the buffer holds. The node
-            is None for a copy that Inductor makes to give a product's operand the layout that it needs.
-        read: The buffers that it reads. For a product they are the operands in order.
-        arguments: Names of the buffers that a Triton kernel is given, by position; "" for any other argument.
+            is None for a copy by which Inductor gives a GEMM's operand the required layout.
+        read: The buffers that it reads. For a GEMM these are the operands in order.
+        arguments: Names of the buffers that a Triton kernel gets, by position; "" for any other argument.
         is_template: Whether it is one of Inductor's templates that multiply matrices in tiles.
     """
 
@@ -71,7 +71,7 @@ class Schedule:
 
     Attributes:
         source: The generated Python file: Triton kernels, and the code that launches them and calls libraries.
-        bytes: Bytes read and written, as Inductor counts them: each buffer once a kernel. Results of operators that
+        bytes: Bytes read and written, as Inductor counts them: each buffer once per kernel. Results of operators that
             nobody reads are added, because Inductor leaves them out.
         launches: The launches in order.
         sources: Nodes of the given graph, the one that `schedule` took, by name.
@@ -79,11 +79,11 @@ class Schedule:
             of several results of an operator, or memory that several kernels write to.
         no_cuda_graph: Why Inductor would not replay the graph as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that the graph writes to.
-        constants: Objects that the source names and doesn't define: types of opaque values, tensors of the graph.
+        constants: Objects that the source uses without defining them: types of opaque values, constant tensors.
         lowered: The lowered graph: the given one, traced again on the GPU's tensors and changed by Inductor.
         output_strides: Strides of each output; None if they aren't known. Inductor may pad outputs that are saved for
             backward.
-        templates: The largest number of templates that Inductor would time for one product.
+        templates: The largest number of templates that Inductor would time for one GEMM.
     """
 
     source: str
@@ -100,14 +100,14 @@ class Schedule:
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
-        """The launch that makes each buffer, by the buffer's name. Inputs of the graph are not included."""
+        """The launch that makes each buffer, by the buffer's name; inputs of the graph are not included."""
         return {name: launch for launch in self.launches for name in launch.made}
 
     @cached_property
     def _holders(self) -> dict[str, fx.Node | None]:
         """The node whose value each buffer holds.
 
-        Inductor has no node for a copy that it makes for a product; such a buffer gets the product's operand.
+        Inductor has no node for a copy that it makes for a GEMM; such a buffer gets the GEMM's operand.
         """
         holders = {name: node for launch in self.launches for name, node in launch.made.items()} | self.placed
         for launch in self.launches:
@@ -119,11 +119,11 @@ class Schedule:
         return holders
 
     def kernel(self, name: str) -> str:
-        """The source of a Triton kernel with the functions that it calls; empty for a call of a library."""
+        """Source of a Triton kernel with the functions that it calls; empty for a library call."""
         return _definition(self.source, name)
 
     def holder(self, name: str) -> fx.Node | None:
-        """The node of the lowered graph whose value a buffer holds; None if that isn't known."""
+        """The node of the lowered graph whose value a buffer holds; None if unknown."""
         return self._holders.get(name)
 
     def computed(self, launch: ScheduledLaunch) -> list[fx.Node]:
@@ -144,17 +144,17 @@ class Schedule:
         return list(dict.fromkeys(node for node in sources if node is not None))
 
     def source_of(self, lowered: fx.Node) -> fx.Node | None:
-        """The node of the given graph from which a node of the lowered graph was traced; None if that isn't known."""
+        """The node of the given graph from which a node of the lowered graph was traced; None if unknown."""
         return self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
 
     def makes(self, launch: ScheduledLaunch) -> fx.Node | None:
-        """The node of the given graph whose value a launch makes; None if that isn't known."""
+        """The node of the given graph whose value a launch makes; None if unknown."""
         lowered = filter(None, (self._holders[name] for name in launch.made))
         return next(filter(None, map(self.source_of, lowered)), None)
 
     @cached_property
     def of_templates(self) -> dict[str, tuple[fx.Node, tuple[int, ...]]]:
-        """For each buffer that a template fills: the node of the given graph, and the place among its results."""
+        """Map each buffer that a template fills to its node in the given graph and its index among results."""
         inside = {node for launch in self.launches if launch.is_template for node in self.computed(launch)}
         found: dict[str, tuple[fx.Node, tuple[int, ...]]] = {}
         for name, lowered in self._holders.items():
@@ -170,7 +170,7 @@ class Schedule:
 
     @cached_property
     def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
-        """For each node of the given graph whose value is in a buffer, the launch that writes the buffer."""
+        """Map each node of the given graph that has a buffer to the launch that writes the buffer."""
         found: dict[fx.Node, ScheduledLaunch] = {}
         for launch in self.launches:
             for lowered in filter(None, (self._holders[name] for name in launch.made)):
@@ -182,9 +182,9 @@ class Schedule:
 
 
 def taken_from(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
-    """Go back through ``getitem`` nodes; returns the node that has all results, and the place of this one among them.
+    """Resolve nested ``getitem`` nodes to the node with all results, and this one's index in them.
 
-    A node that takes no item is returned itself, with the place ().
+    A node that is no ``getitem`` is returned itself, with the index ().
     """
     if node.target is not operator.getitem:
         return node, ()
@@ -201,7 +201,7 @@ def is_fused_addition(lowered: fx.Node, node: fx.Node) -> bool:
 
 
 def operator_of(node: fx.Node) -> str:
-    """The operator that a node was before decomposition, such as "aten.silu" or "fp8compile.linear"."""
+    """Name of a node's operator before decomposition, such as "aten.silu" or "fp8compile.linear"."""
     return str(node.meta.get("original_aten") or node.target).removesuffix(".default")
 
 
@@ -209,13 +209,13 @@ def operator_of(node: fx.Node) -> str:
 
 
 def _definition(source: str, name: str | None) -> str:
-    """The source of a Triton kernel with the functions that it calls; empty for a call of a library."""
+    """Source of a Triton kernel with the functions that it calls; empty for a library call."""
     start = source.find(f"{name} = async_compile.triton(") if name else -1
     return source[start : source.index("'''", source.index("'''", start) + 3)] if start >= 0 else ""
 
 
 def _node_of(buffer: Any) -> fx.Node | None:
-    """The node whose value a buffer holds; None if Inductor made the buffer while it lowered a product."""
+    """The node whose value a buffer holds; None if Inductor made the buffer while it lowered a GEMM."""
     data: Any = getattr(buffer, "data", None)
     node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
     if node is None and getattr(data, "origins", None):
@@ -272,7 +272,7 @@ def _names(call: str) -> tuple[str, ...]:
 
 
 def _unread_bytes(node: Any) -> int:
-    """Bytes of an operator's results that nobody reads. The operator writes them, but Inductor doesn't count them."""
+    """Bytes of an operator's results that nobody reads; they are written, but Inductor doesn't count them."""
     from torch._inductor import ir
 
     if not isinstance(getattr(node, "node", None), ir.FallbackKernel):
@@ -297,15 +297,15 @@ def _is_called(node: Any) -> bool:
 
 
 def _is_replaced(node: Any) -> bool:
-    """Whether the node does not run, because a reduction along rows and columns at once does its additions."""
+    """Whether a node does not run because a fused row-and-column reduction does its additions."""
     return all(each.get_name() in node.scheduler.removed_ops for each in node.get_nodes())
 
 
 def _kernels_of(node: Any) -> list[Any]:
-    """The nodes, one for each kernel, that a fused node of the schedule is printed as.
+    """Split a fused node of the schedule into one node for each kernel that is printed for it.
 
     There are two if one kernel reduces along rows and columns at once: it leaves partial sums of the columns, and a
-    second kernel computes what needs the whole sums.
+    second kernel computes what needs the complete sums.
     """
     from torch._inductor import ir, scheduler
 
@@ -361,7 +361,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
 
 
 def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap a method that Inductor's scheduler calls once a kernel, to log the kernel's number every few seconds."""
+    """Wrap a scheduler method that is called once per kernel, to log the kernel's number regularly."""
     number, told = itertools.count(1), 0.0
 
     def enter_and_tell(scheduler: Any, node: Any) -> None:
@@ -376,12 +376,12 @@ def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 def schedule(made_for: GpuGraph, gpu: Gpu, template: int | None = None) -> Schedule:
-    """Let Inductor compile a graph for a GPU, and take the generated code at the step that would load it.
+    """Make Inductor compile a graph for a GPU, and take the generated code before it is loaded.
 
     Args:
         made_for: A graph as `gpu_graphs` returns it.
         gpu: The GPU.
-        template: Number of the template of each product, see `chosen_templates`.
+        template: Number of the template for each GEMM, see `chosen_templates`.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

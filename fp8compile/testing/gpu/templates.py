@@ -1,4 +1,4 @@
-"""Inductor's templates of products, chosen by number: autotuning without a GPU to time them on."""
+"""Chooses Inductor's templates for GEMMs by number: autotuning without a GPU to time them on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Choices", "chosen_templates"]
 
 @dataclass
 class Choices:
-    """How many templates Inductor would choose from.
+    """Number of templates that Inductor would choose from.
 
     Attributes:
-        most: The largest number of templates that it would time for one product.
+        most: The largest number of templates that it would time for one GEMM.
     """
 
     most: int = 0
@@ -24,16 +24,16 @@ class Choices:
 
 @contextmanager
 def chosen_templates(number: int | None) -> Iterator[Choices]:
-    """Context in which Inductor compiles each product to one of its Triton templates, chosen by number, not by timing.
+    """Context in which Inductor compiles each GEMM to one of its Triton templates, chosen by number.
 
-    A product without a template gets Inductor's first choice, a library call.
+    A GEMM without a template gets Inductor's first choice, a library call.
 
     Args:
         number: Which of the templates that Inductor would time; the last one if there are fewer. None leaves Inductor
-            as it is: it calls a library for products, and FlexAttention uses its default template.
+            as it is: it calls a library for GEMMs, and FlexAttention uses its default template.
 
     Yields:
-        The choices; their ``most`` grows as products are compiled, and stays 0 with None.
+        The choices; their ``most`` grows as GEMMs are compiled, and stays 0 with None.
     """
     from torch._inductor import config
     from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller

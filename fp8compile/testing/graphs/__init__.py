@@ -1,4 +1,4 @@
-"""Reports on any model under torch.compile, FP8 or not; with assertions, snapshots and a pytest plugin."""
+"""Reports on any model under torch.compile, with assertions, snapshots and a pytest plugin."""
 
 from fp8compile.testing.graphs.assertions import (
     assert_cacheable,

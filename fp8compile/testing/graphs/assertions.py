@@ -1,4 +1,4 @@
-"""Assertions on a model's graphs under torch.compile. A failure says what broke, where, and what usually mends it."""
+"""Assertions on a model's graphs under torch.compile; failures say what broke, where, how to fix it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _report(fn: Callable[..., Any] | GraphReport, args: tuple[Any, ...], options
 
 
 def check_report(report: object, assertion: str) -> None:
-    """Raise a TypeError that names the assertion if its argument is not a report."""
+    """Raise a TypeError that names the assertion unless ``report`` is a `GraphReport`."""
     if not isinstance(report, GraphReport):
         raise TypeError(
             f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
@@ -60,8 +60,8 @@ def assert_fullgraph(fn: Callable[..., Any] | GraphReport, *args: Any, **options
         The report.
 
     Raises:
-        AssertionError: There is a break, or nothing was compiled. The text has each break with its place and PyTorch's
-            hints.
+        AssertionError: There is a break, or nothing was compiled. The text has each break with its location and
+            PyTorch's hints.
     """
     __tracebackhide__ = True
     report = _report(fn, args, options)
@@ -114,7 +114,7 @@ def assert_no_recompile(
 
 
 def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options: Any) -> GraphReport:
-    """Assert that every graph can be kept in PyTorch's caches on disk.
+    """Assert that PyTorch's on-disk compile caches can store every graph.
 
     Args:
         fn: A module or function, or a report.
@@ -125,7 +125,7 @@ def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options
         The report.
 
     Raises:
-        AssertionError: A graph can't be kept. The text has each reason with its place.
+        AssertionError: A graph can't be cached. The text has each reason with its location.
     """
     __tracebackhide__ = True
     report = _report(fn, args, options)
@@ -135,22 +135,22 @@ def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options
 
 
 def _matching(name: str, ops: Sequence[str]) -> list[str]:
-    """The operators that ``name`` names, in whole or up to a dot: "fp8compile", "fp8compile::linear", "aten.mm"."""
+    """Operators named ``name``, or beginning with it up to a dot: "fp8compile", "fp8compile::linear"."""
     name = name.replace("::", ".")
     return [op for op in ops if op == name or op.startswith(f"{name}.")]
 
 
 def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Iterable[str] = ()) -> None:
-    """Assert that operators are in the graphs, forward or backward, or are absent from all.
+    """Assert that operators are in the graphs, forward or backward, or that they are in none.
 
     Args:
         report: The report, from `graph_report`.
-        contains: Names that have to be there, in whole or up to a dot: "fp8compile::linear", "aten.mm",
+        contains: Names of required operators, in whole or up to a dot: "fp8compile::linear", "aten.mm",
             "_c10d_functional".
-        absent: Names that must not be there, in the same form.
+        absent: Names of forbidden operators, in the same form.
 
     Raises:
-        AssertionError: An operator is missing, or is there and must not be.
+        AssertionError: A required operator is missing, or a forbidden one is there.
     """
     __tracebackhide__ = True
     check_report(report, "assert_ops")
@@ -174,7 +174,7 @@ def assert_comm(
     dtype: torch.dtype | Iterable[torch.dtype] | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Assert that ranks send messages of some dtypes only, and at most some number of bytes.
+    """Assert that collectives send only some dtypes, and at most some number of bytes.
 
     Args:
         report: The report, from `graph_report`.

@@ -1,9 +1,9 @@
-"""Baselines of guarded tests: the counts of an earlier run, by version of PyTorch, and whether they got worse.
+"""Baselines of tests that the pytest plugin guards: an earlier run's counts of graphs and breaks.
 
     DIR/torch-2.13/test_model_py_test_step.1a2b3c4d.json
 
-Each minor version of PyTorch breaks graphs at places of its own, so it has a folder of its own; a version without one
-is compared with the nearest.
+Minor versions of PyTorch break graphs at different places, so each has its own folder; a version without a baseline is
+compared with the nearest one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAKES = "takes it as it is"
 
 
 def _file_name(nodeid: str) -> str:
-    """The name of the file with a test's baseline: readable, and different for each test."""
+    """File name of a test's baseline: readable, and unique by a hash of the test's id."""
     readable = re.sub(r"\W+", "_", nodeid).strip("_")[-80:]
     return f"{readable}.{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}.json"
 
@@ -41,7 +41,7 @@ def _folder_name(version: tuple[int, ...]) -> str:
 
 
 def _version(folder: Path) -> tuple[int, ...] | None:
-    """The version of PyTorch that a folder of baselines is named after; None for another folder."""
+    """Parse the PyTorch version from the name of a folder of baselines; None for other folders."""
     match = VERSIONED.fullmatch(folder.name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -49,7 +49,7 @@ def _version(folder: Path) -> tuple[int, ...] | None:
 def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
     """Find the test's baseline that was made with the PyTorch version nearest to this one.
 
-    Returns the file, and a phrase for messages such as " of PyTorch 2.12"; None if there is no file.
+    Returns the path, and a phrase for messages such as " of PyTorch 2.12"; None if there is no baseline.
     """
     own = TORCH_VERSION[0] * 1000 + TORCH_VERSION[1]
     found = []
@@ -65,14 +65,14 @@ def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
 
 
 def _portable(file: str, root: Path) -> str:
-    """A path that is the same on another machine: from the project's root, or from where Python imports it."""
+    """Make a path machine-independent: relative to the project's root or to an entry of ``sys.path``."""
     path = Path(file)
     roots = [root, *sorted(map(Path, sys.path), key=lambda folder: -len(folder.parts))]
     return next((path.relative_to(folder).as_posix() for folder in roots if path.is_relative_to(folder)), file)
 
 
 def _places(item: pytest.Item, log: CompilerLog) -> dict[str, list[GraphBreak]]:
-    """Group graph breaks by file and reason. Lines are left out, because an edit above a break moves its line."""
+    """Group graph breaks by file and reason, not by line, because edits above a break change its line."""
     places: dict[str, list[GraphBreak]] = {}
     for found in log.breaks:
         places.setdefault(f"{_portable(found.file, item.config.rootpath)}: {found.reason}", []).append(found)
@@ -95,7 +95,7 @@ def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> N
 
 
 def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
-    """The numbers that got worse, and the numbers that got better, each as "breaks 0 -> 1"."""
+    """Counts that got worse, and counts that got better, each formatted as "breaks 0 -> 1"."""
     worse: list[str] = []
     better: list[str] = []
     for name, now in asdict(counts).items():
@@ -115,13 +115,13 @@ def _note(item: pytest.Item, text: str) -> None:
 
 
 def _made_with(counts: Counts) -> str:
-    """Words for a new baseline that name the faults which it accepts: "made with 1 break"."""
+    """Message on a new baseline that lists the faults it accepts: "made with 1 break"."""
     faults = [numbered(getattr(counts, name), name) for name in FAULTS if getattr(counts, name)]
     return f"made with {', '.join(faults)}" if faults else "made"
 
 
 def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
-    """Compare the counts of a test with its baseline, or make a baseline.
+    """Compare the counts of a test with its baseline, or store a new baseline.
 
     Args:
         item: The test; a note is added to its properties.

@@ -1,6 +1,6 @@
-"""Graph breaks, recompilations and bypassed caches, from PyTorch's structured log.
+"""Parses graph breaks, recompilations and bypassed caches from PyTorch's structured log.
 
-`fullgraph=True` stops at the first break, and PyTorch's counters have no places. The structured log, which
+`fullgraph=True` stops at the first break, and PyTorch's counters lack locations. The structured log, which
 `TORCH_TRACE` writes to files, has everything with the user's file and line. This module reads its records in memory.
 """
 
@@ -64,9 +64,9 @@ BYPASSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class GraphBreak:
-    """A place where one graph ends and Python's interpreter goes on.
+    """A location where one graph ends and the Python interpreter continues.
 
-    A place is a file, a line and a reason. Two breaks on one line for one reason count as one.
+    Breaks with the same file, line and reason count as one.
 
     Attributes:
         reason: The reason, in one line.
@@ -77,8 +77,8 @@ class GraphBreak:
         file: File of the user's code.
         line: Line in that file.
         gives_up: Whether PyTorch runs whole functions without a graph because of this break.
-        without_graph: Names of those functions, each with file and line. Callers of the function that breaks may be
-            among them.
+        without_graph: Names of those functions, each with file and line; may include callers of the function that
+            breaks.
         stack: The user's frames at the first such break, outermost first, each ``file:line in function``.
     """
 
@@ -96,15 +96,15 @@ class GraphBreak:
 
 @dataclass(frozen=True, kw_only=True)
 class Recompile:
-    """A function that was compiled again, because guards of its earlier graphs failed.
+    """A function that was compiled again because guards of its earlier graphs failed.
 
     Attributes:
         function: Name of the function.
         file: File that defines the function.
         line: First line of the function.
-        guards: Conditions that failed, those of the newest graph first.
-        call: Number of the call, from 0, that caused the recompilation in ``graph_report``; None if calls have no
-            numbers, as in a test that is marked ``fullgraph``.
+        guards: Conditions that failed; those of the newest graph come first.
+        call: Index, from 0, of the call in ``graph_report`` that caused the recompilation; None elsewhere, as in a
+            test that is marked ``fullgraph``.
     """
 
     function: str
@@ -116,13 +116,13 @@ class Recompile:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBypass:
-    """A graph that a cache on disk can't hold, so that every process compiles it again.
+    """A graph that an on-disk cache can't store, so that every process compiles it again.
 
     Attributes:
         cache: The cache: "AOTAutograd", "FX graph" (Inductor's) or "Dynamo".
         reason: PyTorch's reason.
-        file: File of the code that causes it; empty if it isn't known.
-        line: Line in that file; 0 if it isn't known.
+        file: File of the code that causes it; empty if unknown.
+        line: Line in that file; 0 if unknown.
     """
 
     cache: str
@@ -133,15 +133,15 @@ class CacheBypass:
 
 @dataclass
 class CompilerLog:
-    """Records of the compiler's log, in order.
+    """Findings from the compiler's log, in order.
 
     Attributes:
-        breaks: Graph breaks; each place once, even if its function was compiled several times.
-        bypasses: Graphs that a cache can't hold; the log has no places for them.
-        functions: Name, file and first line of each compiled function, by the compilation's number.
+        breaks: Graph breaks; each location once, even if its function was compiled several times.
+        bypasses: Graphs that a cache can't store; the log has no locations for them.
+        functions: Name, file and first line of each compiled function, by compilation id.
         recompiles: Functions that were compiled again.
         graphs: Number of compiled graphs.
-        call: Number of the current call, if calls have numbers; the caller sets it.
+        call: Index of the current call, which the caller sets; None if calls are not counted.
     """
 
     breaks: list[GraphBreak] = field(default_factory=list)
@@ -156,7 +156,7 @@ class CompilerLog:
     _given_up: dict[str, int] = field(default_factory=dict)
 
     def hear(self, metadata: dict[str, Any], payload: str) -> None:
-        """Read one record of the log, and add what it tells to the lists."""
+        """Parse one record of the log, and update the fields."""
         compile_id = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"
         name = metadata.get("artifact", {}).get("name")
         if name == "dynamo_graph_break_reason":
@@ -181,7 +181,7 @@ class CompilerLog:
             self._hear_compiled(metrics["compile_id"], *code)
 
     def graph_functions(self) -> list[tuple[str, str, int]]:
-        """Name, file and first line of each function from which a graph was compiled."""
+        """Name, file and first line of each function that produced a graph."""
         return [self.functions[number] for number in self._attempts if number in self.functions]
 
     def _hear_compiled(self, compile_id: str, function: str, file: str, line: int) -> None:
@@ -207,19 +207,19 @@ class CompilerLog:
 
 
 def _function(name: str) -> str:
-    """A function's name in quotes; or words, if Dynamo made the function from the code after a graph break."""
+    """A function's name in quotes; or a description, if Dynamo made it from code after a graph break."""
     resumed = RESUMED.fullmatch(name)
     return f"the rest of `{resumed['function']}` after line {resumed['line']}" if resumed else f"`{name}`"
 
 
 def numbered(number: int, noun: str) -> str:
-    """A number and its noun: "1 graph", "2 graphs". The noun is passed in the plural."""
+    """Format a number with its noun, given in the plural: "1 graph", "2 graphs"."""
     one = noun.removesuffix("es") if noun.endswith("sses") else noun.removesuffix("s")
     return f"{number} {one if number == 1 else noun}"
 
 
 def one_line(text: str) -> str:
-    """The text in one line: each run of white space becomes one space."""
+    """Join a text to one line; each run of white space becomes one space."""
     return " ".join(text.split())
 
 
@@ -231,7 +231,7 @@ def _json_or_text(payload: str) -> Any:
 
 
 def _guard(text: str) -> str:
-    """A failed guard's condition in one line, with its place or its source text if PyTorch logs them."""
+    """Format a failed guard's condition in one line, with location or source text if they are logged."""
     condition, _, trace = text.partition("\n")
     # PyTorch appends the user's source line as a comment, and then the end of the file's path
     condition, *comments = re.split(r"\s+# ", re.sub(r"^\d+/\d+: ", "", condition))
@@ -240,14 +240,14 @@ def _guard(text: str) -> str:
 
 
 def _user_frames(trace: str) -> Iterator[str]:
-    """The frames of a printed stack, without those of PyTorch and of this package."""
+    """Yield the frames of a printed stack, without those of PyTorch and of this package."""
     for frame in FRAME.finditer(trace):
         if not frame["file"].startswith((TORCH, OWN)):
             yield f"{frame['file']}:{frame['line']} in {frame['function']}"
 
 
 def parse_break(text: str) -> GraphBreak:
-    """Parse the text that PyTorch logs for a break. If its form is unknown, its first line becomes the reason."""
+    """Parse PyTorch's log text of a break; if its format is unknown, the first line is the reason."""
     match = BREAK.match(text)
     if match is None:
         reason = one_line(text.partition("\n")[0])
@@ -286,7 +286,7 @@ class _Listener(logging.Handler):
 
 
 def _wants_everything(handler: logging.Handler) -> bool:
-    """Whether a log handler may stay: it is ours, or PyTorch's, which writes the log for ``TORCH_TRACE``."""
+    """Whether a log handler needs all records: it is ours, or PyTorch's for ``TORCH_TRACE`` files."""
     return isinstance(handler, _Listener) or any(
         cls.__module__.partition(".")[0] == "torch" for cls in type(handler).__mro__
     )
@@ -294,7 +294,7 @@ def _wants_everything(handler: logging.Handler) -> bool:
 
 @contextmanager
 def listen() -> Iterator[CompilerLog]:
-    """Collect what the compiler logs while this context lasts."""
+    """Context that collects the compiler's log records; yields the `CompilerLog` that they fill."""
     logger = logging.getLogger("torch.__trace")  # PyTorch sets it up when imported
     level, propagate, log = logger.level, logger.propagate, CompilerLog()
     listener = _Listener(log)

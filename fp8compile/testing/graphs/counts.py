@@ -1,4 +1,4 @@
-"""Numbers that tell what a guarded test compiled."""
+"""Counts of what a test compiled that the pytest plugin guards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["PROPERTIES", "Counts", "counts_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Numbers of graphs, breaks and so on in a test; fewer is better for each.
+    """Counts of graphs, breaks and so on in a test; fewer is better for each.
 
     Attributes:
         graphs: Number of compiled graphs; a forward and its backward count as one. 0 is not better than 1.
-        breaks: Number of places where a graph ended early.
+        breaks: Number of locations where a graph ended early.
         recompiles: Number of functions that were compiled again.
-        bypasses: Number of graphs that no cache holds.
-        saved_bytes: Bytes kept for backward passes, in the reports that the test's fixture made; None without a
+        bypasses: Number of graphs that caches can't store.
+        saved_bytes: Bytes saved for backward passes, in the reports that the test's fixture made; None without a
             report.
         sent_bytes: Bytes sent between ranks, in the same reports; None without a report.
     """
@@ -36,7 +36,7 @@ PROPERTIES = ("graph_baseline", *(f"graph_{name}" for name in Counts.__dataclass
 
 
 def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
-    """The counts of a test, from the compiler's log and from the reports that its fixture made."""
+    """Compute the counts of a test from the compiler's log and from the reports that its fixture made."""
     by_report = {bypass for report in reports for bypass in report.bypasses}
     return Counts(
         graphs=log.graphs,

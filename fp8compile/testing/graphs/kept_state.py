@@ -1,4 +1,4 @@
-"""Restores the state of a module that was run only to report on it."""
+"""Restores a module's state after a run that only served a report."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _put_back(tensor: Tensor, before: Tensor) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory; no operator writes to such a tensor, so it needs no restoring."""
+    """Whether elements of a tensor share memory; operators can't write to it, so it needs no restoring."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 @contextmanager
 def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Restore buffers afterwards: the same tensors with the same values, even if they were replaced."""
+    """Context that restores buffers at exit: the same tensors with the same values."""
     owned = [dict(module._buffers) for module in modules]
     found = dict.fromkeys(buffer for buffers in owned for buffer in buffers.values() if buffer is not None)
     values = [(buffer, buffer.clone()) for buffer in found if not _is_expanded(buffer)]
@@ -55,7 +55,7 @@ def _gradients_kept(tensors: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def kept_state(fn: Any, arguments: Any = ()) -> Iterator[None]:
-    """Run a block, and then restore a module's modes, buffers and gradients, arguments' gradients, and random states.
+    """Context that restores a module's modes, buffers and gradients, arguments' gradients, random states.
 
     Arguments that the block changes in place stay changed.
 

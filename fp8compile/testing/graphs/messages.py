@@ -1,6 +1,6 @@
-"""Messages between ranks in a graph: which nodes send, and how many bytes of which dtype.
+"""Messages between ranks in a graph: nodes that send, with bytes by dtype.
 
-PyTorch's collectives are known here. `register_message` adds other operators that send.
+PyTorch's collectives are recognized. `register_message` adds other operators that send.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ REGISTERED: dict[torch._ops.OpOverload, Callable[[fx.Node], Sent]] = {}
 
 
 def register_message(op: torch._ops.OpOverload, sent: Callable[[fx.Node], Sent]) -> None:
-    """Let reports count the calls of an operator as messages.
+    """Make reports count an operator's calls as messages between ranks.
 
     Args:
         op: An operator that sends from rank to rank.
-        sent: Function that is given a call's node, and returns the bytes that the call sends, by dtype. Nodes have
-            fake tensors in ``meta["val"]``.
+        sent: Maps a call's node to the bytes that the call sends, by dtype. Nodes have fake tensors in
+            ``meta["val"]``.
     """
     REGISTERED[op] = sent
 
@@ -40,14 +40,14 @@ def is_message(node: fx.Node) -> bool:
 
 
 def sent_bytes(node: fx.Node) -> Sent:
-    """Bytes of a message by dtype; a coalesced message may have several."""
+    """Bytes of a message by dtype; a coalesced message may have several dtypes."""
     if node.target in REGISTERED:
         return REGISTERED[node.target](node)
     return bytes_by_dtype(tensors_in([arg.meta.get("val") for arg in node.all_input_nodes]), node)
 
 
 def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
-    """Bytes by dtype of the tensors that go into a node, or of its results, whichever are larger."""
+    """Bytes by dtype of a node's inputs ``given`` or of its results, whichever are larger."""
     made = tensors_in(node.meta.get("val"))
     return {
         dtype: max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made))
@@ -56,12 +56,12 @@ def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among nested values."""
+    """All tensors in a nested value."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def size_of(size: Any) -> int:
-    """A size as a number. A symbolic size has its value while tracing; a data-dependent size counts as 0."""
+    """A size as a number: the traced hint of a symbolic size; 0 for a data-dependent size."""
     if is_unbacked(size):
         return 0
     found: Any = size.node.hint if isinstance(size, torch.SymInt) else size

@@ -1,4 +1,4 @@
-"""The pytest plugin's work on a guarded test: it counts what the test compiles, and compares with a baseline."""
+"""The pytest plugin: counts what guarded tests compile, and checks limits and a baseline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """The arguments of a test's fullgraph marker, or None without a marker; fails the test if they are wrong."""
+    """Arguments of a test's fullgraph marker; None without a marker. Fails the test if they are wrong."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
@@ -85,7 +85,7 @@ def _refuse_marker(text: str) -> NoReturn:
 
 
 def _folders(package: str) -> tuple[str, ...]:
-    """The file or the folders of a package's code; folders end in a separator."""
+    """File or folders of a package's code; folders end in a separator."""
     try:
         spec = importlib.util.find_spec(package)
     except Exception as error:  # find_spec imports the parent packages, which may raise anything
@@ -106,7 +106,7 @@ def _owned(breaks: list[GraphBreak], own: str | None) -> list[GraphBreak]:
 def _over(
     found: Sequence[Any], noun: str, most: int | None, lines: Callable[[Any], Iterable[str]], *, inside: str = ""
 ) -> list[str]:
-    """Lines for an error if there are more than ``most``; the first line names the first place. Else no lines."""
+    """Error lines if there are more than ``most`` findings, beginning with the first location; else []."""
     if most is None or len(found) <= most:
         return []
     return [f"{counted_at(found, noun)}{inside}, {most} allowed:", *(line for each in found for line in lines(each))]
@@ -135,7 +135,7 @@ def _check_limits(log: CompilerLog, limits: _Limits, counts: Counts, bypasses: S
 
 @contextmanager
 def guarded(item: pytest.Item) -> Iterator[None]:
-    """Run a test, count what it compiles, and compare the counts with the marker's limits and the baseline.
+    """Context of a test: counts what it compiles, and checks marker limits and baseline.
 
     If the test itself fails, its counts are not compared.
     """
@@ -164,9 +164,9 @@ def _is_our_assertion(call: pytest.CallInfo[None]) -> bool:
 
 
 def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Remove PyTorch's own log lines about a finding from the report of a test that failed because of this finding.
+    """Remove PyTorch's own log lines from the report of a test that one of our checks failed.
 
-    They are in standard error and in the captured log. Other lines stay. If the test itself failed, all lines stay.
+    Standard error and the captured log have such lines; ours repeat them. If the test itself failed, all lines stay.
     """
     if not (item.stash.get(OURS, False) or _is_our_assertion(call)):
         return

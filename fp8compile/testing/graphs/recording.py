@@ -1,4 +1,4 @@
-"""A backend of torch.compile that keeps the graphs: Dynamo's, and AOTAutograd's forward and backward graphs."""
+"""Backend for torch.compile that records the graphs of Dynamo and of AOTAutograd."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BACKENDS = ("aot_eager", "inductor")
 
 @dataclass
 class KeptGraph:
-    """One compiled graph, in its forms at several stages of the compiler.
+    """One compiled graph at several stages of the compiler.
 
     Attributes:
-        compile_id: PyTorch's number of the compilation, ``function/attempt``; numbers restart at 0 after a reset.
+        compile_id: PyTorch's id of the compilation, ``function/attempt``; numbers restart at 0 after a reset.
         dynamo: The graph that Dynamo traced.
         forward: The forward graph after AOTAutograd; decomposed if Inductor is the backend.
-        backward: The backward graph, in the same form; None if no gradient is asked for.
+        backward: The backward graph at the same stage; None if no gradient is needed.
     """
 
     compile_id: str
@@ -36,7 +36,7 @@ class KeptGraph:
 
 
 class Recording:
-    """A backend that keeps graphs. Pass it as ``torch.compile(model, backend=Recording())``, and run the model.
+    """Backend that records graphs: call ``torch.compile(model, backend=Recording())`` and run the model.
 
     Args:
         backend: "aot_eager" runs the graphs as they are, "inductor" compiles them.
@@ -53,11 +53,11 @@ class Recording:
 
     @property
     def traced(self) -> list[fx.GraphModule]:
-        """All forward and backward graphs of AOTAutograd, each forward followed by its backward."""
+        """All forward and backward graphs of AOTAutograd; each forward is followed by its backward."""
         return [graph for kept in self.graphs for graph in (kept.forward, kept.backward) if graph is not None]
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Keep a graph that Dynamo made, and compile it; torch.compile calls this for each graph."""
+        """Record a graph from Dynamo and compile it; torch.compile calls this for each graph."""
         compilation = torch._guards.CompileContext.try_get()
         kept = KeptGraph(str(compilation and compilation.compile_id), graph, _compilation=compilation)
         # a compilation that restarts passes its graph again, and the earlier graph never runs; compile_id can't
@@ -96,7 +96,7 @@ def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequenc
 
 
 def user_place(node: fx.Node) -> tuple[str, int]:
-    """File and line of user code that a node comes from; an empty name if it isn't known."""
+    """File and line of the user code that a node comes from; ("", 0) if unknown."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     file, line, _ = next((frame for frame in reversed(frames) if not frame[0].startswith(TORCH)), ("", "0", ""))
     return file, int(line)

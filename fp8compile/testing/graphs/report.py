@@ -1,4 +1,4 @@
-"""graph_report: a report on a model's graphs, breaks and recompiles under torch.compile, over some calls."""
+"""graph_report: runs a model under torch.compile, and reports its graphs, breaks and recompiles."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Call:
         args: Positional arguments.
         kwargs: Keyword arguments.
         train: Whether to put the module in train mode (or eval mode) before the call; None leaves the mode.
-        grad: Whether autograd records the call; None leaves that to the caller's mode.
-        name: Name of the call in reports; if it is empty, reports show the arguments' shapes.
+        grad: Whether autograd records the call; None uses the caller's grad mode.
+        name: Name of the call in reports; if empty, reports show the arguments' shapes.
     """
 
     args: tuple[Any, ...] = ()
@@ -85,12 +85,12 @@ class Collective:
     Attributes:
         op: Name of the operator.
         dtype: Dtype of the tensors that are sent, such as "uint8".
-        bytes: Bytes of the operator's inputs or of its results on one rank, whichever are more. For an all-gather
-            those are the results, for a reduce-scatter the inputs. How a network sends them is not considered. A
-            data-dependent size, such as the number of rows that other ranks send, counts as 0.
+        bytes: Bytes of the operator's inputs or of its results on one rank, whichever are more: the results of an
+            all-gather, the inputs of a reduce-scatter. The network's algorithm is not considered. A data-dependent
+            size, such as the number of rows that other ranks send, counts as 0.
         backward: Whether the message is in the backward graph.
-        file: File of the user's code that sends; empty if it isn't known.
-        line: Line in that file; 0 if it isn't known.
+        file: File of the user's code that sends; empty if unknown.
+        line: Line in that file; 0 if unknown.
     """
 
     op: str
@@ -125,7 +125,7 @@ class GraphInfo:
 
 
 def place_text(file: str, line: int) -> str:
-    """A place as ``file:line``; the path is relative if the file is in the working directory."""
+    """Format a location as ``file:line``; the path is relative if the file is in the working directory."""
     if not file:
         return "an unknown place"
     path = Path(file)
@@ -134,7 +134,7 @@ def place_text(file: str, line: int) -> str:
 
 
 def _counted(head: str, ops: Sequence[str]) -> list[str]:
-    """Three lines at most that list operators with their counts; operators outside of aten come first."""
+    """At most three lines that list operators with their counts; operators outside of aten come first."""
     counts = Counter(ops)
     order = sorted(counts, key=lambda op: (op.startswith(("aten.", "prims.")), -counts[op]))
     shown = [f"{op} x{counts[op]}" if counts[op] > 1 else op for op in order]
@@ -149,9 +149,9 @@ class GraphReport:
         backend: Name of the backend.
         calls: For each call, the number of graphs that it compiled.
         graphs: The compiled graphs.
-        breaks: Places where a graph ended early.
+        breaks: Locations where a graph ended early.
         recompiles: Functions that were compiled again, with the guards that failed.
-        bypasses: Graphs that no cache on disk can hold.
+        bypasses: Graphs that an on-disk cache can't store.
     """
 
     backend: str
@@ -214,9 +214,9 @@ def _graph_lines(report: GraphReport) -> Iterator[str]:
 
 
 def counted_at(found: Sequence[GraphBreak] | Sequence[Recompile] | Sequence[CacheBypass], noun: str) -> str:
-    """The place of the first finding and how many there are: "model.py:5: the first of 3 graph breaks".
+    """Format the first finding's location and the count: "model.py:5: the first of 3 graph breaks".
 
-    The place comes first, because pytest cuts long lines.
+    The location comes first, because pytest cuts long lines.
     """
     count = numbered(len(found), noun)
     if not found:
@@ -225,7 +225,7 @@ def counted_at(found: Sequence[GraphBreak] | Sequence[Recompile] | Sequence[Cach
 
 
 def break_lines(found: GraphBreak) -> Iterator[str]:
-    """Lines that describe a graph break: its place, its reason and how to mend it."""
+    """Lines that describe a graph break: its location, its reason and how to fix it."""
     yield f"graph break at {place_text(found.file, found.line)}: {found.reason}"
     if found.gives_up:
         yield from (f"  {each} runs without a graph" for each in found.without_graph or ["the rest of the function"])
@@ -237,7 +237,7 @@ def break_lines(found: GraphBreak) -> Iterator[str]:
 
 
 def recompile_lines(found: Recompile) -> Iterator[str]:
-    """Lines that describe a recompilation, with the newest graph's guard; older graphs failed earlier calls too."""
+    """Lines that describe a recompilation and the failed guard of the newest graph."""
     call = "" if found.call is None else f" for call {found.call}"
     yield f"recompile of {found.function} at {place_text(found.file, found.line)}{call}"
     for guard in found.guards[:1]:
@@ -254,7 +254,7 @@ def bypass_lines(found: CacheBypass) -> Iterator[str]:
 
 
 def _mends_guard(guard: str) -> str:
-    """Advice on a guard that failed; empty if there is none."""
+    """Advice on a failed guard; empty if there is none."""
     if "size mismatch" in guard or "stride mismatch" in guard or ".size()" in guard:
         return "usually mended by torch._dynamo.mark_dynamic(tensor, dim), or by padding to one shape"
     if "training" in guard:
@@ -291,13 +291,13 @@ def _collectives(graph: fx.GraphModule, *, backward: bool) -> Iterator[Collectiv
 
 
 def _storages(nodes: Sequence[fx.Node]) -> dict[int, int]:
-    """Bytes of the storages that the nodes' tensors use, by the storage's identity."""
+    """Bytes of the storages that the nodes' tensors use, by the storage's id."""
     storages = [t.untyped_storage() for node in nodes for t in tensors_in(node.meta.get("val"))]
     return {storage._cdata: size_of(storage.nbytes()) for storage in storages}
 
 
 def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
-    """Bytes of the storages that the forward saves for the backward, without those of its inputs."""
+    """Bytes of the storages that the forward saves for the backward, except those of its inputs."""
     wanted = {node.name for node in backward.graph.find_nodes(op="placeholder")}
     inputs = _storages(forward.graph.find_nodes(op="placeholder"))
     saved = _storages([node for node in forward.graph.nodes if node.name in wanted and node.op != "placeholder"])
@@ -324,7 +324,7 @@ def _graph_info(kept: KeptGraph, log: CompilerLog, name: str) -> GraphInfo:
 
 
 def _uncacheable(kept: KeptGraph) -> Iterator[CacheBypass]:
-    """A `CacheBypass` for each node because of which AOTAutograd can't cache the graph."""
+    """Yield a `CacheBypass` for each node that prevents AOTAutograd from caching the graph."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe
 
     for node in kept.dynamo.graph.nodes:
@@ -354,7 +354,7 @@ def _shapes(call: Call) -> str:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves of autograd's graph: the parameters and inputs in which ``backward()`` would accumulate gradients."""
+    """Leaves of the autograd graph: parameters and inputs in which gradients would accumulate."""
     pending, seen, found = [output.grad_fn for output in outputs], set(), []
     while pending:
         node = pending.pop()
@@ -411,12 +411,12 @@ def _checked_calls(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls
 def examined(
     recording: Recording, fn: Callable[..., Any], calls: Sequence[Call], *, backward: bool, dynamic: bool | None = None
 ) -> GraphReport:
-    """Compile and run a function or module with a recording as its backend, which keeps the graphs.
+    """Run calls with ``recording`` as the backend of torch.compile, and report what was compiled.
 
     Args:
-        recording: A new one.
-        fn: The function or module that `graph_report` was given, after its checks.
-        calls: The calls, one at least.
+        recording: A new `Recording`.
+        fn: The function or module, already checked by `graph_report`.
+        calls: At least one call.
         backward: Whether to run the backward of each call too.
         dynamic: The ``dynamic`` of ``torch.compile``.
     """
@@ -462,7 +462,7 @@ def graph_report(
 ) -> GraphReport:
     """Compile and run a function or module, and report its graphs, graph breaks and recompilations.
 
-    It does not stop at the first break. The report has each break with its place and PyTorch's hints, each
+    It does not stop at the first break. The report has each break with its location and PyTorch's hints, each
     recompilation with the guards that failed, cache bypasses, and for each graph its operators, its collectives and
     the bytes that it saves for the backward. Gradients, modes and buffers of a module and random states are restored
     afterwards; arguments that are changed in place stay changed. All earlier compiled graphs are dropped.
@@ -470,7 +470,7 @@ def graph_report(
     Args:
         fn: A module or function that is not compiled.
         args: Arguments of the first call.
-        backend: "aot_eager", which is quick, or "inductor", whose graphs are decomposed.
+        backend: "aot_eager", which is quick, or "inductor", which decomposes the graphs.
         backward: Whether to compile backward graphs, and to run the backward of outputs that require grad.
         calls: Further calls: tuples of arguments, or `Call` objects with modes.
         dynamic: Passed to `torch.compile`.

@@ -1,4 +1,4 @@
-"""snapshot: writes a report as a short text that changes only if the graphs change."""
+"""snapshot: formats a report as a short text that changes only if the graphs change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _ops(ops: Sequence[str]) -> list[str]:
 
 
 def snapshot(report: GraphReport) -> str:
-    """A report as text, without paths, lines, sizes and views, which change from machine to machine.
+    """Format a report without paths, lines, sizes and views, which differ between machines and versions.
 
     In a test write ``expecttest.assert_expected_inline(snapshot(report), ...)``. Run the test with
     ``EXPECTTEST_ACCEPT=1`` to write the text into it.

@@ -1,7 +1,7 @@
-"""Runs a module without computing: its parameters, buffers and arguments are exchanged for fake tensors.
+"""Runs a module without computing: its parameters, buffers and arguments are replaced by fake tensors.
 
-A fake tensor has a shape and a dtype, and no values and no memory. So a report that reads only graphs takes as long
-for a model on the meta device, or in formats that a CPU emulates, as for any other.
+A fake tensor has a shape and a dtype, but no values and no memory. So a report that reads only graphs is as fast for a
+model on the meta device, or in formats that a CPU emulates, as for any other.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def on_meta(module: nn.Module) -> bool:
-    """Whether a parameter or buffer has no values to compute with: it is on the meta device, or fake."""
+    """Whether a parameter or buffer has no real values, because it is on the meta device or fake."""
     return any(tensor.is_meta or maybe_get_fake_mode(tensor) is not None for tensor in _tensors(module))
 
 
 class _Exchange:
-    """Makes a fake tensor for each tensor; one tensor, such as a tied weight, always gets the same fake tensor."""
+    """Makes a fake tensor for each tensor; a shared tensor, such as a tied weight, gets one fake tensor."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
@@ -60,7 +60,7 @@ def _is_fake(value: Any) -> bool:
 
 @contextmanager
 def _exchanged(module: nn.Module, exchange: _Exchange) -> Iterator[None]:
-    """Context in which fake tensors replace a module's tensors; fake attributes set inside of it are removed."""
+    """Context in which fake tensors replace a module's tensors; removes fake attributes at exit."""
     modules = list(module.modules())
     before = [(dict(each._parameters), dict(each._buffers), dict(each.__dict__)) for each in modules]
     try:
@@ -84,7 +84,7 @@ def _exchanged(module: nn.Module, exchange: _Exchange) -> Iterator[None]:
 def without_values(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Context in which a module's parameters and buffers are fake tensors, and every new tensor is fake too.
+    """Context in which a module's parameters and buffers, and every new tensor, are fake.
 
     Args:
         module: The module. Its tensors may be in memory, on the meta device (their fake ones are then CPU tensors), or
@@ -106,10 +106,10 @@ def without_values(
 
 
 def values_needed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Call a module without values, and say why that fails; empty if it doesn't.
+    """Call a module with fake tensors; returns the reason if that fails, else an empty text.
 
-    It fails if the forward reads values (``if x.sum() > 0``, ``.item()``, ``.tolist()``, ``nonzero()``), and wherever
-    a call with values fails too.
+    It fails if the forward reads values (``if x.sum() > 0``, ``.item()``, ``.tolist()``, ``nonzero()``), and for any
+    error that a call with values would raise too.
     """
     try:
         with kept_state(module, (args, kwargs)), without_values(module, args, kwargs) as (fake_args, fake_kwargs):

@@ -1,4 +1,4 @@
-"""What a training step holds in memory, by the code that Inductor generates for it, before anything is trained."""
+"""Prediction of the memory of a training step, from the code that Inductor generates for it."""
 
 from fp8compile.testing.memory.cached import CachedCodes
 from fp8compile.testing.memory.kept import KeptTensor

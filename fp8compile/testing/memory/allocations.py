@@ -32,7 +32,7 @@ META = torch.device("meta")
 
 
 class Wrapper(Protocol):
-    """Generated code of a graph, such as a `fp8compile.testing.gpu.schedule.Schedule`."""
+    """Protocol of a graph's generated code, such as a `fp8compile.testing.gpu.schedule.Schedule`."""
 
     @property
     def source(self) -> str:
@@ -40,12 +40,12 @@ class Wrapper(Protocol):
 
     @property
     def constants(self) -> Mapping[str, Any]:
-        """Objects that the source names and doesn't define."""
+        """Objects that the source refers to by name without defining them."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a forward and its backward allocated and freed.
+    """Allocations and deallocations of a forward and its backward.
 
     Attributes:
         forward: Timeline of the forward.
@@ -57,7 +57,7 @@ class Run:
 
 
 class _Nothing:
-    """Stands in for kernels and their compiler: has any attribute, may be called with anything."""
+    """Stub for kernels and their compiler: has any attribute, accepts any call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
         return self
@@ -67,7 +67,7 @@ class _Nothing:
 
 
 class _Products:
-    """Stands in for ``extern_kernels``: a product that is given its result's memory does nothing."""
+    """Stub for ``extern_kernels``: calls with ``out=`` do nothing; others run, to allocate a result."""
 
     def __getattr__(self, name: str) -> Any:
         from torch._inductor.select_algorithm import extern_kernels
@@ -77,7 +77,7 @@ class _Products:
 
 
 class _Ledger:
-    """Notes each storage when it is first seen, and when it is gone."""
+    """Records when each storage is first seen, and when it is freed."""
 
     def __init__(self) -> None:
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -86,7 +86,7 @@ class _Ledger:
         self._owners: dict[int, str] = {}
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage, which is noted if it is new."""
+        """The id number of a tensor's storage, which is recorded if it is new."""
         self._sweep()
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
@@ -96,7 +96,7 @@ class _Ledger:
         return self._alive[storage._cdata][1]
 
     def give(self, owner: str, tensors: Iterable[Any]) -> None:
-        """Note ``owner`` as the owner of the tensors' storages; a storage that has an owner keeps it."""
+        """Set ``owner`` as the owner of the tensors' storages; a storage that has an owner keeps it."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._owners.setdefault(self.number(tensor), owner)
@@ -108,12 +108,12 @@ class _Ledger:
             self._changes.append((number, -self._sizes[number]))
 
     def mark(self) -> int:
-        """The number of changes so far, for `timeline`."""
+        """Number of changes so far, an argument of `timeline`."""
         self._sweep()
         return len(self._changes)
 
     def timeline(self, start: int, end: int) -> Timeline:
-        """The changes between two numbers that `mark` returned."""
+        """The changes between two results of `mark`."""
         changes = [(self._owners.get(number, "temporaries"), size) for number, size in self._changes]
         held = dict.fromkeys(OWNERS, 0)
         for owner, size in changes[:start]:
@@ -122,7 +122,7 @@ class _Ledger:
 
 
 class _Noting(TorchDispatchMode):
-    """Notes the results of operators, which are computed on the meta device."""
+    """Dispatch mode that runs operators on the meta device, and records their results."""
 
     def __init__(self, ledger: _Ledger) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Noting(TorchDispatchMode):
 
 
 class _Caller:
-    """Calls wrappers, and notes their allocations in a ledger."""
+    """Calls wrappers, and records their allocations in a ledger."""
 
     def __init__(self, ledger: _Ledger, device: str) -> None:
         self._ledger, self._device = ledger, device
@@ -161,7 +161,7 @@ class _Caller:
 
 @contextmanager
 def _strides_unchecked() -> Iterator[None]:
-    """Let wrappers take arguments of any strides: Inductor may pad those of tensors that a forward saves."""
+    """Context in which wrappers accept arguments of any strides, because Inductor may pad saved tensors."""
     from unittest import mock
 
     guards = torch._C._dynamo.guards
@@ -200,7 +200,7 @@ def run_wrappers(graphs: Sequence[GpuGraph], wrappers: Sequence[Wrapper], owners
 
 
 def _arguments(ledger: _Ledger, forward: GpuGraph, backward: GpuGraph, outputs: Sequence[Any]) -> list[Any]:
-    """The backward's arguments: tensors that the forward saved, by names of nodes, and gradients of its results."""
+    """Arguments of the backward: saved tensors, matched by node name, and output gradients."""
     (nodes,) = forward.graph.graph.find_nodes(op="output")[0].args
     saved = {getattr(node, "name", None): value for node, value in zip(nodes, outputs, strict=True)}
     found = []

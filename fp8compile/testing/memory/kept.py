@@ -1,4 +1,4 @@
-"""The tensors that a forward saves for its backward: which operators make and read each, and its size as codes."""
+"""Tensors that a forward saves for its backward: operators that make and read them, size as codes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ class KeptTensor:
     """A tensor that the forward makes and saves for the backward.
 
     Attributes:
-        module: Name of the innermost module that makes it; empty for the model itself, or if that isn't known.
+        module: Name of the innermost module that makes it; empty for the model itself, or if unknown.
         made_by: The operator that makes it, by its name before decomposition, such as "aten.mm".
-        read_in: Names of the modules in whose backward it is read, in the order of the backward.
+        read_in: Names of the modules whose backward reads it, in the order of the backward.
         read_by: The operators that read it there, by their names before decomposition.
-        shape: Its shape.
-        dtype: Its dtype.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
         bytes: Bytes of its storage, which other tensors may share.
-        saved: The tensor as a filter of `fp8compile.SavedAsCodes` sees it; None if it never becomes codes.
+        saved: The tensor as a filter of `fp8compile.SavedAsCodes` sees it; None if it can't be saved as codes.
         block: Numbers of rows and columns that share a scale, if ``SavedAsCodes()`` makes the codes; None if the
-            tensor never becomes codes.
-        code_bytes: Bytes of these codes and their scales; None if the tensor never becomes codes.
-        moved: How many more bytes a step reads and writes, at least, if codes are kept in place of the tensor;
-            negative for fewer. The forward writes the codes in a kernel that has the values at hand. Each generated
-            kernel of the backward reads codes instead of values. If a library's call reads the tensor, a kernel
-            before that call makes the values again. None if the tensor never becomes codes, or if the code is not
-            for a GPU.
+            tensor can't be saved as codes.
+        code_bytes: Bytes of these codes and their scales; None if the tensor can't be saved as codes.
+        moved: Lower bound of additional bytes that a step reads and writes if codes are saved instead of the tensor;
+            negative for fewer. The kernel that makes the values also writes the codes. Each generated kernel of the
+            backward reads codes instead of values. If a library call reads the tensor, an extra kernel before it
+            dequantizes. None if the tensor can't be saved as codes, or if the code is not for a GPU.
     """
 
     module: str
@@ -57,7 +56,7 @@ class KeptTensor:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The node that made the memory in which a node's value lies."""
+    """The node that allocated the storage of a node's value."""
     storage = node.meta["val"].untyped_storage()._cdata
     while True:
         given = (each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor))
@@ -68,7 +67,7 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _readers(place: fx.Node) -> list[fx.Node]:
-    """The nodes of a backward that read a saved tensor, also through views, in order."""
+    """Nodes of a backward that read a saved tensor, also through views, in order."""
     storage = place.meta["val"].untyped_storage()._cdata
     found, pending = set(), [place]
     while pending:
@@ -82,20 +81,20 @@ def _readers(place: fx.Node) -> list[fx.Node]:
 
 
 def _moved(size: int, codes: int, reads: list[ScheduledLaunch]) -> int:
-    """`KeptTensor.moved` of a tensor of ``size`` bytes with ``codes`` bytes as codes, which ``reads`` read."""
+    """Compute `KeptTensor.moved` from bytes as values (``size``) and as ``codes``, and launches that read."""
     generated = sum(launch.kind == "triton" for launch in reads)
     made_again = codes + size if generated < len(reads) else 0
     return codes + generated * (codes - size) + made_again
 
 
 def _launches_by_input(scheduled: Schedule) -> list[list[ScheduledLaunch]]:
-    """For each argument of a graph, the launches that read it."""
+    """For each argument of a graph, the kernel launches that read it."""
     names = [node.name for node in scheduled.lowered.find_nodes(op="placeholder")]
     return [[launch for launch in scheduled.launches if name in launch.read] for name in names]
 
 
 def _packed(node: fx.Node, place: fx.Node, saved: SavedTensor | None) -> tuple[tuple[int, int] | None, int | None]:
-    """Block and bytes of the codes that ``SavedAsCodes()`` makes of a saved tensor; both None if it makes none."""
+    """Block and bytes of ``SavedAsCodes()``'s codes for a saved tensor; (None, None) if there are none."""
     value = node.meta["val"]
     packing = None if saved is None else Packing.of(value, CODES.quantizer_for(block_beside(node, place)))
     if packing is None:
@@ -108,7 +107,7 @@ def _packed(node: fx.Node, place: fx.Node, saved: SavedTensor | None) -> tuple[t
 def kept_tensors(
     forward: GpuGraph, backward: GpuGraph, scheduled: Schedule | None, names: Names
 ) -> Iterator[KeptTensor]:
-    """The tensors that a forward keeps for its backward, one for each storage, in the order of its outputs.
+    """Yield tensors that a forward saves for its backward, one per storage, in the order of its outputs.
 
     Args:
         forward: The forward graph.

@@ -1,4 +1,4 @@
-"""memory_report: what a training step will hold in memory, from generated code, before anything is trained."""
+"""memory_report: predicts what a training step will hold in memory, from generated code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Optimizer = Callable[[Any], Any] | None
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found for one model: the run of its generated code, and its kept tensors."""
+    """Results for one model: the allocations of its generated code, and its saved tensors."""
 
     run: Run
     kept: tuple[KeptTensor, ...]
@@ -50,7 +50,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of a model or of a function, and what its code is generated for; ``gpu`` is None for the CPU."""
+    """A call of a model or function, and the GPU that code is generated for; ``gpu`` is None for the CPU."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -60,11 +60,11 @@ class _Call:
 
     @property
     def model(self) -> nn.Module:
-        """The model; for a function, one without parameters."""
+        """The model; a module without parameters if ``fn`` is a function."""
         return self.fn if isinstance(self.fn, nn.Module) else nn.Module()
 
     def generated(self) -> _Found:
-        """Generate the code, and run its wrappers."""
+        """Generate the code of forward and backward, and simulate its allocations."""
         from torch._inductor import config
 
         fn, kwargs = self.fn, self.kwargs
@@ -108,7 +108,7 @@ class _Call:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """A value, or the plain tensors that a tensor of a subclass consists of."""
+    """Yield a value itself, or the plain tensors inside a tensor subclass."""
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         for name in names:
@@ -118,7 +118,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors; each storage counts once."""
+    """Bytes of tensors; each tensor counts once."""
     parts = [part for tensor in dict.fromkeys(tensors) for part in _parts(tensor)]
     return sum({id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
@@ -128,7 +128,7 @@ def _trained(model: nn.Module) -> list[Tensor]:
 
 
 def _on_meta(tensor: Any) -> Any:
-    """A tensor without memory, of the same subclass."""
+    """Copy a tensor, also of a subclass, to the meta device without values."""
     if not is_traceable_wrapper_subclass(tensor):
         return torch.empty_like(tensor, device="meta")
     names, context = tensor.__tensor_flatten__()
@@ -138,7 +138,7 @@ def _on_meta(tensor: Any) -> Any:
 
 
 def _optimizer_bytes(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state after a step, by a step on the meta device."""
+    """Bytes of an optimizer's state after a step, simulated on the meta device."""
     if optimizer is None or not parameters:
         return 0
     copies = [_on_meta(each.detach()).requires_grad_() for each in parameters]
@@ -151,7 +151,7 @@ def _optimizer_bytes(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
 
 
 def _kept_in_all(blocks: EqualBlocks, three: Sequence[KeptTensor]) -> Iterator[KeptTensor]:
-    """The kept tensors of the whole model, from those of the model with 3 blocks."""
+    """Extrapolate the saved tensors of the whole model from those of the model with 3 blocks."""
     for tensor in three:
         place = blocks.place(tensor.module)
         if place is None:
@@ -173,7 +173,7 @@ def _moved_name(blocks: EqualBlocks, name: str, by: int) -> str:
 
 
 def _counted(call: _Call, blocks: EqualBlocks) -> MemoryReport | None:
-    """The report of a model with equal blocks, from the code of 2, 3 and 4; None if these don't determine it."""
+    """Report on a model with equal blocks, extrapolated from 2, 3 and 4; None if that is not exact."""
     found = []
     for count in (2, 3, 4):
         with shortened(call.model, blocks, count):
@@ -212,7 +212,7 @@ def memory_of_call(
     optimizer: Optimizer = torch.optim.AdamW,
     saved: SavedAsCodes | None = None,
 ) -> MemoryReport:
-    """`memory_report` of a call with keyword arguments."""
+    """Like `memory_report`, for a call with these positional and keyword arguments."""
     if not isinstance(fn, nn.Module) and not callable(fn):
         check_model("memory_report", fn)
     if is_compiled(fn):
@@ -251,7 +251,7 @@ def _gpu(arch: str) -> Gpu:
 def memory_beside_unconverted(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, arch: str = "h200"
 ) -> dict[str, MemoryReport]:
-    """Reports by name: "this model" on a call of ``model``, and, if it has FP8 layers, "without FP8" without these."""
+    """Memory reports on "this model" and, if it has FP8 layers, on the unconverted model, "without FP8"."""
     found = {"this model": memory_of_call(model, args, kwargs, arch=arch)}
     if (plain := unconverted(model)) is not None:
         log.info("the same model without FP8")
@@ -266,22 +266,22 @@ def memory_report(
     optimizer: Optimizer = torch.optim.AdamW,
     saved: SavedAsCodes | None = None,
 ) -> MemoryReport:
-    """What a training step of ``model(*args)`` will hold in memory, and what its forward keeps for its backward.
+    """Predict what a training step of ``model(*args)`` holds in memory, and what its forward saves.
 
     The model is traced with ``fullgraph=True``, Inductor generates the code for a GPU, and the code's allocations are
-    run without memory and without kernels. Nothing is computed, so the model may be on the meta device, and a GPU is
-    not needed. All earlier compiled graphs are dropped (``torch._dynamo.reset``). If a model has ten equal blocks or
-    more, such as a transformer's layers, code is generated for 2, 3 and 4 of them. The report for all blocks follows
-    from these, if graphs and code prove that the blocks are equal.
+    simulated without memory and without kernels. Nothing is computed, so the model may be on the meta device, and a
+    GPU is not needed. All earlier compiled graphs are dropped (``torch._dynamo.reset``). If a model has ten equal
+    blocks or more, such as a transformer's layers, code is generated for 2, 3 and 4 of them. The report for all blocks
+    follows from these, if graphs and code prove that the blocks are equal.
 
     Args:
         model: A module, not compiled, or a function that takes its parameters and buffers as arguments.
         args: Arguments of the call. If they require grad, their gradients are counted.
-        arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``; "cpu" for the code of this machine's CPU, where
-            bytes moved are not known.
+        arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``; "cpu" for the code of this machine's CPU, for
+            which bytes moved are unknown.
         optimizer: Makes the optimizer from a list of parameters, such as a class of ``torch.optim``. Its state is
             counted in the dtype of the parameters; None for no optimizer.
-        saved: Which of the kept tensors are codes, as ``fp8compile.compile(model, saved=...)`` takes it.
+        saved: Which saved tensors are codes, as ``fp8compile.compile(model, saved=...)`` takes it.
 
     Returns:
         The report.

@@ -1,4 +1,4 @@
-"""MemoryReport: what a training step holds in memory, as a value and as text."""
+"""MemoryReport: what a training step holds in memory, with its formatting as text."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class MemoryReport:
 
     @property
     def step_bytes(self) -> int:
-        """The most bytes that a step holds in its forward, backward or update, each beside the optimizer's state."""
+        """Peak bytes of a step: the largest of forward, backward and update, plus the optimizer's state."""
         update = self.parameters + self.gradients + self.weight_codes_bytes
         return max(self.forward.bytes, self.backward.bytes, update) + self.optimizer
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, with its sums."""
+        """The report and its sums as JSON-serializable dicts, lists, strings and numbers."""
         names = ("kept_bytes", "weight_codes_bytes", "step_bytes")
         sums = {name: getattr(self, name) for name in names}
         found: dict[str, Any] = json.loads(json.dumps({**asdict(self), **sums}, default=str))
@@ -121,7 +121,7 @@ def _mb(number: int) -> str:
 
 
 def moment_cells(reports: dict[str, MemoryReport]) -> Iterator[tuple[str, ...]]:
-    """Rows of the table of sums and largest moments in MB, the head first; each report is a column under its name."""
+    """Yield header and rows of the table of totals and peak moments in MB; each report is a column."""
     each = list(reports.values())
     yield "", *reports
     yield "parameters, buffers", *(_mb(one.parameters) for one in each)
@@ -144,7 +144,7 @@ def _size(tensor: KeptTensor) -> str:
 
 
 def _operators(names: tuple[str, ...]) -> str:
-    """Operators by their names alone: "silu, mul"."""
+    """Format operators without namespace: "silu, mul"."""
     return ", ".join(dict.fromkeys(name.split(".")[1] if "." in name else name for name in names))
 
 
@@ -155,10 +155,10 @@ def _content(tensor: KeptTensor) -> tuple[str, ...]:
 
 
 def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
-    """Rows of the table of kept tensors: the head, then the largest tensors first.
+    """Yield header and rows of the table of saved tensors, largest first.
 
-    Tensors of equal layers are one row, with the MB of a single one. All tensors of less than 0.05 MB are one row at
-    the end.
+    Tensors of equal layers share a row, with the MB of a single one. All tensors of less than 0.05 MB share the last
+    row.
     """
     yield "made in", "read by", "shape", "MB", "as codes", "moved"
     large = sorted((each for each in report.kept if each.bytes >= SMALLEST), key=lambda each: -each.bytes)

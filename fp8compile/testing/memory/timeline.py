@@ -1,10 +1,10 @@
-"""What a graph's run holds in memory from its first allocation to its last, and the moment that holds the most.
+"""Timeline of what a graph's run holds in memory, and the moment that holds the most.
 
-Equal blocks: a backward of N blocks that has done b of them holds the kept tensors of N - b blocks, the gradients of b
-blocks, and temporaries that are the same for each b. So one more block adds to such a moment what a block keeps, or a
-block's gradients, or something between. At the run's start all blocks are kept, and at its end all gradients are made.
-If the largest moment grows by no less than the start and the end, it is the largest for any number of blocks. The same
-holds for a forward.
+Equal blocks: a backward of N blocks that has done b of them holds the saved tensors of N - b blocks, the gradients of
+b blocks, and temporaries that are the same for each b. So one more block adds to such a moment a block's saved
+tensors, or its gradients, or a size between these. At the run's start all saved tensors exist, and at its end all
+gradients. If the largest moment grows per block by no less than the start and the end, it is the largest for any
+number of blocks. The same holds for a forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Moment:
         return sum(getattr(self, owner) for owner in OWNERS)
 
     def plus(self, times: int, more: Moment, less: Moment) -> Moment:
-        """This moment plus ``times`` times the difference of ``more`` and ``less``."""
+        """This moment plus ``times`` times the difference ``more - less``, category by category."""
         numbers = {o: getattr(self, o) + times * (getattr(more, o) - getattr(less, o)) for o in OWNERS}
         return Moment(**numbers)
 
@@ -54,18 +54,18 @@ Change = tuple[str, int]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the run of one graph allocates and frees.
+    """Allocations and deallocations of the run of one graph.
 
     Attributes:
         start: What is held before the graph runs.
-        changes: In order, the owner and the bytes of each change: above 0 if allocated, below 0 if freed.
+        changes: In order, the category (field of `Moment`) and bytes of each change; negative if freed.
     """
 
     start: Moment
     changes: tuple[Change, ...]
 
     def moments(self) -> list[Moment]:
-        """What is held before each change, and after the last one."""
+        """The moments before each change, and after the last one."""
         held = {owner: getattr(self.start, owner) for owner in OWNERS}
         found = [self.start]
         for owner, size in self.changes:
@@ -74,12 +74,12 @@ class Timeline:
         return found
 
     def largest(self) -> Moment:
-        """The moment that holds the most bytes; the first one, if several do."""
+        """The moment that holds the most bytes; the first of these if there are several."""
         return max(self.moments(), key=lambda each: each.bytes)
 
 
 def largest_of_blocks(runs: Sequence[Timeline], count: int) -> Moment | None:
-    """The largest moment of a model with equal blocks.
+    """Extrapolate the largest moment of a model with equal blocks.
 
     Args:
         runs: The runs of the model with 2, 3 and 4 blocks.

@@ -1,4 +1,4 @@
-"""What FP8 does to the values of a model: advice on recipes, a comparison with a reference, a comparison of ranks."""
+"""Effects of FP8 on a model's values: advice on recipes, comparison with a reference and of ranks."""
 
 from fp8compile.testing.numerics.advice import Advice, LayerAdvice
 from fp8compile.testing.numerics.advise import advise

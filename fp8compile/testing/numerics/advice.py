@@ -1,4 +1,4 @@
-"""Advice: which recipe each layer takes, with the errors and costs that decided; a recipe function for `convert`."""
+"""Advice: the recipe that each layer should take, with errors and costs; usable as `convert`'s recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRODUCTS = tuple(gemm.name for gemm in GEMMS)
 
 
 def least_of(errors: Errors) -> float:
-    """The smallest ratio of the measured products, in dB; ``inf`` if none was measured, ``nan`` if one is NaN."""
+    """Smallest signal-to-noise ratio of the measured GEMMs, in dB; ``inf`` if none, ``nan`` if one is NaN."""
     known = [each for each in errors if each is not None]
     return math.nan if any(map(math.isnan, known)) else min(known, default=math.inf)
 
@@ -35,13 +35,13 @@ class LayerAdvice:
     Attributes:
         name: Fully qualified name.
         matrices: (out_features, in_features) of each matrix that multiplies a row.
-        rows: Number of rows that the layer multiplied, all calls together.
+        rows: Number of rows that the layer multiplied in all calls together.
         sampled: Number of these rows that the errors were measured on.
         groups: Number of experts that had rows, and of all experts; None for a linear.
         errors: For each recipe's name, the signal-to-noise ratios of output, grad_input and grad_weight in dB, against
-            float64. The smallest over calls and matrices; None for a product that the backward does not compute or
-            whose exact value is 0. The entry ``"unconverted"`` has the error of the operands' own dtype.
-        costs: For each recipe's name, bytes and least time of products and casts in one step.
+            float64: the smallest over calls and matrices; None for a GEMM that the backward does not compute or whose
+            exact value is 0. The entry ``"unconverted"`` has the error of the operands' own dtype.
+        costs: For each recipe's name, bytes and least time of GEMMs and casts in one step.
         refused: For each recipe that the layer or the GPU can't run, the reason.
         takes: Name of the recipe that the layer should take, or ``"unconverted"``.
     """
@@ -57,13 +57,13 @@ class LayerAdvice:
     takes: str = HIGH_PRECISION
 
     def allowed(self) -> list[str]:
-        """Names of the recipes that the layer may take, which are those not refused, and ``"unconverted"``."""
+        """Names of the recipes that the layer may take: those not refused, and ``"unconverted"``."""
         return [name for name in self.errors if name not in self.refused]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Advice on the recipes of a model's layers. `fp8compile.convert` takes it as ``recipe``; it prints as a table.
+    """Recipes for a model's layers, to pass to `fp8compile.convert` as ``recipe``; prints as a table.
 
     Attributes:
         layers: The layers that were measured, in the order of the model.
@@ -155,11 +155,10 @@ class Advice:
         return lines
 
     def table(self, *, products: bool = False) -> tuple[list[str], list[tuple[str, ...]]]:
-        """Headings and rows of the table. Time and bytes are those of the recipe taken, beside those without FP8.
+        """Headings and rows of the table; time and bytes are relative to those without FP8.
 
         Args:
-            products: Whether each product has a row; if not, a layer has one row, with the smallest of its three
-                ratios.
+            products: Whether each of the three GEMMs has a row; if not, a layer has one row, with the smallest ratio.
         """
         names = list(self.recipes)
         columns = ["layer", "out x in", *(["product"] if products else []), *names, "takes", "time", "bytes"]
@@ -182,10 +181,10 @@ class Advice:
         return columns, [(name, *cells) for name, cells in folded(rows)]
 
     def text(self, *, products: bool = False, width: int | None = None) -> str:
-        """The advice in words and as a table.
+        """Format the advice as sentences and a table.
 
         Args:
-            products: Whether each product has a row of its own, as in `table`.
+            products: Whether each GEMM has a row of its own, as in `table`.
             width: Width in characters; None for the terminal's.
         """
         width = terminal_width() if width is None else width
@@ -203,7 +202,7 @@ class Advice:
         return self.text()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the recipes as plain values for JSON; a ratio without error is the string ``"inf"``."""
+        """Everything but the recipes as JSON-serializable values; an infinite ratio (no error) is ``"inf"``."""
 
         def plain(value: float | None) -> Any:
             return value if value is None or math.isfinite(value) else str(value)

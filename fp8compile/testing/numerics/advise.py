@@ -1,4 +1,4 @@
-"""advise: measure each layer's products in several recipes on the user's data, and pick one for each by a budget."""
+"""advise: measures each layer's GEMMs in several recipes on user data; picks recipes by a budget."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GIVEN = "names such as 'nvfp4', recipes, or a mapping from names to recipes"
 
 
 def _by_name(recipes: Iterable[str | Recipe] | Mapping[str, Recipe] | None, gpu: Gpu) -> dict[str, Recipe]:
-    """The candidates by name; by default the ready recipes that the GPU multiplies itself, without delayed scaling."""
+    """Candidate recipes by name; default: ready ones without delayed scaling that ``gpu`` runs natively."""
     if recipes is None:
         found = {name: ready.by_name(name) for name in ready.names()}
         return {
@@ -84,7 +84,7 @@ def _peaks(gpu: str) -> tuple[Gpu, Peaks]:
 
 
 def _worst(errors: Sequence[Errors]) -> Errors:
-    """For each of the three products, the smallest ratio of several calls; None if no call has one."""
+    """Smallest ratio over several calls, for each of the three GEMMs; None if no call has one."""
     found: list[float | None] = []
     for each in zip(*errors, strict=True):
         known = tuple(value for value in each if value is not None)
@@ -93,7 +93,7 @@ def _worst(errors: Sequence[Errors]) -> Errors:
 
 
 def _refusals(layer: nn.Module, recipes: Mapping[str, Recipe], gpu: Gpu) -> tuple[dict[str, str], dict[str, str]]:
-    """The reasons why the layer can't have a recipe, and why the GPU can't multiply it, by the recipe's name."""
+    """Reasons, by recipe name, why the layer can't have a recipe, and why the GPU can't run it natively."""
     owner, name = weight_slots(layer)[0]
     dtype = getattr(owner, name).dtype
     by_layer: dict[str, str] = {}
@@ -145,19 +145,19 @@ def _measured(
 
 
 def _fastest(layer: LayerAdvice, least: float) -> LayerAdvice:
-    """The layer with the fastest recipe of which all products have at least ``least`` dB, or else unconverted."""
+    """The advice with the fastest recipe whose GEMMs all have at least ``least`` dB, else unconverted."""
     allowed = [name for name in layer.allowed() if name == HIGH_PRECISION or least_of(layer.errors[name]) >= least]
     return replace(layer, takes=min(allowed, key=lambda name: (layer.costs[name].seconds, _noise(layer, name))))
 
 
 def _noise(layer: LayerAdvice, name: str) -> float:
-    """The sum of noise-to-signal ratios of the layer's products; infinite if one is NaN."""
+    """Sum of the noise-to-signal ratios of the layer's GEMMs; infinite if one is NaN."""
     errors = [each for each in layer.errors[name] if each is not None]
     return math.inf if any(map(math.isnan, errors)) else sum(10 ** (-each / 10) for each in errors)
 
 
 def _within(found: Sequence[LayerAdvice], share: float) -> list[LayerAdvice]:
-    """Give each layer its fastest recipe, then spend the time that is left where a second removes the most noise."""
+    """Pick recipes with little noise within ``share`` of the time without FP8, by a greedy search."""
     limit = share * sum(layer.costs[HIGH_PRECISION].seconds for layer in found)
     taken = [_fastest(layer, -math.inf) for layer in found]
     spent = sum(layer.costs[layer.takes].seconds for layer in taken)
@@ -197,7 +197,7 @@ def advise_call(
     rows_factor: float = 1,
     sample: int = SAMPLE,
 ) -> Advice:
-    """The same as `advise`, for a model that is called with these positional and keyword arguments."""
+    """Like `advise`, for a model that is called with these positional and keyword arguments."""
     check_eager("advise", model)
     budget = BUDGET if budget is None else budget
     _check_budget(budget)
@@ -245,37 +245,37 @@ def advise(
     rows_factor: float = 1,
     sample: int = SAMPLE,
 ) -> Advice:
-    """Advise on a recipe for each layer of a model, by the errors of its products on your data.
+    """Advise on a recipe for each layer of a model, by the errors of its GEMMs on your data.
 
-    The model runs once, forward and backward, in high precision. The three products of each layer that `convert` would
+    The model runs once, forward and backward, in high precision. The three GEMMs of each layer that `convert` would
     convert, experts too, are then computed in each recipe and in float64 from a sample of the rows. Afterwards the
     model's classes, gradients, buffers and modes, and random states, are as before.
 
     Args:
-        model: The model, whole on this process, neither converted nor compiled.
-        batch: Its arguments: a mapping is passed by names, a tuple or list one after the other, anything else as the
-            only argument.
+        model: The model, neither sharded, nor converted, nor compiled.
+        batch: Its arguments: a mapping is passed by names, a tuple or list by position, anything else as the only
+            argument.
         recipes: The candidates: names, recipes, or a mapping from names to recipes. By default the ready recipes that
-            the GPU multiplies itself, without delayed scaling.
-        budget: ``{"sqnr": dB}`` gives each layer the fastest recipe whose products all have this signal-to-noise
-            ratio. ``{"time": share}`` gives the recipes with the least noise that together take at most this share of
-            the least time without FP8. By default 14 dB, a little less than nvfp4 leaves of bell-shaped values.
+            the GPU runs natively, without delayed scaling.
+        budget: ``{"sqnr": dB}`` gives each layer the fastest recipe whose GEMMs all have this signal-to-noise ratio.
+            ``{"time": share}`` gives the recipes with the least noise that together take at most this share of the
+            least time without FP8. By default 14 dB, slightly below what nvfp4 gives for bell-shaped values.
         loss: A function of the model's output that returns the scalar for the backward. None takes the output itself,
             its ``loss``, or its first entry.
         filter: The layers to look at, as `fp8compile.convert` takes it. Pass the same to both.
-        gpu: The GPU whose peaks give least times, a key of ``fp8compile.testing.explain.PEAKS``. A recipe that
-            it has no GEMMs for is shown and never picked.
+        gpu: The GPU whose peaks give least times, a key of ``fp8compile.testing.explain.PEAKS``. Recipes for which it
+            has no GEMMs are shown and never picked.
         rows_factor: Number by which the rows of the batch are multiplied for bytes and times, if training batches are
             larger than this one. With few rows the casts of weights cost more than FP8 gains.
-        sample: Number of rows a layer that errors are measured on, in runs of consecutive rows.
+        sample: Number of rows per layer that errors are measured on, in runs of consecutive rows.
 
     Returns:
         The advice, which `fp8compile.convert` takes as ``recipe`` and which prints as a table.
 
     Raises:
-        TypeError: The model is not a module, is compiled, or is spread over ranks; there is no scalar loss.
+        TypeError: The model is not a module, is compiled, or is sharded; there is no scalar loss.
         ValueError: The model is converted, or no layer can be measured. There is no such recipe or GPU. The budget is
-            none, or less than the fastest recipes take.
+            malformed, or less than the fastest recipes take.
     """
     args, kwargs = arguments_of(batch)
     return advise_call(

@@ -1,4 +1,4 @@
-"""compare: run a model and a reference side by side, and say which module makes the difference."""
+"""compare: runs a model and a reference side by side, and finds the module that makes the difference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["compare"]
 
 
 def _ratio(actual: Tensor | None, expected: Tensor | None) -> float | None:
-    """The signal-to-noise ratio in dB; None if a tensor is missing, ``nan`` if the shapes differ."""
+    """Signal-to-noise ratio in dB; None if a tensor is missing, ``nan`` if the shapes differ."""
     if actual is None or expected is None:
         return None
     return math.nan if actual.shape != expected.shape else sqnr(actual, expected)
@@ -40,7 +40,7 @@ def _run(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> tuple[li
 
 
 def _alone(call: ModuleCall, given: ModuleCall, seed: int) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """Run a module alone on the input and grad_output of the call ``given``.
+    """Run the module of ``call`` alone, on the input and grad_output of the call ``given``.
 
     Returns its output, its grad_input and the gradients of its parameters.
     """
@@ -75,16 +75,16 @@ def compare(
     """Run a model and a reference on a batch, and compare what each module gets, computes and returns.
 
     Each module without children, and each layer that `convert` knows, is also run alone on the reference's input and
-    grad_output. So the table has, for both passes, how large the difference has grown and what each module adds.
+    grad_output. So the table shows, for both passes, the accumulated difference and what each module adds.
 
-    Both run in eager mode, from the same random state, and are as before afterwards. Activations of both are kept in
+    Both run in eager mode, from the same random state, and are restored afterwards. Activations of both are kept in
     memory.
 
     Args:
         model: The model to examine, such as a converted one.
         reference: The model to compare with, such as a copy that was not converted. Modules are paired by their names.
         batch: Arguments of both, as `advise` takes it.
-        loss: Function of the output that gives the scalar to differentiate, as in `advise`.
+        loss: Function of the output that returns the scalar to differentiate, as in `advise`.
         seed: Seed of the random numbers, for dropout.
 
     Returns:

@@ -1,4 +1,4 @@
-"""compare_ranks: the first product and operand at which ranks that share a model differ from one process."""
+"""compare_ranks: finds the first GEMM and operand that differ between ranks and one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Key = tuple[str, str, int]  # layer, product, number of its call
 
 
 class _Watch:
-    """Looks at every product of a model's FP8 layers while it runs."""
+    """Records or compares the operands of every GEMM of a model's FP8 layers while the model runs."""
 
     def __init__(self, model: nn.Module, reference: dict[Key, tuple[Tensor, Tensor]] | None) -> None:
         self._model, self._reference = model, reference
@@ -101,7 +101,7 @@ class _Watch:
         )
 
     def _arrived(self, key: Key, gemm: Gemm, a: Plain, b: Plain, operands: Operands) -> None:
-        """Compare the values of both operands with the values that one process has."""
+        """Compare the values of both operands with those of the single-process run."""
         assert self._reference is not None
         wholes = whole(a, gemm.a, operands).local, whole(b, gemm.b, operands).local
         if key not in self._reference:
@@ -152,26 +152,26 @@ def _gathered_from(mesh: DeviceMesh, own: tuple[int, list[RankFinding]]) -> list
 
 
 def compare_ranks(build: Callable[[Any], Any], mesh: DeviceMesh, *, loss: Loss | None = None) -> RankComparison:
-    """Find the first product and operand of an FP8 layer at which ranks differ from one process.
+    """Find the first GEMM and operand of an FP8 layer for which ranks differ from one process.
 
     Every rank of the mesh calls this. Each first runs ``build(None)``, the model on one process, and then
-    ``build(mesh)``, the same model as the ranks share it. At each product of a layer, forward and backward, ranks
-    gather what they have, and compare:
+    ``build(mesh)``, the same model distributed over the ranks. At each GEMM of a layer, forward and backward, ranks
+    gather their parts, and compare:
 
-    - what arrives, with the values of one process: weights to the bit, activations and gradients up to roundings;
-    - scales and codes, with those of the same values quantized whole: to the bit;
-    - the result, with the product of the whole: up to the roundings of sums.
+    - the values of operands, with those of one process: weights bitwise, activations and gradients up to roundings;
+    - scales and codes, with those of quantizing the gathered operand: bitwise;
+    - the result, with the GEMM of the gathered operands: up to the roundings of sums.
 
-    So a scale that comes from one rank's part, a sum that is missing or a weight that differs is named by its layer,
-    product and operand, and roundings are not. A part of the batch on each rank (data parallel) is not compared with
-    the whole batch, and neither are rows that travel to experts. Operands that are given as codes, and what delayed
-    scaling writes for later steps, are left out.
+    So a scale from one rank's part only, a missing reduction or a wrong weight is reported with its layer, GEMM and
+    operand, and rounding differences are not. With data parallelism, a rank's part of the batch is not compared with
+    the whole batch, and neither are rows that travel to experts. Operands that are passed in already quantized, and
+    the state that delayed scaling writes for later steps, are not compared.
 
     Args:
         build: A function of the mesh, or of None for one process, that returns (model, args) or (model, args, kwargs)
             with the same parameters and data on each call. The model is converted and not compiled.
         mesh: The mesh.
-        loss: Function of the output that gives the scalar to differentiate, as in `advise`.
+        loss: Function of the output that returns the scalar to differentiate, as in `advise`.
 
     Returns:
         The findings of all ranks, the same on each.

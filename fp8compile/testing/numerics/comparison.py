@@ -1,4 +1,4 @@
-"""Comparison: where two runs of a model differ, module by module, and how the difference grows."""
+"""Comparison: the differences between two runs of a model, module by module, and how they grow."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ __all__ = ["Comparison", "ComparisonRow"]
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One module in one pass. Ratios are signal-to-noise ratios in dB; ``inf`` where no element differs.
+    """One module in one pass. Ratios are signal-to-noise ratios in dB; ``inf`` if no element differs.
 
     Attributes:
         name: Fully qualified name; with a number from the module's second call on.
         kind: The model's class and the reference's, if they differ; else one class.
         direction: ``"forward"`` or ``"backward"``.
-        arriving: The ratio of what arrives: the input, or grad_output. None if the module gets no floating tensor.
-        leaving: The ratio of what leaves: the output, or grad_input. None if there is none.
-        own: The ratio of what the module itself computes: its output, or grad_input, from the reference's input and
-            grad_output.
+        arriving: The ratio of what the module gets: input or grad_output. None if it gets no floating tensor.
+        leaving: The ratio of what the module returns: output or grad_input. None if there is none.
+        own: The ratio of the module's output, or grad_input, when run on the reference's input and grad_output.
         own_weight: In the backward, the smallest such ratio of the gradients of the module's parameters.
     """
 
@@ -38,13 +37,13 @@ class ComparisonRow:
 
     @property
     def least_own(self) -> float:
-        """The smaller of ``own`` and ``own_weight``; ``inf`` if neither was measured."""
+        """The smaller of ``own`` and ``own_weight``; ``inf`` if neither was measured, ``-inf`` if one is NaN."""
         known = [each for each in (self.own, self.own_weight) if each is not None]
         return -math.inf if any(map(math.isnan, known)) else min(known, default=math.inf)
 
     @property
     def is_equal(self) -> bool:
-        """Whether the module, given the reference's inputs, has the reference's result to the bit."""
+        """Whether the module, run on the reference's inputs, gives the reference's result bit for bit."""
         return self.least_own == math.inf
 
 
@@ -64,7 +63,7 @@ class Comparison:
 
     @property
     def first(self) -> ComparisonRow | None:
-        """The first module, in the order of the run, whose result differs from the reference's; None without any."""
+        """The first module, in execution order, whose own result differs from the reference's; or None."""
         return next((row for row in self.rows if not row.is_equal), None)
 
     @property
@@ -75,7 +74,7 @@ class Comparison:
 
     @property
     def between_modules(self) -> ComparisonRow | None:
-        """The first module whose input differs although each module before gave the reference's result; else None.
+        """First module whose input differs although no earlier module adds a difference; None without one.
 
         Such a difference arises in code between modules, such as an attention function or a sum.
         """
@@ -87,7 +86,7 @@ class Comparison:
         return None
 
     def verdict(self) -> list[str]:
-        """Sentences that say in which module or where between modules the difference arises."""
+        """Sentences that say which module, or code between modules, causes the difference."""
         lines = [f"loss {self.losses[0]:.6g}, reference {self.losses[1]:.6g}"]
         if self.missing:
             lines.append(f"only in one of the two: {', '.join(self.missing)}")
@@ -118,7 +117,7 @@ class Comparison:
         return columns, list(rows)
 
     def __str__(self) -> str:
-        """The verdict, and a row for each module and pass."""
+        """The verdict, and a table row for each module and pass."""
         width = terminal_width()
         columns, rows = self.table()
         lines = [line for each in self.verdict() for line in paragraph(each, width=width)]

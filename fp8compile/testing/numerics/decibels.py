@@ -10,14 +10,14 @@ __all__ = ["shown_decibels", "sqnr"]
 
 
 def _rows_apart(actual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The sum of squares of ``expected``, and that of the difference, in float64."""
+    """Sums of squares of ``expected``, and of the difference, in float64."""
     exact = expected.detach().double()
     error = actual.detach().double() - exact
     return exact.square().sum().item(), error.square().sum().item()
 
 
 def sqnr(actual: Tensor, expected: Tensor) -> float:
-    """The signal-to-noise ratio 10 log10(sum expected^2 / sum (actual - expected)^2), in dB.
+    """Signal-to-noise ratio 10 log10(sum expected^2 / sum (actual - expected)^2), in dB.
 
     Args:
         actual: Any shape and floating dtype.
@@ -25,7 +25,7 @@ def sqnr(actual: Tensor, expected: Tensor) -> float:
 
     Returns:
         ``inf`` if no element differs. ``nan`` if there is a difference and no signal, or a NaN. ``-inf`` if the
-        difference has no bound.
+        difference is infinite.
     """
     signal, noise = _rows_apart(actual, expected)
     if noise == 0:
@@ -36,7 +36,7 @@ def sqnr(actual: Tensor, expected: Tensor) -> float:
 
 
 def shown_decibels(value: float | None) -> str:
-    """A ratio in a cell of a table: one decimal, ``"equal"`` without a difference, ``"-"`` if it was not measured."""
+    """Format a ratio for a table: one decimal; ``"equal"`` for no difference; ``"-"`` if not measured."""
     if value is None:
         return "-"
     return "equal" if value == math.inf else f"{value:.1f}"

@@ -1,9 +1,9 @@
-"""Records the operands of the layers' products in one forward and backward of a model, for a sample of the rows.
+"""Records a sample of the operands of layers' GEMMs, in one forward and backward of a model.
 
-For the run, the layers are converted to FP8, because an FP8 layer multiplies by one known function, whatever library
-its class is from. A mode catches the calls of this function, records their operands and multiplies in high precision,
-so that the model computes the same as unconverted. The mode is active whenever a layer runs, also if a checkpointed
-region runs it again in the backward.
+For the run, the layers are converted to FP8, because all FP8 layers call one known function, whatever library their
+class is from. A function mode intercepts these calls, records their operands and multiplies in high precision, so that
+the model computes the same as unconverted. The mode is active whenever a layer runs, also if a checkpointed region
+runs it again in the backward.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LEAST_OF_GROUP = 32  # rows that are taken of each group, if it has them
 
 @dataclass
 class LayerCall:
-    """One call of a layer, with the operands of its products.
+    """One call of a layer, with the operands of its GEMMs.
 
     Attributes:
         x: (R, K), the sampled rows of the input.
         weight: (N, K), or (E, N, K) with groups.
-        ends: (E,) int32, the ends of the groups among the sampled rows; None without groups.
+        ends: (E,) int32, the end offsets of the groups among the sampled rows; None without groups.
         rows: Number of rows that the layer multiplied.
         needs_x: Whether the layer computes the input's gradient.
         needs_weight: Whether the layer computes the weight's gradient.
@@ -58,7 +58,7 @@ class LayerCall:
 
 @dataclass
 class _Awaited:
-    """A call whose gradient has not been computed yet: the edge that it will come from, and the rows to keep of it."""
+    """A call whose grad_output is not yet known: the gradient edge to read it from, and the rows to keep."""
 
     call: LayerCall
     edge: GradientEdge
@@ -66,7 +66,7 @@ class _Awaited:
 
 
 def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
-    """Indices of the sampled rows: all of them, or runs of consecutive rows that are spread evenly."""
+    """Indices of the sampled rows: all of them, or evenly spaced runs of consecutive rows."""
     if rows <= wanted:
         return torch.arange(rows, device=device)
     length = min(ROWS_TOGETHER, wanted)
@@ -76,7 +76,7 @@ def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
 
 
 def _runs_of_groups(ends: list[int], wanted: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Indices of the sampled rows, and the ends of the groups among the sampled rows."""
+    """Indices of the sampled rows, and the end offsets of the groups among the sampled rows."""
     sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     filled = max(1, sum(size > 0 for size in sizes))
     each = max(LEAST_OF_GROUP, wanted // filled)
@@ -89,7 +89,7 @@ def _runs_of_groups(ends: list[int], wanted: int, device: torch.device) -> tuple
 
 
 def _by_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a grouped linear layer in high precision; rows after the last group are zeros."""
+    """Compute a grouped linear layer in high precision; rows after the last group give zeros."""
     parts, start = [], 0
     for group, end in enumerate(offsets.tolist()):
         parts.append(functional.linear(x[start:end], weight[group], None if bias is None else bias[group]))
@@ -100,9 +100,9 @@ def _by_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) 
 
 @dataclass
 class _Listening(TorchFunctionMode):
-    """A mode that records the calls of layers, and computes their products in high precision.
+    """Function mode that records the calls of layers, and computes their GEMMs in high precision.
 
-    Each layer has its own recipe object, so that a call's recipe tells which layer it is.
+    Each layer has its own recipe object, so that a call's recipe identifies the layer.
     """
 
     names: Mapping[int, str]
@@ -148,7 +148,7 @@ class _Listening(TorchFunctionMode):
             self.awaited.append(_Awaited(call, get_gradient_edge(y), sample))
 
     def finish(self, loss: Tensor) -> None:
-        """Run the backward as far as the outputs of layers, and keep the sampled rows of their gradients.
+        """Run the backward down to the outputs of layers, and keep the sampled rows of their gradients.
 
         No gradient of a parameter is computed.
         """
@@ -163,7 +163,7 @@ class _Listening(TorchFunctionMode):
 
 @contextmanager
 def _while_layers_run(layers: Mapping[str, nn.Module], mode: TorchFunctionMode) -> Iterator[None]:
-    """Context in which a mode is active whenever one of the layers runs, and at no other time."""
+    """Context in which a function mode is active whenever one of the layers runs, and at no other time."""
 
     def enter(*_: Any) -> None:
         mode.__enter__()
@@ -206,18 +206,18 @@ def record_calls(
     loss: Loss | None,
     sample: int,
 ) -> dict[str, list[LayerCall]]:
-    """Run a model forward and backward in high precision, and record the operands of layers.
+    """Run a model forward and backward in high precision, and record the operands of layers' GEMMs.
 
     Args:
-        model: The model, which is as before afterwards.
+        model: The model; restored afterwards.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
         layers: The layers to record, none of them converted.
-        loss: Function of the output that gives the scalar to differentiate, as in `advise`.
+        loss: Function of the output that returns the scalar to differentiate, as in `advise`.
         sample: Number of rows that are kept of each call.
 
     Returns:
-        The calls of each layer that the model called.
+        The recorded calls by layer name.
     """
     with run_aside(model, (args, kwargs)), _in_float8(layers) as names:
         listening = _Listening(names, sample)

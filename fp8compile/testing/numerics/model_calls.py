@@ -1,4 +1,4 @@
-"""Call a model with a batch as a data loader gives it, and find the loss in what it returns."""
+"""Calls a model with a batch as a data loader gives it, and finds the loss in the output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Loss = Callable[[Any], Tensor]
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Split a batch into positional and keyword arguments.
 
-    A mapping gives keyword arguments, a tuple or list gives positional ones, anything else is the only argument.
+    A mapping becomes keyword arguments, a tuple or list positional ones, anything else is the only argument.
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -36,7 +36,7 @@ def _is_loss(value: object) -> bool:
 
 
 def loss_of(function: str, output: Any, loss: Loss | None) -> Tensor:
-    """The scalar that the backward begins with.
+    """The scalar loss from which to run the backward.
 
     Args:
         function: Name of the public function, for errors.
@@ -44,7 +44,7 @@ def loss_of(function: str, output: Any, loss: Loss | None) -> Tensor:
         loss: A function of the output; None to take the output itself, its ``loss``, or its first entry.
 
     Raises:
-        TypeError: ``output`` has no loss, or ``loss`` returns no scalar that requires grad.
+        TypeError: ``output`` has no loss, or ``loss`` returns no scalar.
     """
     found: Any
     if loss is not None:
@@ -68,7 +68,7 @@ def loss_of(function: str, output: Any, loss: Loss | None) -> Tensor:
 
 
 def mean_square(output: Any) -> Tensor:
-    """The mean square of all floating tensors in an output, for models that return no loss."""
+    """Sum of the mean squares of all floating tensors in an output, a loss for models that return none."""
     leaves = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
     if not leaves:
         raise TypeError("the model returns no floating tensor, so there is nothing to take a gradient of.")
@@ -88,7 +88,7 @@ def check_eager(function: str, model: object) -> None:
 
 
 def check_whole(function: str, layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise a TypeError if a layer's parameters are spread over ranks."""
+    """Raise a TypeError if a layer's parameters are DTensors, because the model has to be unsharded."""
     for name, layer in layers:
         if any(is_dtensor(parameter) for parameter in layer.parameters()):
             raise TypeError(
@@ -99,10 +99,10 @@ def check_whole(function: str, layers: Iterable[tuple[str, nn.Module]]) -> None:
 
 @contextmanager
 def run_aside(model: nn.Module, arguments: Any, seed: int | None = None) -> Iterator[None]:
-    """Context after which a model that ran in it has its modes, buffers, gradients and random states as before.
+    """Context that restores a model's modes, buffers and gradients, and random states at exit.
 
-    The backward runs in the calling thread, so that dispatch modes apply to it. A seed is set for random numbers, if
-    given.
+    The backward runs in the calling thread, so that dispatch modes apply to it. If ``seed`` is given, it seeds random
+    numbers.
     """
     with kept_state(model, arguments), untold(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         if seed is not None:

@@ -1,4 +1,4 @@
-"""Records what each module without children gets and returns, in one forward and backward of a model."""
+"""Records inputs, outputs and gradients of each module without children in one forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModuleCall:
     """One call of a module.
 
     Attributes:
-        name: Fully qualified name; with a number if the module is called several times.
+        name: Fully qualified name; with a number from the module's second call on.
         module: The module.
         args: Arguments, tensors cloned.
         kwargs: Keyword arguments, tensors cloned.
@@ -39,13 +39,13 @@ class ModuleCall:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating tensor in a value, in any nesting."""
+    """The first floating tensor in a nested value; None if there is none."""
     leaves = (each for each in pytree.tree_leaves(value) if isinstance(each, Tensor) and each.is_floating_point())
     return next(leaves, None)
 
 
 def cloned(value: Any) -> Any:
-    """A copy that keeps whether tensors require grad, so that a call with it computes the same gradients."""
+    """Clone the tensors of a nested value as leaves with the same ``requires_grad``."""
 
     def clone(tensor: Any) -> Any:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
@@ -54,12 +54,12 @@ def cloned(value: Any) -> Any:
 
 
 def with_history(value: Any) -> Any:
-    """Copies of a value's tensors that are not leaves, so that a module may change them; gradients reach ``value``."""
+    """Clone tensors as non-leaves, to allow in-place changes; gradients still reach ``value``."""
     return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, value)
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules to compare, by name: modules without children, and layers with children, such as experts."""
+    """The modules to compare, by name: modules without children, and convertible layers such as experts."""
     found: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -73,7 +73,7 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Context that yields a list to which calls of these modules are added; calls without a tensor are left out."""
+    """Context that yields a list and appends the modules' calls to it, except calls without a tensor."""
     calls: list[ModuleCall] = []
     counts: dict[str, int] = {}
     given: list[Any] = []
@@ -106,7 +106,7 @@ def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall
 
 
 def take_gradients(calls: list[ModuleCall], loss: Tensor) -> None:
-    """Run the backward as far as the modules' outputs, and give each call the gradient of its output."""
+    """Run the backward down to the modules' outputs, and set ``grad_output`` of each call."""
     waiting = [call for call in calls if call._edge is not None]
     found = torch.autograd.grad(loss, [call._edge for call in waiting], allow_unused=True) if waiting else ()
     for call, grad in zip(waiting, found, strict=True):

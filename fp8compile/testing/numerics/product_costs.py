@@ -1,7 +1,7 @@
-"""Bytes and least time of a layer's products and casts in a recipe, by the published peaks of a GPU.
+"""Bytes and least time of a layer's GEMMs and casts in a recipe, by the published peaks of a GPU.
 
-The rules are those of `fp8compile.testing.explain.roofline`: a product needs the longer of its operations and its
-bytes, the cast of a weight reads it and writes codes, and any other cast only writes codes.
+The model is that of `fp8compile.testing.explain.roofline`: a GEMM takes the longer of the times for its operations and
+its bytes, the cast of a weight reads it and writes codes, and any other cast only writes codes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TENSOR_OF = {slot: tensor for tensor, slots in TENSORS.items() for slot in slots
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and least time of a layer's products and casts in one training step.
+    """Bytes and least time of a layer's GEMMs and casts in one training step.
 
     Attributes:
-        bytes: Bytes that memory reads and writes.
-        seconds: The least time by the GPU's peaks: a bound, and no measurement.
+        bytes: Bytes of memory that are read and written.
+        seconds: Lower bound of the time by the GPU's peaks, not a measurement.
     """
 
     bytes: float
@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a call: M rows, K inputs, N outputs, E matrices; and bytes of an element that is not quantized."""
+    """Sizes of a call: M rows, K inputs, N outputs, E matrices; bytes of an unquantized element."""
 
     m: int
     k: int
@@ -57,7 +57,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, call: LayerCall, rows_factor: float) -> _Sizes:
-        """The sizes of a call, with its rows multiplied by a factor."""
+        """The sizes of a call; its rows are multiplied by ``rows_factor``."""
         n, k = call.weight.shape[-2:]
         matrices = 1 if call.ends is None else call.weight.shape[0]
         return cls(round(call.rows * rows_factor), k, n, matrices, call.weight.element_size())
@@ -91,7 +91,7 @@ def _product(gemm: Gemm, recipe: Recipe | None, sizes: _Sizes, peaks: Peaks) -> 
 
 
 def _casts(gemms: Iterable[Gemm], recipe: Recipe, sizes: _Sizes) -> float:
-    """Bytes of the casts for these products; a tensor that both gradients read in one set of codes is cast once."""
+    """Bytes of the casts for these GEMMs; a cast that both gradients share counts once."""
     moved: dict[object, float] = {}
     for gemm in gemms:
         for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
@@ -102,10 +102,10 @@ def _casts(gemms: Iterable[Gemm], recipe: Recipe, sizes: _Sizes) -> float:
 
 
 def cost_of(call: LayerCall, recipe: Recipe | None, peaks: Peaks, *, rows_factor: float = 1) -> Cost:
-    """The cost of the products that a call of a layer has, forward and backward.
+    """The cost of the GEMMs and casts of a layer's call, forward and backward.
 
     Args:
-        call: The call; the rows that count are all that the layer multiplied, not the sampled ones.
+        call: The call; all rows that the layer multiplied count, not only the sampled ones.
         recipe: The recipe; None for the operands' own dtype.
         peaks: Peaks of the GPU.
         rows_factor: Number by which the rows are multiplied.
@@ -121,7 +121,7 @@ def cost_of(call: LayerCall, recipe: Recipe | None, peaks: Peaks, *, rows_factor
 
 
 def why_not_native(recipe: Recipe, gpu: Gpu, dtype: torch.dtype, *, grouped: bool) -> str | None:
-    """The reason why a GPU has no GEMM of its own for one of a recipe's products; None if it has all."""
+    """The reason why a GPU has no native GEMM for one of a recipe's three; None if it has all."""
     with pretend_target(gpu.target):
         found = recipe_support(recipe, torch.device("cuda"), dtype, grouped=grouped)
         one_by_one = any(each.kind == ONE_BY_ONE.name for each in found)

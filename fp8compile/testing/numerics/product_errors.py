@@ -1,4 +1,4 @@
-"""The error of a layer's three products in a recipe, against the same products in float64."""
+"""The error of a layer's three GEMMs in a recipe, relative to float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _spans(ends: Tensor | None, rows: int) -> list[tuple[int, int]]:
 
 
 def exact_products(call: LayerCall) -> list[Tensor | None]:
-    """Output, grad_input and grad_weight of the sampled rows in float64; None for what the backward skips."""
+    """Output, grad_input and grad_weight of sampled rows in float64; None for skipped gradients."""
     x, weight = call.x.double(), call.weight.double()
     stack = weight if call.ends is not None else weight.unsqueeze(0)
     spans = _spans(call.ends, x.shape[0])
@@ -65,15 +65,15 @@ def _products(call: LayerCall, recipe: Recipe | None, state: DelayedState | None
 
 
 def product_errors(call: LayerCall, recipe: Recipe | None, exact: Sequence[Tensor | None]) -> Errors:
-    """The signal-to-noise ratio in dB of each of a layer's products, in the order of `GEMMS`.
+    """Signal-to-noise ratio in dB of each of a layer's GEMMs, in the order of `GEMMS`.
 
     A device without GEMMs for the recipe emulates them. A recipe with delayed scaling uses the amaxes of the same
-    rows, as if the step before had seen the same data.
+    rows, as if the previous step had seen the same data.
 
     Args:
         call: The operands.
         recipe: The recipe; None for the operands' own dtype.
-        exact: What `exact_products` returns for the call.
+        exact: The result of `exact_products` for the call.
     """
     state = None
     if recipe is not None:

@@ -1,4 +1,4 @@
-"""RankComparison: where ranks that share a model compute something else than one process."""
+"""RankComparison: the differences between a model distributed over ranks and the model on one process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["RankComparison", "RankFinding", "merged"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankFinding:
-    """A difference at one product of one layer.
+    """A difference at one GEMM of one layer.
 
     Attributes:
-        order: Number of the product in the order of execution, from 0.
+        order: Number of the GEMM in execution order, from 0.
         layer: Name of the layer.
         op: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
         operand: The recipe's field for the operand, such as ``"input"`` or ``"weight_for_grad_input"``; ``"result"``
-            for the product itself.
-        what: ``"values"`` if the operand arrives with other values than in one process, ``"scale"``, ``"outer scale"``
-            or ``"codes"`` if ranks quantize the same values in another way, ``"product"`` if they multiply the same
-            codes to another result.
+            for the GEMM's result.
+        what: ``"values"`` if the operand's values differ from those in one process; ``"scale"``, ``"outer scale"`` or
+            ``"codes"`` if ranks quantize the same values differently; ``"product"`` if the same codes give another
+            result.
         detail: The difference in words, as the first of ``ranks`` sees it.
         ranks: The ranks that see it.
     """
@@ -36,7 +36,7 @@ class RankFinding:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """The difference, with its layer, product, operand and ranks, in one line."""
+        """The difference in one line, with its layer, GEMM, operand and ranks."""
         ranks = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {', '.join(map(str, self.ranks))}"
         return f"{self.layer or 'the model'}, {self.op}, {self.what} of {self.operand} on {ranks}: {self.detail}"
 
@@ -47,8 +47,8 @@ class RankComparison:
 
     Attributes:
         ranks: Number of ranks.
-        products: Number of products that were compared.
-        findings: The differences, in the order of execution.
+        products: Number of GEMMs that were compared.
+        findings: The differences, in execution order.
     """
 
     ranks: int
@@ -57,7 +57,7 @@ class RankComparison:
 
     @property
     def first(self) -> RankFinding | None:
-        """The first difference, which is where to look, because later ones may follow from it; None without any."""
+        """The first difference, or None; look here first, because later ones may follow from it."""
         return self.findings[0] if self.findings else None
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class RankComparison:
 
 
 def merged(by_rank: Sequence[tuple[int, Sequence[RankFinding]]]) -> tuple[RankFinding, ...]:
-    """The findings of all ranks in the order of execution; equal ones of several ranks become one.
+    """Merge the findings of all ranks in execution order; equal findings of several ranks become one.
 
     Args:
         by_rank: Each rank's number, and its findings in their order.

@@ -1,8 +1,8 @@
-"""Compares one product that ranks share with the product that one process computes of the same values.
+"""Compares a GEMM that is distributed over ranks with the same GEMM computed by one process.
 
-Each rank gathers its parts, quantizes and multiplies the whole by the same code, and compares. Scales and codes are
-equal to the bit. So is the product, but for sums: terms of other ranks are rounded, and a GEMM of other sizes may add
-in another order.
+Each rank gathers the operands, quantizes and multiplies them by the same code, and compares. Scales and codes have to
+be bitwise equal. The results may differ by rounding: partial sums of ranks are rounded, and a GEMM of other sizes may
+add in another order.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def _cut_by_fsdp(part: Plain, slot: str, operands: Operands) -> Plain:
 
 
 def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
-    """The whole tensor, `Plain` or `Quantized`, gathered over all ranks that share it.
+    """Gather a tensor, `Plain` or `Quantized`, over all ranks that share it.
 
     Args:
         part: This rank's part.
         slot: The recipe's field for the tensor, such as ``"weight"``.
-        operands: The `Operands` of the product, which say how FSDP cuts the weight; None if FSDP does not cut the
+        operands: The `Operands` of the GEMM, which know how FSDP shards the weight; None if FSDP does not shard the
             tensor.
     """
     if operands is not None:
@@ -54,17 +54,17 @@ def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
 
 
 def is_shared(a: Plain, b: Plain, operands: Operands) -> bool:
-    """Whether several ranks share the product."""
+    """Whether the GEMM is distributed over several ranks."""
     return any((*a.cuts, *b.cuts)) or operands.rows is not None
 
 
 def _has_given_codes(gemm: Gemm, operands: Operands) -> bool:
-    """Whether an operand was given as codes, so that its values are not known here."""
+    """Whether an operand was passed in as codes, so that its values are not known here."""
     return operands.weight is not None or (gemm is GRAD_WEIGHT and operands.input is not None)
 
 
 def _as_one_process_has_it(part: Plain) -> Plain:
-    """Tokens as one matrix, as a layer flattens them if no rank cuts one of their dims."""
+    """Flatten tokens to one matrix, as a layer does on one process."""
     return part if part.layout.batch else replace(part, local=as_matrix(part.local))
 
 
@@ -79,7 +79,7 @@ def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | No
 
 
 def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
-    """The part that differs, ``"scale"``, ``"outer scale"`` or ``"codes"``, and how; None if nothing differs."""
+    """Name ("scale", "outer scale" or "codes") and description of what differs; None if nothing does."""
     mine = whole(mine)
     if mine.outer_scale is not None and expected.outer_scale is not None:
         found = _in_words("outer scale", mine.outer_scale, expected.outer_scale)
@@ -91,7 +91,7 @@ def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
 
 
 def _gathered(product: Product, b: Plain, gemm: Gemm) -> tuple[Tensor, Tensor | None]:
-    """The whole product in float64, and the sum of the magnitudes of the ranks' terms; None without a sum."""
+    """The gathered result in float64, and the sum of the magnitudes of ranks' terms; None if not summed."""
     local, terms = product.local, None
     if gemm is not GRAD_WEIGHT:
         local = local.view(*product.shape[:-1], local.shape[-1])
@@ -135,19 +135,19 @@ def _of_product(product: Product, expected: Product, b: Plain, gemm: Gemm, bias:
 def differences(
     gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None, product: Product, multiply: Multiply
 ) -> Iterator[tuple[str, str, str]]:
-    """How a product that ranks share differs from the product in one process; every rank of the groups calls this.
+    """Compare a distributed GEMM with the same GEMM in one process; every rank of the groups calls this.
 
     Args:
-        gemm: Which of the layer's three products.
+        gemm: Which of the layer's three GEMMs.
         a: This rank's part of the left operand.
         b: This rank's part of the right operand.
         operands: The object that quantized both operands.
         bias: This rank's part of the bias, or None.
-        product: This rank's part of the product.
+        product: This rank's part of the result.
         multiply: The function that computed the product.
 
     Yields:
-        The operand that differs, or ``"result"`` for the product; what of it differs; how, in words.
+        The operand that differs, or ``"result"``; what differs in it, such as ``"scale"``; the difference in words.
     """
     if _has_given_codes(gemm, operands):
         return

@@ -63,9 +63,9 @@ def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, c
 
 
 def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply rows without reading where groups end.
+    """Multiply each row by its group's matrix without reading ``offsets`` on the host.
 
-    All rows are multiplied by each matrix, and a mask selects the rows of the matrix's group.
+    All rows are multiplied by each matrix; a mask then selects the rows of the matrix's group.
     """
     count = a.codes.shape[0]
     product = a.codes.new_zeros((count, b.codes.shape[1]), dtype=out_dtype)
@@ -85,7 +85,7 @@ def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtyp
 
 
 def _tokens_of_groups(operand: Quantized, offsets: Tensor) -> Iterator[Quantized]:
-    """The codes of each group as (tokens, features), in the layout of a layer without groups."""
+    """Yield each group's operand with codes (tokens, features), as a layer without groups has it."""
     block, outer = operand.quantizer.block[0], _outer_scales(operand, len(offsets))
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
         columns = token_columns(columns, operand.quantizer)

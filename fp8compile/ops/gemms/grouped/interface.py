@@ -32,9 +32,9 @@ class GroupedGemm(Gemm):
     """One way to multiply quantized matrices group by group.
 
     Attributes:
-        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Computes the first product at the head of this file,
-            (R, N). Inductor traces it, so it calls only PyTorch and `fp8compile` ops.
-        outer: Like ``rows``, for the second product, (E, N, K).
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each row by its group's matrix, (R, K) by
+            (E, N, K), to (R, N). Inductor traces it, so it calls only PyTorch and `fp8compile` ops.
+        outer: Like ``rows``; multiplies (N, C) by (K, C), summed over the tokens of each group, to (E, N, K).
         is_opaque: Whether the GEMM reads sizes of groups on the host. Compiled code can't do that, so the op then
             stays one call.
     """

@@ -1,6 +1,6 @@
 """Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with E8M0 scales, powers of two, for 32 values along k.
 
-Its scales lie in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a new tile:
+Its scales are in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a new tile:
 
     rows, left operand    rows of each group begin at a multiple of 128
     outer, both           blocks of 32 tokens of each group begin at a multiple of 4; tiles of a group are contiguous

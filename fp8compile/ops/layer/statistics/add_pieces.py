@@ -1,7 +1,7 @@
-"""fp8compile::add_pieces: totals of a layer's tensors, of pieces that kernels have counted beside their casts.
+"""fp8compile::add_pieces: combine partial counts ("pieces"), which casting kernels left, to totals.
 
-A kernel that casts goes through the tensor by rows or by blocks, and leaves a number for each. They are few, and one
-call adds them all: with a node for each sum, Inductor would find casts too far from each other to make one kernel.
+A casting kernel leaves one number for each row or block of a tensor. One call combines the numbers of all tensors of a
+layer: with a graph node for each sum, Inductor would find the casts too far apart to fuse them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FIRST_SUMS = (NUMEL, VALUED, PASSES)  # the first sums of every operand
 
 
 class Piece(NamedTuple):
-    """Numbers of rows or blocks, for one total.
+    """Partial results of one total: a number for each row or block.
 
     Attributes:
-        numbers: The numbers: (E, pieces), and E is 1 for a matrix; (rows,) with groups.
-        half: Which half of each number it is: 0 the lower one, 1 the upper one; -1 for the whole number.
+        numbers: (E, pieces), with E = 1 for a matrix; (rows,) with groups.
+        half: Which half of each number holds the result: 0 the lower, 1 the upper; -1: the whole number.
     """
 
     numbers: Tensor
@@ -41,17 +41,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What is counted of one operand on this rank.
+    """The partial counts of one operand on this rank.
 
     Attributes:
-        sums: Numbers for each total that is added; None if they are counted elsewhere. Not all sums and maxima are.
-        maxima: Numbers for each total that is a maximum, likewise.
-        group: The group of each row, E for a row of none; None if pieces are those of matrices or groups.
-        numel: Number of elements of each matrix; of groups (E,) float64.
+        sums: A `Piece` for each total that is a sum; None if it is counted elsewhere. At least one of ``sums`` and
+            ``maxima`` is not None.
+        maxima: A `Piece` for each total that is a maximum; None if it is counted elsewhere.
+        group: The group of each row, E after the last group; None if pieces are per matrix or per group.
+        numel: Number of elements of each matrix; with groups, (E,) float64.
         has_values: Whether values are known, and not only codes.
-        counts: Whether this rank adds its elements to sums; it does not if another rank adds the same.
-        layout: The layout of the values; how ranks cut them says which part of all elements these are.
-        first: Index of the first matrix among those of all ranks.
+        counts: Whether this rank adds its elements to sums; False if another rank adds the same elements.
+        layout: The layout of the values; its cuts give this rank's share of all elements. ``first``: its first matrix.
     """
 
     sums: tuple[Piece | None, ...]
@@ -64,7 +64,7 @@ class Pieces:
     first: int = 0
 
     def flags(self) -> list[int]:
-        """The first matrix, whether values are known, whether elements count, and the part of all: a quotient."""
+        """``first``, ``has_values`` and ``counts`` as ints, then numerator and denominator of this rank's share."""
         cuts = [cut for cut in self.layout.cuts if cut is not None and cut.dim >= self.layout.batch]
         length = total = 1
         for cut in cuts:
@@ -78,11 +78,11 @@ FLAGS = 5
 def rows_of(
     found: Mapping[str, Pieces | None], slots: Sequence[str], counts: tuple[int, int], matrices: int, like: Tensor
 ) -> Tensor:
-    """Rows of a buffer: the totals of these fields of a recipe.
+    """Combine partial counts to the totals of these fields of a recipe, as rows of a buffer.
 
     Args:
-        found: What is counted of a field; two fields may share it.
-        slots: The fields. Those without an entry have no elements.
+        found: Partial counts by field; two fields may share them.
+        slots: The fields. A field without partial counts gets the totals of no elements.
         counts: Number of totals that are added, and of maxima.
         matrices: Number of matrices, or of groups; 1 without.
         like: A tensor on the device.
@@ -117,7 +117,7 @@ def rows_of(
 
 
 def _no_elements(shape: Sequence[int], maxima: int, device: torch.device) -> Tensor:
-    """Totals of no elements, (..., columns, E), of which the last columns are maxima."""
+    """The totals of no elements, (..., columns, E): 0, and -inf in the last ``maxima`` columns."""
     found = torch.zeros(shape, dtype=torch.float64, device=device)
     found[..., shape[-2] - maxima :, :] = -torch.inf
     return found
@@ -128,7 +128,7 @@ def _fours(numbers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _by_matrix(numbers: Tensor, group: Tensor | None, matrices: int, neutral: float) -> Tensor:
-    """Numbers in rows of matrices, float64."""
+    """Convert numbers to float64, one row per matrix; with groups, entries of other groups become ``neutral``."""
     numbers = numbers.double()
     if group is None:
         return numbers
@@ -146,23 +146,23 @@ def _impl(
     rows: Sequence[int],
     matrices: int,
 ) -> Tensor:
-    """Add the pieces of one or more operands; see `Pieces`.
+    """Combine the partial counts of one or more operands to totals; see `Pieces`.
 
     Args:
-        pieces: Numbers of rows or blocks.
+        pieces: Partial results of rows or blocks.
         numbers: Four for each `Piece`: its index among ``pieces``, its operand, its column, its half.
         columns: Number of columns that are sums, and of those that are maxima.
         groups: The group of each row, for each operand whose pieces are of rows in groups.
-        sizes: Number of elements of each group, (E,) float64, for each operand with groups, whether or not its pieces
-            are of rows.
+        sizes: Number of elements of each group, (E,) float64, for each operand with groups, even if its pieces are not
+            per row.
         numels: Number of elements of each matrix, for each operand; -1 with groups.
         flags: `Pieces.flags` of each operand.
         rows: The operand of each row of the result; -1 for a row without elements.
         matrices: Number of matrices of the result.
 
     Returns:
-        (rows, 3 + sums + maxima, matrices) float64, `FIRST_SUMS` before the others. It is one tensor, and so one node
-        of a graph.
+        (rows, 3 + sums + maxima, matrices) float64, `FIRST_SUMS` before the others. One tensor makes one node in the
+        graph.
     """
     every_group, every_size = iter(groups), iter(sizes)
     found: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The statistics of an operand: what is counted of each element, how counts are combined, what is made of totals.
+"""Statistics of an operand: a number of each element, how these combine to totals, and formulas over totals.
 
 x is an element as it was cast, c its code, s its scale (times the outer scale), F the largest value of the format, u
 the step below F, n the number of elements of the whole tensor.
@@ -10,14 +10,14 @@ the step below F, n the number of elements of the whole tensor.
     nonfinite       the number of NaN and infinities
     scale_min       smallest and largest scale
     scale_max
-    scale_std       standard deviation of the scales, each as often as it has elements
-    square_error    sum of (x - c s)^2; mse is that by n
+    scale_std       standard deviation of the scales, weighted by their numbers of elements
+    square_error    sum of (x - c s)^2; mse is square_error / n
     sqnr            10 log10(sum of x^2 / square_error), in dB
     range           log2 amax - log2 of the smallest |x| that is not 0
     exponents       how many codes have each exponent field, a list of 32; elements that are NaN are left out
 
-A statistic is made of totals. A total is a number of each element, added up (``"sum"``) or its maximum (``"max"``):
-over this rank's elements in the graph, over backwards in a buffer, over ranks when it is read.
+A statistic is computed from totals. A total combines one number of each element as a sum (``"sum"``) or a maximum
+(``"max"``): over this rank's elements in the graph, over backwards in a buffer, and over ranks when it is read.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ EXPONENTS = 32  # of e5m2; other formats have fewer
 
 @dataclass(frozen=True)
 class Total:
-    """A number of each element, and how the numbers of all elements are combined.
+    """A number of each element, and how the numbers of all elements are combined to one.
 
     Attributes:
-        name: Its name.
-        compute: Function of the operand's `Elements`, returns a tensor of the shape of its values: bool or int32 to be
-            counted, or float32.
+        name: Name of the total.
+        compute: Function of the operand's `Elements`; returns a number of each value, in the shape of the values: bool
+            or int32 to be counted, or float32.
         combine: ``"sum"`` or ``"max"``.
-        of_codes: Whether it is known without values, as those of a weight that is kept as codes.
+        of_codes: Whether codes suffice to compute it, as for a weight that is kept only as codes.
         is_magnitude: Whether each number is the magnitude of a value.
     """
 
@@ -80,9 +80,9 @@ class Statistic:
     """A statistic of an operand.
 
     Attributes:
-        name: Its name in readings.
-        totals: Names of the totals that it is made of.
-        finish: Makes the statistic of a dict of these totals and ``"numel"``.
+        name: Name of the statistic in readings.
+        totals: Names of the totals that it is computed from.
+        finish: Computes the statistic from a dict of these totals and ``"numel"``.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Statistic:
     finish: Callable[[Mapping[str, float]], Any]
 
     def of_codes(self) -> bool:
-        """Whether it is known of an operand whose values are not."""
+        """Whether the codes of an operand suffice to compute the statistic, without the values."""
         return all(TOTALS[name].of_codes for name in self.totals)
 
 
@@ -124,7 +124,7 @@ def _scales(seen: Elements) -> Tensor:
 
 
 def _smallest(seen: Elements) -> Tensor:
-    """Minus the smallest magnitude that is not 0, because totals are maxima."""
+    """Minus the magnitude of each value, -inf for 0; the maximum is minus the smallest magnitude above 0."""
     magnitude = seen.magnitude()
     return -torch.where(magnitude == 0, torch.inf, magnitude)
 
@@ -214,16 +214,16 @@ def register_statistic(
     """Add a statistic that `fp8compile.Monitor` takes by name.
 
     ``compute`` is traced into the compiled graph beside the cast, so it is plain PyTorch, elementwise, and reads no
-    value on the host. Ranks and micro-batches add up or take maxima of what it returns, so a mean is a sum that
-    ``finish`` divides by ``totals["numel"]``. ``fp8compile.testing.check_statistic`` checks both.
+    value on the host. Its results are added up, or their maximum is taken, over ranks and micro-batches; so a mean is
+    a sum that ``finish`` divides by ``totals["numel"]``. ``fp8compile.testing.check_statistic`` checks both.
 
     Args:
         name: The statistic's name, an identifier.
         compute: Takes the operand's elements: ``.values`` and ``.scale`` (float32), ``.codes`` (uint8, one a byte),
-            ``.format``, ``.decoded()``, ``.dequantized()``. Returns a number of each element, of the shape of
+            ``.format``, ``.decoded()``, ``.dequantized()``. Returns a number of each element, in the shape of
             ``values``: bool or int32 to be counted, or float32.
         combine: ``"sum"`` or ``"max"``.
-        finish: Makes the statistic of a dict with ``name`` and ``"numel"``; by default the total itself.
+        finish: Computes the statistic from a dict with ``name`` and ``"numel"``; by default it is the total itself.
 
     Raises:
         ValueError: The name is taken or is no identifier, or ``combine`` is neither of the two.
@@ -244,9 +244,9 @@ def register_statistic(
 
 
 def totals_of(statistics: Sequence[str], slots: Sequence[str] | None = None) -> str:
-    """The totals that these statistics are made of, as ops take them.
+    """The names of the totals that these statistics are computed from, as one string for ops.
 
-    They are ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if they are counted for ``slots`` alone.
+    It is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if totals are counted for ``slots`` alone.
     """
     names = ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
     return names if slots is None else f"{names}@{','.join(slots)}"
@@ -260,13 +260,13 @@ def counts_slot(totals: str, slot: str) -> bool:
 
 @cache
 def columns_of(totals: str) -> tuple[tuple[Total, ...], tuple[Total, ...]]:
-    """The sums after `FIRST_SUMS`, and the maxima, in the order of a buffer's columns."""
+    """The totals of a buffer's columns: sums (after `FIRST_SUMS`), and maxima, in order."""
     found = [TOTALS[name] for name in totals.partition("@")[0].split(",") if name]
     return tuple(t for t in found if t.combine == "sum"), tuple(t for t in found if t.combine == "max")
 
 
 def names_of_columns(totals: str) -> list[str]:
-    """Names of a buffer's columns: its sums, then its maxima."""
+    """Names of a buffer's columns: sums, then maxima."""
     return [*FIRST_SUMS, *(total.name for each in columns_of(totals) for total in each)]
 
 

@@ -1,17 +1,17 @@
 """An operand's values with their codes and scales, for statistics of what a cast does to the values.
 
-    operand                     values, codes, scales                       pieces
+    operand                     values, codes, scales                       partial counts ("pieces")
     a matrix                    (M, K)                                      (1, rows or blocks)
     a stack                     (E, N, K)                                   (E, rows)
     groups, codes along rows    (R, K), a row belongs to a group            (rows,)
     groups, codes along tokens  (C, K), a column of codes is a row here     (rows,)
 
-Two codes that share a byte are read together, so their elements are two lanes: those at even places and those at odd
-ones. The numbers of both are combined before they are reduced.
+If two codes share a byte, the elements are split into two lanes, at even and at odd positions. The numbers of both
+lanes are combined before they are reduced.
 
-A sum goes through a matrix as the kernel that casts it does, so that Inductor makes one kernel of both: along rows, or
-within the blocks of a row. Tokens are cast along tokens by the kernel that makes their amaxes along features, if there
-is one; so their pieces are blocks of a row too. `fp8compile.ops.layer.statistics.add_pieces` adds the pieces.
+A sum traverses a matrix in the order of its cast, along rows or within the blocks of a row, so that Inductor fuses
+both into one kernel. If one kernel makes amaxes along features and casts along tokens, pieces are blocks of a row too.
+`fp8compile.ops.layer.statistics.add_pieces` combines the pieces.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class Elements:
     """The elements of an operand on this rank.
 
     Attributes:
-        values: What was cast, float32: the values, after the quantizer's transform if it has one.
+        values: The values that were cast, float32, after the quantizer's transform if it has one.
         codes: The codes of the values, one per byte.
         scale: The factor of each code, float32: the scale of its block, times the outer scale if there is one. It
             broadcasts against ``values``.
         format: Format of the codes.
         batch: Number of leading dims over which matrices are stacked.
-        group: The group of each row; the number of groups for a row that belongs to none. None without groups.
-        numel: Number of elements of each matrix, padding left out; of groups (E,) float64.
-        has_values: Whether ``values`` were cast to these codes. If a weight is kept as codes, they are the values of
-            the codes.
-        lanes: The same elements in two halves, if the code of each of the first shares a byte with the code at the
-            same place of the second. Then statistics are computed of the lanes.
+        group: The group of each row; the number of groups for a row after the last group. None without groups.
+        numel: Number of elements of each matrix without padding; with groups, (E,) float64.
+        has_values: Whether the values that were cast are known. If not, because a weight is kept as codes, ``values``
+            are the values of the codes.
+        lanes: If two codes share a byte, the same elements in two halves: those whose code is first in a byte, then
+            the others. Statistics are then computed on the lanes.
     """
 
     values: Tensor
@@ -86,7 +86,7 @@ class Elements:
     lanes: tuple[Elements, ...] = ()
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
-        """The result of a function of these elements, cached, because several statistics need the same numbers."""
+        """Call ``compute`` on these elements; the result is cached, because several statistics need it."""
         known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
         if compute not in known:
             known[compute] = compute(self)
@@ -116,14 +116,14 @@ def _magnitude(elements: Elements) -> Tensor:
 def elements_of(
     part: Plain, found: Quantized, shape: Sequence[int], *, along_tokens: bool, by_rows: bool = False
 ) -> Elements:
-    """Bring the values, codes and scales of an operand into one shape.
+    """Bring the values, codes and scales of an operand to one common shape.
 
     Args:
         part: The values on this rank.
-        found: Their codes, before ranks gather them.
+        found: Codes of the values, before ranks gather codes.
         shape: Shape of the values without the rows that pad each matrix of a stack to whole blocks.
         along_tokens: Whether codes of groups lie along tokens.
-        by_rows: Whether the kernel that casts goes through whole rows, whatever the blocks.
+        by_rows: Whether the casting kernel traverses whole rows, whatever the blocks.
     """
     if part.layout.ends is not None:
         return _of_groups(part, found, along_tokens=along_tokens)
@@ -133,7 +133,7 @@ def elements_of(
 
 
 def elements_of_codes(found: Quantized) -> Elements:
-    """The elements of a weight that is kept as codes, whose own values are not known; see `elements_of`."""
+    """`elements_of` for a weight that is kept as codes; its original values are not known."""
     return _of_matrices(None, found, None, _run(found.quantizer, along_tokens=False))
 
 
@@ -171,7 +171,7 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, n: i
 def _lane(
     values: Tensor, scales: Tensor, dim: int, place: int, codes: Tensor, fmt: Float8Format | Float4Format
 ) -> Elements:
-    """Every second element along ``dim``, from a place on."""
+    """The elements at every second position along ``dim``, from ``place`` on; ``codes`` are the codes there."""
     own, factors = (
         each.movedim(dim, -1)[..., place::2].movedim(-1, dim) for each in (values, scales.expand(values.shape))
     )
@@ -179,9 +179,9 @@ def _lane(
 
 
 def _run(quantizer: Quantizer, *, along_tokens: bool) -> int:
-    """How many neighbours in a row are counted together, because one kernel makes their amax and their codes; or -1.
+    """Number of neighbours in a row that are counted together: those of one block; -1 for the whole row.
 
-    With an outer scale every code waits for the amax of the whole tensor.
+    This needs one kernel that makes a block's amax and codes; with an outer scale, codes first need all amaxes.
     """
     rows, columns = quantizer.block
     if quantizer.has_outer_scale() or (columns == 1 and not along_tokens) or rows == columns:
@@ -237,7 +237,7 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
 
 
 def numel_of_groups(ends: Tensor, quantizer: Quantizer, features: int) -> Tensor:
-    """Number of elements that a quantizer casts of each group, (E,) float64; a transform fills the last sixteen."""
+    """Number of elements that are cast in each group, (E,) float64; a transform pads tokens to a multiple of 16."""
     if quantizer.transform() and quantizer.block[1] == 1:
         ends = padded_offsets(ends, alignment(quantizer))
     return sizes_of_groups(ends).double() * features
@@ -254,7 +254,7 @@ def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor
 
 
 def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combine: str) -> Tensor:
-    """A number of each element, or of each pair of elements whose codes share a byte."""
+    """Apply ``compute`` to each element; with lanes, combine the numbers of two codes that share a byte."""
     if not elements.lanes:
         return compute(elements)
     first, second = (compute(lane) for lane in elements.lanes)
@@ -264,21 +264,21 @@ def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combin
 
 
 def pieces_of(elements: Elements, numbers: Tensor, combine: str) -> Tensor:
-    """Reduce numbers of each element as the cast goes through memory: a piece for each row, or each block of a row.
+    """Reduce a number of each element to partial results: one for each row or block, as in the cast.
 
     Args:
         elements: The elements.
-        numbers: `numbers_of` the elements: bool or int32 to be counted, float32 or float64.
+        numbers: The result of `numbers_of`: bool or int32 to be counted, float32 or float64.
         combine: ``"sum"`` or ``"max"``.
 
     Returns:
-        (E, pieces), and E is 1 for a matrix; (rows,) with groups.
+        Partial results, (E, pieces) with E = 1 for a matrix; (rows,) with groups.
     """
     return _pieces(elements, lambda: _reduced(numbers, combine))
 
 
 def counts_of_pieces(elements: Elements) -> Tensor:
-    """`count_cast` of elements without lanes, in the shapes of `pieces_of`."""
+    """Call `count_cast` on elements without lanes; the result has the shape that `pieces_of` returns."""
     limit = torch.where(elements.scale > 0, elements.scale * limit_of(elements.format), torch.inf)
     mask = magnitude_of_code(elements.format)
     return _pieces(elements, lambda: count_cast(elements.magnitude(), elements.codes, limit, mask))

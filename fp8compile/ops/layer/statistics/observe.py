@@ -1,16 +1,16 @@
-"""Ops that look at the operands of a layer's products, beside the layer's own ops.
+"""Ops that collect statistics of the operands of a layer's products; they run beside the layer's own ops.
 
-    y = linear(x, weight, bias, recipe)                          the plain op, as ever
+    y = linear(x, weight, bias, recipe)                          the layer's op, unchanged
     y, totals = observe(y, x, weight, ..., recipe)               y again; totals of input and weight
         its backward: observe_gradient(grad_output, x, weight)   totals of grad_output, and of the codes of input and
-                                                                 weight that the backward makes; then all of them into
-                                                                 the buffer
+                                                                 weight that the backward makes; then adds all totals
+                                                                 to the buffer
 
-They ask `Operands` for the same codes that the products ask for. In a graph both make the same nodes, so codes are
-made once, and what is counted of them fuses with the cast. In eager mode codes are made a second time.
+These ops request the same codes from `Operands` as the products do. In a graph the equal nodes are merged, so codes
+are made once, and counting fuses with the cast. In eager mode codes are made a second time.
 
-A graph counts where it casts, or else it would read the tensor once more. What Inductor casts for gradients, it casts
-in the backward. In eager mode the forward counts everything, so that the backward needs neither input nor weight.
+A graph counts in the pass that casts, because the other pass would read the tensor once more: codes for gradients are
+usually cast in the backward. In eager mode the forward counts everything, so the backward needs no input or weight.
 
 The buffer is written in the backward, as the state of delayed scaling is: once, whatever checkpointing repeats.
 Without a backward nothing is written.
@@ -49,11 +49,11 @@ FORWARD_SLOTS = (*TENSORS["input"], *TENSORS["weight"])
 
 
 class Observer(NamedTuple):
-    """Where the totals of one product's operands go.
+    """The buffers that accumulate the totals of one layer's operands.
 
     Attributes:
         sums: (slots, sums, E) float64, a row for each of the recipe's fields: `FIRST_SUMS`, then the totals that are
-            added.
+            sums.
         maxima: (slots, maxima, E) float32.
         totals: Names of the totals, as `totals_of` returns them.
         first: Index of this rank's first matrix among the E.
@@ -68,7 +68,7 @@ class Observer(NamedTuple):
 
     @classmethod
     def empty(cls, totals: str, matrices: int, device: torch.device, recipe: Recipe | None = None) -> Observer:
-        """A buffer without elements."""
+        """Buffers before anything is observed: sums are 0, maxima are -inf."""
         sums, maxima = columns_of(totals)
         shape = len(SLOTS), len(FIRST_SUMS) + len(sums), matrices
         return cls(
@@ -79,11 +79,11 @@ class Observer(NamedTuple):
         )
 
     def placed(self, first: int) -> Observer:
-        """The same buffer, for a rank whose first matrix has this index."""
+        """A copy with the same buffers, for a rank whose first matrix has the index ``first``."""
         return self._replace(first=first)
 
     def reset(self) -> None:
-        """Forget all elements."""
+        """Reset sums to 0 and maxima to -inf, in place."""
         self.sums.zero_()
         self.maxima.fill_(-torch.inf)
 
@@ -119,7 +119,7 @@ class ObserveOp(PlacedOp):
 
         Args:
             slot: The field.
-            found: Its codes; None if they are not made yet.
+            found: Codes of the field; None if they are not made yet.
             later: Whether the backward counts the codes that it makes of input and weight.
         """
         if slot not in FOR_GRADIENTS:
@@ -156,7 +156,7 @@ class ObserveOp(PlacedOp):
         return self.results(args, args[0], found, phase)
 
     def results(self, args: tuple[Any, ...], y: Tensor, found: Mapping[str, Pieces | None], phase: Phase) -> Any:
-        """The op's results, made of what is counted; ``y`` is what this rank has of the first argument."""
+        """Build the op's results from partial counts; ``y`` is this rank's part of the first argument."""
         _, ends, *_, names, _ = self.split(args)
         sums, maxima = columns_of(names)
         slots, matrices = SLOTS if self.gradient else FORWARD_SLOTS, 1 if ends is None else ends.shape[0]
@@ -177,12 +177,12 @@ class ObserveOp(PlacedOp):
 
 @dataclass(frozen=True, kw_only=True)
 class Observe:
-    """The ops that observe the layers of one placement.
+    """The ops that collect statistics of the layers of one placement.
 
     Attributes:
-        output: Takes and returns the layer's output.
-        gradient: Observes grad_output.
-        op: What ``output`` does.
+        output: Op that returns the layer's output, and the totals of input and weight.
+        gradient: Op that returns the totals of grad_output.
+        op: Description of the op ``output``.
     """
 
     output: torch._ops.OpOverload
@@ -198,14 +198,14 @@ class Observe:
         observer: Observer,
         recipe: Recipe,
     ) -> Tensor:
-        """Observe one call of a layer; returns its output.
+        """Collect statistics of one call of a layer; returns the layer's output.
 
         Args:
             y: The output.
             x: The input.
             weight: The weight.
             offsets_and_fields: The ends of groups if there are any, and the fields of the placement.
-            observer: Where totals go.
+            observer: The buffers that are updated.
             recipe: Recipe of the layer.
         """
         ends, fields = offsets_and_fields[: self.op.ends], offsets_and_fields[self.op.ends :]
@@ -216,7 +216,7 @@ class Observe:
 
 
 def _is_made_in_backward(codes: Tensor) -> bool:
-    """Whether traced codes that a call has made are a backward's: the forward makes none with the same call."""
+    """Whether traced codes were made by a call that only a backward makes."""
     return inductor.is_left_in_backward(codes) or inductor.is_result_of(codes, (group_cast, group_cast_counted))
 
 
@@ -264,7 +264,7 @@ class _Derivative(PlacedDerivative):
 def register_observe(
     prefix: str, placement: type[Placement], *, ends: bool, samples: Callable[[], Iterable[tuple[Any, ...]]]
 ) -> Observe:
-    """Register the ops that observe the layers of one placement.
+    """Register the ops that collect statistics of layers with one placement.
 
     Args:
         prefix: Prefix of the layer's ops.

@@ -1,7 +1,7 @@
-"""What is counted of a layer's tensors: pieces for `add_pieces`, made beside the cast of each field of the recipe.
+"""Partial counts ("pieces") of what casts do to a layer's tensors; `add_pieces` combines them to totals.
 
-The largest magnitude of a tensor is the same whatever codes are made of it, so the forward finds it, also for codes
-that the backward makes.
+Pieces are made beside the cast of each field of the recipe. Both casts of a tensor have the same amax, so the forward
+computes it also for the codes that the backward makes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ IsHere = Callable[[str, Quantized | None], bool]
 
 @dataclass(frozen=True)
 class Seen:
-    """One tensor of a layer, as this rank sees it.
+    """One tensor of a layer on this rank, for statistics.
 
     Attributes:
-        part: This rank's part of the values; None if they are not known.
-        counts: Whether this rank adds its elements to sums. It does not if another rank adds the same.
-        codes: Codes that are known already, by the recipe's field.
+        part: This rank's part of the values; None if only codes are known.
+        counts: Whether this rank adds its elements to sums; False if another rank adds the same elements.
+        codes: Codes that exist already, by field of the recipe.
     """
 
     part: Plain | None
@@ -61,13 +61,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class _Cast:
-    """The elements of a cast.
+    """The elements of one cast, and how to store their counts.
 
     Attributes:
-        elements: The elements.
+        elements: Values, codes and scales.
         layout: The layout of the values.
         dtype: A dtype that holds the magnitudes of the values.
-        has_magnitudes: Whether magnitudes are counted too, and not with another cast of the same values.
+        has_magnitudes: Whether this cast counts magnitudes; False if another cast of the same values does.
     """
 
     elements: Elements
@@ -79,15 +79,15 @@ class _Cast:
 def counted(
     tensors: Mapping[str, Seen], operands: Operands, names: str, is_here: IsHere, first: int = 0
 ) -> dict[str, Pieces | None]:
-    """Count the codes of tensors of a layer; returns pieces by the fields of the recipe.
+    """Count what the casts of a layer's tensors do; returns partial counts by field of the recipe.
 
     Args:
         tensors: The tensors, by their keys in ``TENSORS``.
-        operands: Makes the codes that are not known.
+        operands: Makes codes that do not exist yet.
         names: Names of the totals, as `totals_of` returns them.
-        is_here: Whether the codes of a field are counted here, or else elsewhere. It is asked twice, first without
-            the codes, before they are made.
-        first: Index of this rank's first matrix.
+        is_here: Function (field, codes): whether this op, and not the layer's other op, counts the codes of a field.
+            It is called twice: first with codes None, before they are made.
+        first: Index of this rank's first matrix among those of all ranks.
     """
     found: dict[str, Pieces | None] = {}
     for tensor, seen in tensors.items():
@@ -110,7 +110,7 @@ def counted(
 
 
 def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, str]) -> bool:
-    """Whether the codes of two fields are made of the same values, the second one's codes perhaps in the backward."""
+    """Whether both casts of a tensor are counted and read the same values; one then counts magnitudes for both."""
     if seen.part is None or slots[1] not in FOR_GRADIENTS:
         return False
     own, other = (getattr(recipe, slot) if counts_slot(names, slot) else None for slot in slots)
@@ -118,7 +118,7 @@ def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, 
 
 
 def _magnitudes_alone(found: Any, names: str) -> Pieces:
-    """The largest magnitudes of pieces, without elements that add to sums; all pieces if there is nothing else."""
+    """Keep only the magnitudes of partial counts; the counts are unchanged if they have nothing else."""
     if _are_magnitudes(names):
         return found
     sums, maxima = columns_of(names)
@@ -161,7 +161,7 @@ def _of_slot(
 
 
 def _of_counts(found: Any, part: Plain, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
-    """What a kernel has counted of the matrices or groups of a part, with the codes that it made."""
+    """Partial counts from the counters that a casting kernel returned with its codes."""
     sums, maxima = columns_of(names)
     local, ends, matrices = part.local, layout.ends, 1
     numel: Tensor | int = local.shape[layout.batch :].numel()
@@ -217,7 +217,7 @@ def _sum(total: Total, elements: Elements) -> Piece:
 
 
 def _largest(total: Total, cast: _Cast) -> Piece | None:
-    """The pieces of a maximum, in as few bytes as hold them: magnitudes in the dtype of the values."""
+    """The partial maxima of a total; magnitudes are stored in the dtype of the values, which takes fewer bytes."""
     if total.is_magnitude and not cast.has_magnitudes:
         return None
     found = numbers_of(cast.elements, total.compute, "max")

@@ -1,6 +1,6 @@
 """Float arithmetic with a GPU's results, on arrays of Triton's interpreter.
 
-The interpreter keeps bfloat16 as uint16 and float8 as uint8. Conversions and transcendental functions are PyTorch's,
+The interpreter stores bfloat16 as uint16 and float8 as uint8. Conversions and transcendental functions are PyTorch's,
 so that the reference, which runs in PyTorch, has the same bits. A GPU's compiler may use fused multiply-adds and
 approximate division and roots; here they are off unless `Arithmetic` turns them on.
 """
@@ -34,10 +34,10 @@ VECTOR = 16  # elements of the widest vectors that PyTorch's CPU kernels use, or
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Choices that a GPU's compiler is free to make, and one of Triton's faults.
+    """Arithmetic that a GPU's compiler may choose, and one bug of Triton's.
 
     Attributes:
-        contract: Whether each float32 product that is added to something is one fused multiply-add.
+        contract: Whether a float32 multiplication followed by an addition is one fused multiply-add.
         approximate: Whether float32 division is ``div.full``, and exponentials and roots are ``ex2.approx`` and
             ``rsqrt.approx``. A GPU's results are not specified: those here are off by up to 2 units in the last
             place, as a GPU's may be.
@@ -84,7 +84,7 @@ def convert(bits: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 def on_arrays(function: Function) -> Callable[..., np.ndarray]:
-    """Wrap a function of PyTorch as a function of arrays; float16 is computed in float32 and rounded."""
+    """Wrap a PyTorch function as a function of NumPy arrays; float16 is computed in float32 and rounded."""
 
     def call(*arrays: np.ndarray) -> np.ndarray:
         return function(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)).numpy()
@@ -93,9 +93,9 @@ def on_arrays(function: Function) -> Callable[..., np.ndarray]:
 
 
 def elementwise(function: Function, x: torch.Tensor) -> torch.Tensor:
-    """Apply a function of PyTorch so that an element's result does not depend on its place.
+    """Apply a PyTorch function so that an element's result does not depend on its position.
 
-    PyTorch has other implementations for strided tensors, and for elements after the last whole vector. Their last
+    PyTorch uses other implementations for strided tensors, and for elements after the last whole vector; their last
     bits may differ (exp2 of float32).
     """
     whole = torch.nn.functional.pad(x.contiguous().flatten(), (0, -x.numel() % VECTOR))
@@ -103,12 +103,12 @@ def elementwise(function: Function, x: torch.Tensor) -> torch.Tensor:
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:
-    """The square root, correctly rounded; PyTorch's own is not, where MKL computes it."""
+    """Correctly rounded square root; PyTorch's own is not if MKL computes it."""
     return torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """``a * b + c`` of float32 arrays, rounded once.
+    """Compute ``a * b + c`` of float32 arrays, rounded once.
 
     The product is exact in float64. The sum is rounded to odd in float64, and then to float32. The result is the same
     as with a single rounding (Boldo and Melquiond 2008).
@@ -131,12 +131,12 @@ def truncated(exact: np.ndarray) -> np.ndarray:
 
 
 def full_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Divide float32 by a truncated reciprocal, as ``div.full.f32`` may. Float64 is divided exactly, as on a GPU."""
+    """Divide float32 by a truncated reciprocal, as ``div.full.f32`` may; float64 divides exactly."""
     return a * truncated(1 / b.astype(np.float64)) if a.dtype == np.float32 else a / b
 
 
 def approximate_exp2(x: np.ndarray) -> np.ndarray:
-    """A result that ``ex2.approx`` may give for float32."""
+    """One possible result of ``ex2.approx`` for float32."""
     return truncated(np.exp2(x.astype(np.float64))) if x.dtype == np.float32 else np.exp2(x)
 
 
@@ -146,7 +146,7 @@ def approximate_exp(x: np.ndarray) -> np.ndarray:
 
 
 def approximate_rsqrt(x: np.ndarray) -> np.ndarray:
-    """A result that ``rsqrt.approx`` may give for float32."""
+    """One possible result of ``rsqrt.approx`` for float32."""
     return truncated(1 / np.sqrt(x.astype(np.float64))) if x.dtype == np.float32 else 1 / np.sqrt(x)
 
 

@@ -1,4 +1,4 @@
-"""Interprets the inline assembly of our kernels, as the PTX ISA describes it; an unknown instruction raises."""
+"""Interprets inline assembly of our kernels by the PTX ISA; unknown instructions raise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BYTES = (
 def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
     """Round stochastically to e2m1.
 
-    The first 8 bits that are dropped are added to 8 bits of noise, and a carry raises the magnitude by one code.
+    The first 8 dropped bits are added to 8 bits of noise; a carry raises the magnitude by one code.
     """
     magnitude = np.minimum(np.abs(values), np.float32(LARGEST))  # a NaN becomes the largest number
     unit = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
@@ -52,7 +52,7 @@ KNOWN: dict[re.Pattern[str], Callable[..., np.ndarray]] = {CVT_RS: _cvt_rs}
 def inline_assembly(
     builder: Any, text: str, constraints: str, values: Sequence[Any], kinds: Sequence[Any], is_pure: bool, pack: int
 ) -> SimpleNamespace:
-    """Interpret ``tl.inline_asm_elementwise`` with one result, an element at a time.
+    """Interpret ``tl.inline_asm_elementwise`` with one result, element by element.
 
     Raises:
         NotImplementedError: The instruction isn't known, or takes several elements at once.

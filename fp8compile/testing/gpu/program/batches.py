@@ -1,13 +1,13 @@
-"""Programs of a launch that run together: Triton's interpreter on arrays with a leading dim of programs.
+"""Runs several programs of a launch together, in Triton's interpreter on arrays with an extra dim.
 
 A value of a kernel is one array for all programs of a `Batch`:
 
     a block of shape s      (P, *s), or (1, *s) if all programs have the same values
     a scalar                (P,), or (1,)
 
-So one call of NumPy computes what P programs compute, and Python's overhead is paid once. Where the host has to know
-a value, for an ``if`` or the bounds of a loop, and the programs differ in it, the batch is undone: memory gets its
-earlier contents, and the programs run again in smaller batches, each with one value.
+So one call of NumPy computes what P programs compute, and Python's overhead is paid once. An ``if`` or the bounds of a
+loop need one value on the host. If the programs differ in it, the batch is undone: memory is restored, and the
+programs run again in smaller batches, each with one value.
 
 Results are those of programs that run one after the other, unless programs race. `Access` finds every race.
 """
@@ -31,7 +31,7 @@ ELEMENTS = 1 << 17  # of the largest array of a batch: it fits into a core's cac
 
 
 class Diverged(Exception):
-    """Raised if programs of a batch differ in a number that decides what runs next, such as a loop's bound.
+    """Raised if programs of a batch differ in a number that controls execution, such as a loop's bound.
 
     Attributes:
         values: The number that each program has, (P,).
@@ -47,7 +47,7 @@ class Batch:
     """P programs of a launch that run together.
 
     Attributes:
-        programs: Numbers of the programs, (P,) int64, in the order in which they would run one by one.
+        programs: Linear indices of the programs, (P,) int64, in the order in which they would run one by one.
         index: Indices of the programs along each of the grid's three dims, each (P,) int32.
         largest: Number of elements that one program has in its largest block so far.
     """
@@ -64,11 +64,11 @@ class Batch:
         return cls(numbers, tuple(each.astype(np.int32) for each in np.unravel_index(numbers, tuple(grid))))
 
     def of_each(self, array: np.ndarray) -> np.ndarray:
-        """Expand an array with one entry for all programs, (1, *s), to (P, *s); one of that shape stays as it is."""
+        """Expand an array (1, *s), shared by all programs, to (P, *s); the latter is returned unchanged."""
         return np.broadcast_to(array, (len(self.programs), *array.shape[1:]))
 
     def same(self, values: np.ndarray) -> Any:
-        """The one value that all programs share; raises `Diverged` if they differ.
+        """The value that all programs share; raises `Diverged` if they differ.
 
         ``values`` has an entry for each program, (P,), or one for all of them, (1,).
         """
@@ -78,39 +78,39 @@ class Batch:
         return first
 
     def keep(self, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
-        """Keep what memory holds at these addresses, before it is overwritten."""
+        """Save the content of memory at these addresses before it is overwritten, for `undo`."""
         kind = np.dtype(f"u{width}")
         before = interpreter._interpreter.load(pointers, mask, np.zeros(pointers.shape, kind), kind)
         self._overwritten.append((pointers, mask, before))
 
     def undo(self) -> None:
-        """Write back what memory held before this batch."""
+        """Restore memory that this batch has overwritten."""
         for pointers, mask, before in reversed(self._overwritten):
             interpreter._interpreter.store(pointers, before, mask)
         self._overwritten.clear()
 
 
 def arrays(*handles: Handle) -> list[np.ndarray]:
-    """The arrays of handles whose blocks have equal shapes, broadcast along the dim of programs."""
+    """The arrays of handles with equal block shapes, broadcast along the dim of programs."""
     return list(np.broadcast_arrays(*(each.data for each in handles)))
 
 
 def stored(array: np.ndarray) -> np.ndarray:
-    """The array, contiguous and writable as Triton's loads and stores need it; a broadcast view is copied."""
+    """Make an array contiguous and writable, as Triton's loads and stores need; copies broadcast views."""
     return np.require(array, requirements=["C", "W"])
 
 
 def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
-    """The array, and its dim that is dim ``axis`` of a block; if ``axis`` is None, each block is flattened first."""
+    """The array and its dim for dim ``axis`` of a block; for None, each block is flattened first."""
     if axis is None:
         return array.reshape(len(array), -1), 1
     return array, axis % (array.ndim - 1) + 1
 
 
 def counting(running: Callable[[], Batch]) -> Callable[..., Any]:
-    """Make the function that kernels call as ``range``: its bounds may differ between programs of the batch.
+    """Make the function that kernels call as ``range``; its bounds may differ between programs.
 
-    Programs whose loops have equal numbers of turns stay together. The loop's variable is a tensor, as in a compiled
+    Programs with equal numbers of iterations stay together. The loop's variable is a tensor, as in a compiled
     kernel.
     """
 
@@ -129,7 +129,7 @@ def counting(running: Callable[[], Batch]) -> Callable[..., Any]:
 
 
 def together(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
-    """Patches of the interpreter for values with a dim of programs, each as (object, attribute, replacement).
+    """Yield interpreter patches for values with a dim of programs, each (object, attribute, replacement).
 
     Args:
         running: Returns the batch that runs.
@@ -168,7 +168,7 @@ def _tensor(_: Any, array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
 
 
 def _of_sizes(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
-    """Patches of operators that make blocks of a given shape."""
+    """Yield patches of operators that make blocks of a given shape."""
 
     def shaped(data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         batch = running()
@@ -188,7 +188,7 @@ def _of_sizes(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_dims() -> Iterator[tuple[Any, ...]]:
-    """Patches of operators that rearrange the dims of blocks."""
+    """Yield patches of operators that rearrange the dims of blocks."""
 
     def on_each(change: Callable[..., np.ndarray]) -> Callable[..., Handle]:
         return lambda _, x, *args: Handle(change(x.data, *args), x.dtype.scalar)
@@ -231,7 +231,7 @@ def _histogram(_: Builder, data: Handle, bins: int, mask: Handle | None) -> Hand
 
 
 def _of_pointers() -> Iterator[tuple[Any, ...]]:
-    """Patches of operators on block pointers and TMA descriptors, which name memory by a shape and strides."""
+    """Yield patches of operators on block pointers and TMA descriptors (memory by shape and strides)."""
 
     def of_block_pointer(block: Any, checked: Sequence[int]) -> tuple[Handle, Handle]:
         return _elements(block, block.offsets, checked)
@@ -255,7 +255,7 @@ def _of_pointers() -> Iterator[tuple[Any, ...]]:
 
 
 def _elements(block: Any, offsets: Sequence[Handle], checked: Sequence[int]) -> tuple[Handle, Handle]:
-    """Addresses of a block's elements, and a mask of those inside of the tensor along the dims ``checked``."""
+    """Addresses of a block's elements, and a mask of those within the tensor along the dims ``checked``."""
     ndim = len(block.block_shape)
     width = max(1, block.base.get_element_ty().primitive_bitwidth // 8)
     addresses = block.base.data.reshape(-1, *(1,) * ndim)
@@ -290,7 +290,7 @@ def _ternary(_: Builder, a: Handle, b: Handle, c: Handle, op: Callable[..., np.n
 
 
 def _scan(scan: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
-    """Scan along an axis, an element after the other."""
+    """Scan along an axis, one element after the other."""
     kinds = [each.dtype for each in inputs]
     values, axis = zip(*(along(scan.axis, each) for each in arrays(*(x.handle for x in inputs))), strict=True)
     parts = [np.moveaxis(np.flip(each, axis[0]) if scan.reverse else each, axis[0], 1) for each in values]

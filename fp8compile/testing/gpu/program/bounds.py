@@ -1,16 +1,16 @@
-"""How far a template's results may be from the exact ones: products in tiles, attention block by block.
+"""Error bounds for the results of Inductor's templates: GEMMs in tiles, attention block by block.
 
-A template adds in an order of its own, so no reference has its bits. Its results are compared with exact ones, which
-are computed in float64. They may differ by twice this bound:
+A template adds in its own order, so no reference has the same bits. Its results are compared with exact ones, computed
+in float64. They may differ by twice this bound:
 
-    a product of K terms    K roundings in float32 of the sum of the terms' magnitudes, the worst case of any order,
+    a GEMM with K terms     K roundings in float32 of the sum of the terms' magnitudes, the worst case of any order,
                             and one rounding of the result
     FlexAttention           the largest error of its formula in eager mode, in the operands' dtype, as in the tests of
                             FlashAttention
 
-Operators that are fused behind the template are computed four times. In float64, the exact result and the lowest and
-the highest that are allowed show how the bound changes. In float32, the exact result shows the operators' own
-roundings. One rounding to the stored dtype is allowed besides.
+Operators that are fused after the template are computed four times: in float64 from the exact, the lowest and the
+highest allowed result, which shows how the bound changes; and in float32 from the exact result, which shows the
+operators' own roundings. In addition, one rounding to the stored dtype is allowed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ PLAIN = ("mm", "bmm", *BIASED)
 
 @dataclass(frozen=True)
 class Bounded:
-    """The values of an operator in a template; each is a tensor, or a tuple if the operator has several results.
+    """Values of an operator in a Triton template's kernel; tuples if the operator has several results.
 
     Attributes:
         exact: The value in float64, if the template's result is exact.
         low: The value in float64, if the template's result is the lowest that is allowed.
         high: The value in float64, if the template's result is the highest that is allowed.
-        single: The value if the template's result is exact, and operators fused behind it compute in float32.
+        single: The value if the template's result is exact, and operators fused after it compute in float32.
     """
 
     exact: Any
@@ -55,7 +55,7 @@ class Bounded:
     single: Any
 
     def at(self, place: Sequence[int]) -> Bounded:
-        """The result at ``place`` of an operator that has several."""
+        """The values at index ``place`` of an operator's nested results."""
         found = self
         for index in place:
             found = Bounded(*(getattr(found, side)[index] for side in SIDES))
@@ -77,10 +77,10 @@ def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, 
     """Multiply two matrices exactly, with the bound of a sum in float32.
 
     Args:
-        name: The product, a key of ``PRODUCTS``.
+        name: The GEMM, a key of ``PRODUCTS``.
         gpu: The GPU, whose requirements are checked.
-        args: The product's arguments.
-        kwargs: The product's keyword arguments.
+        args: The GEMM's arguments.
+        kwargs: The GEMM's keyword arguments.
     """
     kind = kwargs.get("out_dtype") or next(arg.dtype for arg in args if isinstance(arg, Tensor))
     if name in PLAIN:  # others demand dtypes, and round to them
@@ -94,7 +94,7 @@ def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _around(exact: Any, bound: Any) -> Bounded:
-    """The values from twice the bound below ``exact`` to twice the bound above it; a result None stays None."""
+    """The values at ``exact`` and at twice ``bound`` around it; a result None stays None."""
     if isinstance(exact, tuple):
         sides = [_around(*each) for each in zip(exact, bound, strict=True)]
         return Bounded(*(tuple(getattr(each, side) for each in sides) for side in SIDES))
@@ -102,7 +102,7 @@ def _around(exact: Any, bound: Any) -> Bounded:
 
 
 def in_float64(arg: Any) -> Any:
-    """The argument, with its floating-point tensors in float64."""
+    """Convert floating-point tensors of an argument to float64."""
     if isinstance(arg, tuple):
         return tuple(map(in_float64, arg))
     return arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg
@@ -116,7 +116,7 @@ def bounded_attention(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _recast(args: Any, *, keep: bool) -> Any:
-    """Change casts in graphs among the arguments to an operator that can be batched.
+    """Replace casts in graphs among the arguments by an operator that supports vmap.
 
     Casts to floats are removed unless ``keep``.
     """
@@ -164,7 +164,7 @@ def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
     """Yield a difference if a template's result is further from the exact one than its bound allows.
 
     Args:
-        where: Words for the place of the result.
+        where: Description of the result.
         got: The program's result.
         wanted: The exact result, and the furthest ones that are allowed.
     """
@@ -185,7 +185,7 @@ def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
 
 
 def _beyond(got: Tensor, exact: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Which numbers are too far from the exact ones, and how far each may be."""
+    """Mask of numbers too far from the exact ones, and the distance allowed for each."""
     kind, values = torch.finfo(got.dtype), got.double()
     allowed = spread + (kind.eps + FLOAT32_ROUNDING) * exact.abs() + kind.smallest_normal
     same = (values == exact) | (values.isnan() & exact.isnan())

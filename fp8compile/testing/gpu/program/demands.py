@@ -1,4 +1,4 @@
-"""Checks of a GPU's requirements on the operands of matrix products, and readers of scales that lie in tiles."""
+"""Checks a GPU's requirements on operands of matrix products, and reads scales from tiled layouts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ E8M0 = torch.float8_e8m0fnu
 
 
 def demand(satisfied: bool, product: str, what: str) -> None:
-    """Raise a ValueError that names the product, unless ``satisfied``."""
+    """Raise a ValueError that names the matrix product, unless ``satisfied``."""
     if not satisfied:
         raise ValueError(f"{product}: the GPU's product takes {what}")
 
 
 def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M0) -> Tensor:
-    """Read scales from tiles of 128 by 4.
+    """Read scales from a layout in tiles of 128 by 4.
 
     Args:
         scale: Scales in tiles, as bytes or in ``dtype``.

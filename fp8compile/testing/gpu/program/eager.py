@@ -1,4 +1,4 @@
-"""eager_run: eager mode on the CPU with products rounded once, to compare with ``run_gpu_program``."""
+"""eager_run: eager mode on the CPU with GEMMs rounded once, to compare with ``run_gpu_program``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EagerRun:
 def _exact(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any
 ) -> Tensor:
-    """Replace `torch._scaled_mm`: multiply in float64, and round once to ``out_dtype``.
+    """Replacement of `torch._scaled_mm`: multiplies in float64, and rounds once to ``out_dtype``.
 
     Scales must broadcast against the operands: one scale, or one for each row of ``a`` and each column of ``b``.
     """
@@ -47,7 +47,7 @@ def _exact(
 
 
 class _Eager(TorchDispatchMode):
-    """A mode that multiplies in float64 and emulates collectives, also inside of this library's ops."""
+    """Dispatch mode that multiplies in float64 and emulates collectives, also inside this library's ops."""
 
     def __init__(self, gpu: Gpu | None) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Eager(TorchDispatchMode):
         return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
 
     def _computed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute an operator by its decomposition, as a program does, because CPU kernels round otherwise."""
+        """Compute an operator by its decomposition, as a program does, because CPU kernels round differently."""
         if op in self._parts:
             with self:
                 result = self._parts[op](*args, **kwargs)
@@ -93,22 +93,22 @@ def _is_float(args: tuple[Any, ...]) -> bool:
 def eager_run(
     fn: Callable[..., Any], *args: Any, arch: str | None = None, grad_outputs: Sequence[Tensor] | None = None
 ) -> EagerRun:
-    """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, with matrix products rounded once.
+    """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, with GEMMs rounded once.
 
-    `run_gpu_program` with ``precision_casts`` has the same bits, except where Inductor adds a bias after the product
-    was rounded. As in that function, operators that Inductor decomposes are decomposed, sums are rounded once, and
-    functional collectives are emulated.
+    `run_gpu_program` with ``precision_casts`` has the same bits, except where Inductor adds a bias after the GEMM's
+    result was rounded. As in that function, operators that Inductor decomposes are decomposed, sums are rounded once,
+    and functional collectives are emulated.
 
     Args:
         fn: A module or function.
         args: The arguments of ``fn``, on the CPU.
-        arch: The GPU whose products FP8 layers choose, a key of ``fp8compile.testing.gpu.gpus.GPUS``; None to run them
-            as on a CPU. The choice changes bits if scales are applied after the product (rowwise in float32 and
+        arch: The GPU for which FP8 layers choose their GEMMs, a key of ``fp8compile.testing.gpu.gpus.GPUS``; None for
+            those of a CPU. The choice changes bits if scales are applied after the GEMM (rowwise in float32 and
             float16).
         grad_outputs: Gradients of the outputs, as `run_gpu_program` takes them.
 
     Raises:
-        ValueError: No such GPU is known, or the GPU's product would not take its operands.
+        ValueError: No such GPU is known, or the GPU's GEMM would refuse its operands.
         ModuleNotFoundError: Triton is not installed, and ``arch`` is given.
     """
     gpu = None if arch is None else gpu_called(arch)

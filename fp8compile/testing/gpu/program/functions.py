@@ -1,4 +1,4 @@
-"""Functions of Triton's language with a GPU's results: CUDA's libdevice, reductions, and products of tiles."""
+"""Functions of Triton's language with a GPU's results: CUDA's libdevice, reductions, and ``tl.dot``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER_NAMES: dict[str, Callable[..., Any]] = {
 
 
 def unknown(name: str) -> Callable[..., Any]:
-    """A stand-in for a function that isn't known here; it raises when it is called."""
+    """Make a replacement for a function that isn't known here; it raises when it is called."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"run_gpu_program: a kernel calls {name}, which is not known here.")
@@ -41,7 +41,7 @@ def unknown(name: str) -> Callable[..., Any]:
 
 
 def applied(function: Callable[..., np.ndarray], *handles: Any) -> Any:
-    """Apply a function of arrays to handles; the result is of truth values or has the first one's type."""
+    """Apply a function of arrays to handles; the result is of type bool or has the first handle's type."""
     result = function(*(each.data for each in handles))
     return interpreter.TensorHandle(result, tl.int1 if result.dtype == bool else handles[0].dtype.scalar)
 
@@ -67,9 +67,9 @@ def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, C
 
 
 def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int) -> Any:
-    """tl.dot: the product of two tiles and the sum so far, in float64, rounded once to the sum's dtype.
+    """Compute tl.dot: product of two tiles plus the accumulator, in float64, rounded once to its dtype.
 
-    Float32 is not cut to TF32. Triton's interpreter multiplies the bits of bfloat16, and adds in numpy's order.
+    Float32 is not truncated to TF32. Triton's interpreter multiplies the bits of bfloat16, and adds in numpy's order.
     """
     kind = total.dtype.scalar
     result = values_of(a) @ values_of(b) + values_of(total)
@@ -79,7 +79,7 @@ def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int
 
 
 def reductions() -> Iterator[tuple[Any, ...]]:
-    """Patches of the interpreter's reductions, each as (object, attribute, replacement)."""
+    """Yield patches of the interpreter's reductions, each as (object, attribute, replacement)."""
     yield interpreter.ReduceOps, "generic_reduce", _by_halves
     yield interpreter.ReduceOps, "sum", _sum
     yield interpreter.ReduceOps, "min_max", _extreme
@@ -120,7 +120,7 @@ def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
 
 
 def _extreme(reduction: Any, inputs: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-    """tl.max and tl.min, which drop a NaN. With an index they raise, because Inductor uses its own functions."""
+    """Compute tl.max or tl.min, which drop NaN. Argmax and argmin raise: Inductor has its own."""
     if idx_reduce_op is not None:
         raise NotImplementedError("run_gpu_program: tl.argmax and tl.argmin are not known; Inductor has its own.")
     values = inputs[0] if isinstance(inputs, tuple) else inputs

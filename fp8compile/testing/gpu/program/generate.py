@@ -1,4 +1,4 @@
-"""A backend of torch.compile that generates a GPU's code, runs it on the CPU and compares it with a reference.
+"""Backend for torch.compile that runs a GPU's code on the CPU and compares it with a reference.
 
     fn --Dynamo, AOTAutograd, partitioner--> graphs --Inductor for the GPU--> wrapper, kernels --> `Program`
                                                |
@@ -42,16 +42,16 @@ __all__ = ["GpuBackend"]
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a tensor with the same strides; any other value is returned unchanged."""
+    """Copy a tensor, with the same strides; any other value is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value.detach())
 
 
 class _Compared:
-    """A compiled graph, which runs its programs and its reference at each call and compares them.
+    """A compiled graph that runs its programs and its reference at each call, and compares them.
 
-    There are several programs if products are multiplied by several templates in turn.
+    There are several programs if matrix products are computed with several templates in turn.
 
     Attributes:
         differences: Differences of the programs from the reference, in all runs.
@@ -68,7 +68,7 @@ class _Compared:
         self.differences: list[Difference] = []
 
     def _schedules(self, traced: GpuGraph) -> Iterator[Schedule]:
-        """Schedules of the graph, one for each template by which its products are multiplied."""
+        """Yield schedules of the graph, one for each template for its matrix products."""
         from torch._inductor import config
 
         settings = self._settings
@@ -85,7 +85,7 @@ class _Compared:
         return self._programs[-1].found
 
     def _ways(self) -> Iterator[tuple[Program, Way, str]]:
-        """Each program and way to run it, with words for the place of a difference."""
+        """Yield each program and way to run it, with a description for differences."""
         numbers, orders = self._settings.configurations, self._settings.orders
         for at, program in enumerate(self._programs):
             chosen: Sequence[int | None] = [None] if numbers is None else numbers or range(program.configurations)
@@ -140,7 +140,7 @@ class _Compared:
 
     @property
     def nan_origin(self) -> NanOrigin | None:
-        """Where the first NaN of the graph comes from; a line of the author's kernel is named in the author's file."""
+        """Origin of the graph's first NaN; lines of handwritten kernels are located in the author's file."""
         found = self.nans.origin
         place = None if found is None else place_of(found.name, found.line)
         return found if found is None or place is None else replace(found, place=place)
@@ -181,7 +181,7 @@ class GpuBackend:
         return torch.compile(fn, fullgraph=True, backend=backend)
 
     def _inference(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a forward that no backward follows."""
+        """Compile a forward without a backward."""
         change_joint(graph, inputs)
         return self._whole("forward", graph, inputs)
 
@@ -190,7 +190,7 @@ class GpuBackend:
         return self._compiled(name, GpuGraph(graph, inputs, all_outputs(graph)))
 
     def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph that saves tensors for a backward; the backward gets the strides that Inductor chose."""
+        """Compile a graph that saves tensors for a backward, which gets the strides that Inductor chose."""
         call = self._compiled("forward", GpuGraph(graph, inputs, returned_outputs()))
         strides: Any = torch._guards.TracingContext.get().output_strides  # a list while a graph is compiled
         strides.extend(self.graphs[-1].schedule.output_strides)

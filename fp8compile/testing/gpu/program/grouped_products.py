@@ -1,7 +1,7 @@
-"""Grouped matrix products of generated code: a GPU library's requirements on operands, and the results.
+"""Grouped GEMMs of generated code: a GPU library's requirements on operands, and the results.
 
 Rows after the last group, and padding columns of groups, are not read. Elements that PyTorch leaves unwritten are NaN
-here, so that a read of them shows.
+here, so that reads of them are noticed.
 
 Sources of the requirements: PyTorch's checks in `_grouped_mm` and `_scaled_grouped_mm`
 (aten/src/ATen/native/cuda/GroupedBlas.cpp, aten/src/ATen/native/GroupedMMUtils.h); for four bits also the arguments
@@ -43,7 +43,7 @@ def _spans(offs: Tensor, total: int, name: str) -> Iterator[tuple[int, int, int]
 
 
 def _check_strides(x: Tensor, name: str) -> None:
-    """Check that one of the two last strides is 1, and that the other and the address are multiples of 16 bytes."""
+    """Check strides: one of the last two is 1; the other and the address are multiples of 16 bytes."""
     one, other = (x.stride(-1), x.stride(-2)) if x.stride(-1) == 1 else (x.stride(-2), x.stride(-1))
     demand(one == 1, name, f"matrices with rows or columns side by side, not strides {x.stride()}.")
     aligned = other * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
@@ -51,7 +51,7 @@ def _check_strides(x: Tensor, name: str) -> None:
 
 
 def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Multiply in float64 and round once; elements that the GPU leaves unwritten are NaN."""
+    """Multiply groups in float64 and round once; elements that the GPU leaves unwritten are NaN."""
     a, b = a.double(), b.double()
     if b.ndim == 3:
         result = torch.full((a.shape[0], b.shape[2]), torch.nan, dtype=dtype)
@@ -71,7 +71,7 @@ def grouped_mm(
     """Check a GPU's requirements on the operands, and compute `torch._grouped_mm`.
 
     If ``b`` has three dims, each group's rows of ``a`` are multiplied by the group's matrix. If it has two, each group
-    gives one product, whose sum is over the group's columns of ``a`` and rows of ``b``.
+    gives one product, summed over the group's columns of ``a`` and rows of ``b``.
     """
     name = f"_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(bias is None and a.ndim == 2, name, "no bias, and a left operand of two dims here.")
@@ -82,7 +82,7 @@ def grouped_mm(
 
 
 def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tensor:
-    """Read the scale of each element of an operand (rows, k) from tiles; each group begins with a new tile of rows."""
+    """Read the scales of an operand (rows, k) from tiles; each group begins with a new tile of rows."""
     blocks = k // MX_BLOCK
     width = -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
     demand(scale.ndim == 2 and scale.shape[1] == width, name, f"scales of rows in {width} columns of tiles.")
@@ -97,7 +97,7 @@ def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tenso
 
 
 def _mx_tokens(scale: Tensor, features: int, columns: int, offs: Tensor, name: str) -> Tensor:
-    """Read the scale of each element of an operand (features, columns) from tiles; a group's tiles lie together."""
+    """Read the scales of an operand (features, columns) from tiles; each group has tiles of its own."""
     tall = -(-features // TILE_ROWS) * TILE_ROWS
     demand(scale.ndim == 2 and scale.shape[0] == tall, name, f"scales of {tall} features in whole tiles.")
     flat, first = scale.contiguous().reshape(-1), 0
@@ -168,10 +168,9 @@ def scaled_grouped_mm(
 def grouped_blockwise_mm(
     gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object
 ) -> Tensor:
-    """Check a GPU's requirements, and compute `fp8compile::grouped_blockwise_mm` by the operator's kernel for a CPU.
+    """Check a GPU's requirements, and compute `fp8compile::grouped_blockwise_mm` by its CPU kernel.
 
-    If scales are those of blocks, that kernel adds in float32, in an order of its own. Other products in this file
-    are summed in float64.
+    With block scales, that kernel adds in float32, in its own order. Other GEMMs in this file are summed in float64.
     """
     name = f"grouped_blockwise_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(gpu is None or bool(gates_of("blockwise groups", gpu.target)), name, "compute capability 8.9 to 12.1.")
@@ -187,7 +186,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _own_tiles(codes: Tensor, scale: Tensor, first: int, name: str) -> tuple[Tensor, int]:
-    """Decode the codes of one group, whose tiles of scales begin at offset ``first``.
+    """Decode the codes of one group; its tiles of scales begin at offset ``first``.
 
     Returns:
         The values, and the offset of the next group's tiles.
@@ -204,7 +203,7 @@ def grouped_nvfp4_mm(
     """Check a GPU's requirements, and compute `fp8compile::grouped_nvfp4_mm` as on a GPU.
 
     There the operator calls `torch._scaled_grouped_mm_v2` on four-bit codes. If a group has no columns to sum over,
-    the GPU leaves its result unwritten, and it is NaN here.
+    the GPU leaves its result unwritten, which is NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
     demand(bool(gates_of("nvfp4 groups", gpu.target)), name, "compute capability 10.0 or 10.3.")

@@ -1,9 +1,9 @@
-"""Triton's interpreter with a GPU's semantics: kernels run on CPU tensors, many programs at once, in a chosen order.
+"""Triton's interpreter with a GPU's semantics: runs kernels on CPU tensors, many programs at once.
 
-Triton decides at import whether it interprets. Here, functions under ``triton.jit`` are interpreted while
+Triton decides at import whether it interprets. Here, ``triton.jit`` functions are interpreted while
 `Interpreter.active` lasts, so one process can interpret and compile.
 
-Faults of Triton's interpreter, and what is done here (docs/upstream.md lists the faults;
+Bugs of Triton's interpreter, and what is done here (docs/upstream.md lists the bugs;
 tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch):
 
     conversions         float8 loses carries and NaN, bfloat16 is truncated and loses subnormals, and int or float64 to
@@ -19,8 +19,8 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
     int(number)         raises in Triton 3.6 with numpy 2.4 or later; here it works
     libdevice           its functions return None; here PyTorch's functions are used, and unknown ones raise
     bfloat16 arithmetic computes with the bits as integers; here it raises
-    tl.dot              multiplies the bits of bfloat16; here numbers, summed in float64 and rounded once a tile
-    tl.dot_scaled       is not known; here as the GPU multiplies, `scaled_tiles`
+    tl.dot              multiplies the bits of bfloat16; here numbers, summed in float64 and rounded once per tile
+    tl.dot_scaled       is not known; here it multiplies as the GPU does, see `scaled_tiles`
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class Interpreter:
 
     Args:
         arithmetic: The choices of the GPU's compiler.
-        elements: The most elements that a block may have over all programs that run together.
-        nans: Is told which line makes the first NaN that a launch stores; None if nobody looks for NaN.
+        elements: Maximum elements of a block, over all programs that run together.
+        nans: Records which line computes the first NaN stored by a launch; None to skip the search.
 
     Attributes:
         arithmetic: The choices of the GPU's compiler.
-        elements: The most elements that a block may have over all programs that run together. With 1, each program
-            runs by itself.
+        elements: Maximum elements of a block, over all programs that run together. With 1, each program runs by
+            itself.
         multiply_adds: Number of elements that fused multiply-adds have computed so far.
     """
 
@@ -123,7 +123,7 @@ class Interpreter:
 
         Raises:
             IndexError: A program accesses memory outside of the tensors.
-            RuntimeError: Two programs access one address, and one of them writes.
+            RuntimeError: Two programs access one address, and at least one of them writes.
             NotImplementedError: The kernel does something that isn't known here.
         """
         function = self._rewrite(fn)
@@ -204,12 +204,12 @@ class Interpreter:
 
     @contextmanager
     def active(self, order: str = ORDERS[0], configuration: int = 0) -> Iterator[None]:
-        """Let functions under ``triton.jit`` be launched and called on the CPU while this context lasts.
+        """Context in which ``triton.jit`` functions can be launched and called on the CPU.
 
         Args:
             order: Order of a launch's programs, one of ``ORDERS``.
-            configuration: Number of the configuration that an autotuned kernel runs in, where its author launches it;
-                the last one if there are fewer.
+            configuration: Number of the configuration for handwritten autotuned kernels; the last one if there are
+                fewer.
         """
         self._order, self._configuration = order, configuration
         with ExitStack() as stack:
@@ -230,7 +230,7 @@ class Interpreter:
             yield
 
     def _jit(self) -> Iterator[tuple[Any, ...]]:
-        """Patches for launches of handwritten kernels, and for calls of one jitted function by another."""
+        """Yield patches for launches of handwritten kernels, and for calls of one jitted function by another."""
         jitted = triton.runtime.jit.JITFunction
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -251,7 +251,7 @@ class Interpreter:
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
     def _place(self, error: BaseException | None = None) -> str:
-        """File and line, in a kernel or a function that it calls, of what runs now or of what raised ``error``."""
+        """File and line in a kernel's code that runs now, or that raised ``error``."""
         if error is not None:
             steps = reversed(list(traceback.walk_tb(error.__traceback__)))
             path, line = next((frame.f_code.co_filename, line) for frame, line in steps if frame.f_code in self._codes)
@@ -260,7 +260,7 @@ class Interpreter:
         return f"{path.rpartition('/')[2]}:{line}"
 
     def _frames(self) -> Iterator[tuple[str, int]]:
-        """Files and lines of the kernel that runs now and of the functions that it has called, innermost first."""
+        """Yield file and line of each active frame of the running kernel and its callees, innermost first."""
         frame: Any = sys._getframe()  # not by traceback, which is slow: each access comes here
         while frame is not None:
             if frame.f_code in self._codes:
@@ -300,7 +300,7 @@ class Interpreter:
         yield Builder, "create_inline_asm", inline_assembly
 
     def _look_for_nan(self, stored: Handle, mask: np.ndarray) -> None:
-        """Note whether the programs that run store a NaN, or one's code after they loaded an odd number."""
+        """Record whether the running programs store a NaN, or the code of a NaN after they loaded inf or NaN."""
         found = is_code(stored) if self._has_odd else None
         found = nans(stored) if found is None else found
         if found is not None and found.any():
@@ -367,7 +367,7 @@ def _argument(value: Any) -> Any:
 
 
 def _cast(_: Builder, source: Handle, target: tl.dtype) -> Handle:
-    """Convert between number types. Conversions from and to bfloat16 go through float32, which has all its values."""
+    """Convert between number types. bfloat16 is converted through float32, which has all its values."""
     values, kinds = source.data, (source.dtype.scalar, target.scalar)
     if tl.bfloat16 not in kinds:
         return Handle(values.astype(interpreter._get_np_dtype(target)), target.scalar)

@@ -1,7 +1,7 @@
-"""The register of libraries whose operators programs may call, with their tables of which GPU runs which product.
+"""Registry of libraries whose operators programs may call, and of the GEMMs that each GPU runs.
 
-The rest of ``testing/gpu`` depends on PyTorch and Triton alone. The package fp8compile enters its own operators here,
-in ``fp8compile/testing/own_library.py``.
+The rest of ``testing/gpu`` depends on PyTorch and Triton alone. The package fp8compile registers its own operators
+here, in ``fp8compile/testing/own_library.py``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Library", "gates_of", "make_known", "operator_called"]
 
 @dataclass(frozen=True)
 class Library:
-    """A library's operators and its table of products.
+    """A library's operators and its table of GEMMs.
 
     Attributes:
         operator: Takes an operator's name with its namespace, and returns the Python function that a GPU runs for it;
             None for an operator of another library.
-        gates: Takes a product's name and a target, and returns the table's entries for them, each with
-            ``out_dtypes``; an empty sequence if the target does not run the product.
+        gates: Takes a GEMM's name and a target, and returns the table's entries for them, each with ``out_dtypes``;
+            an empty sequence if the target does not run the GEMM.
     """
 
     operator: Callable[[str], Callable[..., Any] | None]
@@ -34,15 +34,15 @@ _KNOWN: list[Library] = []
 
 
 def make_known(library: Library) -> None:
-    """Let programs call the operators of a library."""
+    """Register a library, so that programs may call its operators."""
     _KNOWN.append(library)
 
 
 def operator_called(name: str) -> Callable[..., Any] | None:
-    """The Python function that a GPU runs for an operator of a known library; None for any other."""
+    """Python function that a GPU runs for an operator of a registered library; None for others."""
     return next(filter(None, (library.operator(name) for library in _KNOWN)), None)
 
 
 def gates_of(product: str, target: Target) -> list[Any]:
-    """Entries of the libraries' tables that say how a target runs a product; none if it doesn't."""
+    """Entries of the libraries' tables that describe how a target runs a GEMM; [] if it doesn't."""
     return [gate for library in _KNOWN for gate in library.gates(product, target)]

@@ -1,7 +1,7 @@
-"""Checks of a launch's memory accesses: they stay inside of its tensors, and programs do not race.
+"""Checks a launch's memory accesses: they stay inside its tensors, and programs do not race.
 
 A GPU runs the programs of a launch in any order, some at the same time. If one program writes to an address that
-another one reads or writes, the result depends on chance, unless all of them use atomic operations.
+another one reads or writes, the result depends on chance, unless both use atomic operations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Access", "poisoned"]
 
 
 def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
-    """Allocate a tensor whose memory is filled with one byte, so that reads of unwritten memory show.
+    """Allocate a tensor with memory filled with one byte, so that reads of unwritten memory are noticed.
 
     The byte 255 gives NaN in every float format.
     """
@@ -29,7 +29,7 @@ def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The address of a tensor's first byte, and the address after its last byte."""
+    """Address of a tensor's first byte, and the address after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     end = (last + 1) * tensor.element_size() if tensor.numel() else 0
     return tensor.data_ptr(), tensor.data_ptr() + end
@@ -37,11 +37,11 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Accessed:
-    """One load, store or atomic that a batch of programs made.
+    """One load, store or atomic that a batch of programs executed.
 
     Attributes:
-        programs: Numbers of the programs, (P,).
-        pointers: Addresses of the elements; dim 0 is that of programs, of size 1 if all of them access the same.
+        programs: Linear indices of the programs, (P,).
+        pointers: Addresses of the elements; dim 0 is that of programs, with size 1 if all of them access the same.
         mask: True for each element that is accessed, of the same shape.
         place: File and line of the load, store or atomic.
         span: The first address, and the address after the last one.
@@ -70,7 +70,7 @@ class Access:
     Attributes:
         name: Name of the kernel.
         spans: First address and end address of each tensor, by the argument's name.
-        programs: Numbers of the programs that run, (P,) int64.
+        programs: Linear indices of the programs that run, (P,) int64.
     """
 
     name: str
@@ -85,11 +85,11 @@ class Access:
         return cls(name, {each: _span(value) for each, value in tensors.items() if isinstance(value, Tensor)})
 
     def record(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int, place: str) -> None:
-        """Record an access before it is made.
+        """Record an access before it is executed.
 
         Args:
             kind: "load", "store" or "atomic".
-            pointers: Addresses of the elements; dim 0 is that of programs, of size 1 if all of them load the same.
+            pointers: Addresses of the elements; dim 0 is that of programs, with size 1 if all of them load the same.
             mask: True for each element that is accessed, of the same shape.
             width: Bytes of each element.
             place: File and line of the access.
@@ -123,7 +123,7 @@ class Access:
         )
 
     def mark(self) -> dict[str, int]:
-        """The number of records so far, for `forget`."""
+        """Number of records so far, an argument of `forget`."""
         return {kind: len(records) for kind, records in self._accessed.items()}
 
     def forget(self, marked: dict[str, int]) -> None:
@@ -161,25 +161,25 @@ class Access:
                 )
 
     def _places(self, kind: str, address: np.uint64) -> list[str]:
-        """Files and lines of the accesses to an address."""
+        """Files and lines of the accesses of a kind to an address."""
         return [each.place for each in self._accessed[kind] if (each.elements()[0] == address).any()]
 
 
 def _flat(parts: Sequence[Accessed]) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses, and the program that accessed each of them."""
+    """Flatten accesses to addresses, and the program that accessed each of them."""
     elements = [each.elements() for each in parts]
     return tuple(np.concatenate(each) for each in zip(*elements, strict=True))  # type: ignore[return-value]  # two
 
 
 def _sorted(parts: Sequence[Accessed]) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses in order, and the program that accessed each of them."""
+    """Flatten accesses to sorted addresses, and the program that accessed each of them."""
     addresses, programs = _flat(parts)
     order = np.argsort(addresses, kind="stable")  # which is fast for addresses that are in order by parts
     return addresses[order], programs[order]
 
 
 def _raced(parts: Sequence[Accessed]) -> np.ndarray:
-    """Addresses that two programs access."""
+    """Addresses that at least two programs access."""
     if not parts:
         return np.zeros(0, np.uint64)
     addresses, programs = _sorted(parts)
@@ -187,13 +187,13 @@ def _raced(parts: Sequence[Accessed]) -> np.ndarray:
 
 
 def _near(parts: Sequence[Accessed], others: Sequence[Accessed]) -> list[Accessed]:
-    """The accesses whose spans overlap the span of one of the others."""
+    """The accesses in ``parts`` whose spans overlap the span of one of ``others``."""
     low, high = (np.array([each.span[side] for each in others], np.int64) for side in (0, 1))
     return [each for each in parts if ((low < each.span[1]) & (high > each.span[0])).any()]
 
 
 def _shared(parts: Sequence[Accessed], others: Sequence[Accessed]) -> np.ndarray:
-    """Addresses that a program accesses in ``parts`` and a different one in ``others``."""
+    """Addresses that one program accesses in ``parts`` and a different one in ``others``."""
     near = _near(others, parts)
     if not near:
         return np.zeros(0, np.uint64)

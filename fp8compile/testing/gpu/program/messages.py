@@ -1,7 +1,7 @@
-"""Functional collectives without other ranks: tensors of other ranks are computed from this rank's tensor.
+"""Emulates functional collectives; tensors of other ranks are computed from this rank's tensor.
 
-Rank ``r`` is given this rank's elements, rotated by ``r`` minus this rank's number. So ranks have different values,
-and a program and its reference get the same ones.
+The tensor of rank ``r`` is this rank's tensor with elements rotated by ``r`` minus this rank's number. So ranks have
+different values, and a program and its reference get the same ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["MESSAGES", "message"]
 
 
 def _ranks(group: Any) -> tuple[int, int]:
-    """The size of a group, and this rank's number in the group."""
+    """Size of a process group, and this rank's number in the group."""
     from torch.distributed import distributed_c10d
 
     resolve: Any = distributed_c10d._resolve_process_group
@@ -25,7 +25,7 @@ def _ranks(group: Any) -> tuple[int, int]:
 
 
 def _of_rank(x: Tensor, other: int) -> Tensor:
-    """The tensor of the rank whose number is this rank's number plus ``other``."""
+    """The emulated tensor of the rank with this rank's number plus ``other``."""
     integers = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     return integers.flatten().roll(other).view(x.shape).view(x.dtype)
 
@@ -84,7 +84,7 @@ MESSAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def message(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Tensor:
-    """The result of a functional collective on this rank.
+    """Compute the result of a functional collective on this rank.
 
     Raises:
         NotImplementedError: The collective isn't known here.

@@ -1,8 +1,8 @@
-"""Where a NaN comes from: the first line of a kernel, product or operator that makes one of operands that have none.
+"""Finds where a NaN comes from: the first line of a kernel, GEMM or operator that produces it.
 
     launch stores a NaN --its programs run again, watched--> each value has the number of the step that made its NaN
 
-A step is a line that makes a NaN, or that reads one from memory. Results are those of the unwatched run.
+A step is a line that produces a NaN, or that reads one from memory. Results are those of the unwatched run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["NanOrigin", "NanSearch", "has_nan"]
 
 @dataclass(frozen=True, kw_only=True)
 class NanOrigin:
-    """The first step of a run whose result has a NaN that its operands do not have, or that reads one from memory.
+    """First step of a run whose result has a NaN that its operands lack, or that reads one from memory.
 
     Attributes:
         graph: "forward" or "backward".
-        name: Name of the kernel; for a product or operator what it is called with.
-        is_made: Whether the step makes the NaN; if not, it reads one that no step of the graph has made.
-        place: File and line of the kernel; "" for a product or operator.
+        name: Name of the kernel; for a GEMM or operator, a description of the call.
+        is_made: Whether the step produces the NaN; if not, it reads one that no step of the graph has produced.
+        place: File and line of the kernel; "" for a GEMM or operator.
         line: The line's text.
-        operands: The operands' numbers where the NaN is made, such as "inf and inf", or words for them.
-        tensor: Words for the tensor: the kernel's argument that the NaN is stored to or read from, and its element.
+        operands: The operands' numbers where the NaN is produced, such as "inf and inf", or a description of them.
+        tensor: The kernel's argument, and its element, that the NaN is stored to or read from, in words.
     """
 
     graph: str
@@ -54,11 +54,11 @@ class NanOrigin:
 
 @dataclass
 class NanSearch:
-    """The search for the origin of a graph's NaN, over the launches and products of all its runs.
+    """The search for the origin of a graph's NaN, over the launches and GEMMs of all its runs.
 
     Attributes:
         graph: "forward" or "backward".
-        origin: What was found so far: the first step that makes a NaN, or else the first one that reads one.
+        origin: Result so far: the first step that produces a NaN, or else the first one that reads one.
         shows: Whether a run has changed an argument to NaN.
     """
 
@@ -69,11 +69,11 @@ class NanSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether a step that makes a NaN is found."""
+        """Whether a step that produces a NaN has been found."""
         return self.origin is not None and self.origin.is_made
 
     def begin(self, names: Sequence[str], values: Sequence[Any]) -> None:
-        """Remember the memory of a graph's inputs, to name the one that a NaN was read from."""
+        """Store the addresses of a graph's inputs, to name the input that a NaN was read from."""
         self._inputs = [
             (start := each.untyped_storage().data_ptr(), start + each.untyped_storage().nbytes(), name)
             for name, each in zip(names, values, strict=True)
@@ -81,15 +81,15 @@ class NanSearch:
         ]
 
     def found(self, name: str, **about: Any) -> None:
-        """Keep an origin, unless an earlier one is as good."""
+        """Store an origin, unless there is an earlier one that is as good."""
         new = NanOrigin(graph=self.graph, name=name, **about)
         if self.origin is None or (new.is_made and not self.origin.is_made):
             self.origin = new
 
     def computed(self, name: Any, operands: Mapping[str, Any], results: Sequence[Any]) -> None:
-        """Look at a product or operator that is no generated kernel, whose operands have names.
+        """Check the results of a GEMM or library operator for NaN; ``operands`` maps names to tensors.
 
-        ``name`` is written out if a result has a NaN.
+        ``name`` is converted to text only if a result has a NaN.
         """
         if self.is_over or not any(has_nan(each) for each in results):
             return
@@ -105,17 +105,17 @@ class NanSearch:
             self.found(str(name), is_made=False, tensor="elements that it leaves unwritten")
 
     def memory(self, address: int, unwritten: str = "memory that nobody has written") -> str:
-        """Words for what holds an address: an input of the graph, or else ``unwritten``."""
+        """Describe what contains an address: an input of the graph, or else ``unwritten``."""
         name = next((name for start, end, name in self._inputs if start <= address < end), None)
         return unwritten if name is None else f"the graph's input {name}"
 
     @contextmanager
     def watching(self, access: Access, frames: Callable[[], Iterator[tuple[str, int]]]) -> Iterator[None]:
-        """Context in which programs of a kernel run again, watched; the search is told when it ends.
+        """Context in which programs of a kernel run again, watched; stores the origin found at exit.
 
         Args:
             access: The record of the launch.
-            frames: Gives files and lines of the kernel and the functions that it has called, innermost first.
+            frames: Yields files and lines of the kernel and the functions that it has called, innermost first.
         """
         watch = Watch(access, frames, self.memory)
         with ExitStack() as stack:
@@ -130,7 +130,7 @@ class NanSearch:
 
 
 def has_nan(value: Any) -> bool:
-    """Whether a tensor has a NaN; bytes and integers have none."""
+    """Whether a tensor has a NaN; False for bytes, integers and anything that is no tensor."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype.itemsize == 0:
         return False
     return value.dtype != torch.float4_e2m1fn_x2 and bool(value.float().isnan().any())

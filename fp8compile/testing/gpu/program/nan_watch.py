@@ -1,4 +1,4 @@
-"""Follows NaN through a kernel: operators of the interpreter are wrapped, and values say which step made their NaN."""
+"""Follows NaN through a kernel: tags the interpreter's values with the step that made their NaN."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ NONE = np.iinfo(np.int32).max
 
 @dataclass(frozen=True)
 class Step:
-    """A line of a kernel that makes a NaN, or reads one.
+    """A line of a kernel that produces a NaN, or reads one from memory.
 
     Attributes:
-        is_made: Whether it makes the NaN.
+        is_made: Whether it produces the NaN.
         place: File and line.
         line: The line's text.
-        operands: The operands' numbers where a NaN is made, or words for them.
-        read_from: Words for the memory that a NaN is read from.
-        stored_to: Words for where the NaN is stored first; "" if it is not.
+        operands: The operands' numbers where a NaN is produced, or a description of them.
+        read_from: Description of the memory that a NaN is read from.
+        stored_to: Description of where the NaN is stored first; "" if it is not stored.
     """
 
     is_made: bool
@@ -63,7 +63,7 @@ def _kind(handle: Handle) -> Any:
 
 
 def nans(handle: Handle) -> np.ndarray | None:
-    """Which elements are NaN; None if the type has none."""
+    """Mask of the elements that are NaN; None if the type has no NaN."""
     kind = _kind(handle)
     if not kind.is_floating() or handle.data.dtype == bool:  # the interpreter keeps the type of what is compared
         return None
@@ -75,7 +75,7 @@ def nans(handle: Handle) -> np.ndarray | None:
 
 
 def is_odd(handle: Handle) -> bool:
-    """Whether an element is infinite or NaN."""
+    """Whether any element is infinite or NaN."""
     kind, data = _kind(handle), handle.data
     if not kind.is_floating():
         return False
@@ -87,13 +87,13 @@ def is_odd(handle: Handle) -> bool:
 
 
 def is_code(handle: Handle) -> np.ndarray | None:
-    """Which elements are bytes that may be the code of a NaN; None if elements are no integers of 8 bits."""
+    """Mask of 8-bit integers that may be the code of a NaN; None for other types."""
     is_bytes = _kind(handle) in (tl.uint8, tl.int8)
     return (handle.data & CODE) >= (CODE - 2) if is_bytes else None
 
 
 def _shown(handle: Handle, at: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """An operand's number at an index of the result."""
+    """Text of an operand's number at an index of the result."""
     kind = _kind(handle)
     if not (kind.is_floating() or kind.is_int()):
         return ""
@@ -107,12 +107,12 @@ def _shown(handle: Handle, at: tuple[int, ...], shape: tuple[int, ...]) -> str:
 
 
 class Watch:
-    """Gives values of a kernel the numbers of the steps that their NaN come from, in ``attr["nan"]``, from 1 on.
+    """Tags a kernel's values in ``attr["nan"]`` with the numbers, from 1, of the steps behind their NaN.
 
     Args:
         access: The record of the launch.
-        frames: Gives files and lines of the kernel and the functions that it has called, innermost first.
-        memory: Words for what holds an address.
+        frames: Yields files and lines of the kernel and the functions that it has called, innermost first.
+        memory: Describes what contains an address.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class Watch:
 
     @property
     def first(self) -> Step | None:
-        """The step that made the first NaN that was stored, or else read it; None if no NaN was."""
+        """The step that produced the first stored NaN, or else read it; None if no NaN was stored."""
         ranked = sorted(self._stored, key=lambda number: (not self._steps[number - 1].is_made, number))
         return replace(self._steps[ranked[0] - 1], stored_to=self._stored[ranked[0]]) if ranked else None
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """Patches of the interpreter that watch, each as (object, attribute, replacement)."""
+        """Yield the patches of the interpreter that watch, each as (object, attribute, replacement)."""
         for name in dir(Builder):
             if name.startswith("create_"):
                 yield Builder, name, self._watched(name, getattr(Builder, name))
@@ -174,7 +174,7 @@ class Watch:
     # what becomes of the numbers
 
     def _follow(self, name: str, result: Handle, args: Sequence[Any]) -> None:
-        """Give the numbers of the operands to the result, and one of its own to each NaN that is new."""
+        """Pass the operands' step numbers to the result, and give each NaN that is new a step of its own."""
         operands = [each for each in args if isinstance(each, Handle)]
         if name in LOADS:
             return self._load(result, *(args[at] for at in ((0, 1, 2) if name == "create_masked_load" else (1, 3, 2))))
@@ -196,7 +196,7 @@ class Watch:
     def _keep(
         self, result: Handle, numbers: np.ndarray, made: np.ndarray | None, operands: Any, *, is_made: bool = True
     ) -> None:
-        """Number a result: NaN by their steps, truth values and bytes by the NaN that decided them."""
+        """Tag a result: NaN with their steps; bools and bytes with the NaN that decided them."""
         if made is None:
             if numbers.any():
                 result.attr["nan"] = numbers
@@ -279,7 +279,7 @@ class Watch:
         return np.broadcast_to(handle.attr.get("nan", np.int32(0)), shape)
 
     def _first(self, numbers: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """The smallest number that is not 0, of each element."""
+        """The smallest number that is not 0, elementwise; 0 if all are 0."""
         found = np.zeros(shape, np.int32)
         for each in numbers:
             found = np.where((found == 0) | ((each > 0) & (each < found)), each, found)
@@ -294,14 +294,14 @@ class Watch:
 
 
 def _infinities(operands: Sequence[Handle]) -> Iterator[str]:
-    """Words for the infinite operands of a product of tiles; other operators have other operands, and no words."""
+    """Describe the infinite operands of a product of tiles; yields nothing for other operators."""
     for name, each in zip(("left tile", "right tile", "sum"), operands, strict=False):
         if len(operands) == 3 and is_odd(each):
             yield f"an infinity in the {name}"
 
 
 def _of_programs(handle: Handle, shape: tuple[int, ...]) -> np.ndarray:
-    """For each program the smallest number among all its elements, in a result's shape."""
+    """The smallest step number among all elements of each program, broadcast to a result's shape."""
     numbers = handle.attr["nan"].reshape(len(handle.data), -1)
     first = np.where(numbers == 0, NONE, numbers).min(1)
     first = np.where(first == NONE, 0, first).astype(np.int32)

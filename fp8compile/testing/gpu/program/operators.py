@@ -1,7 +1,7 @@
 """Computes PyTorch's operators for the reference, with the same bits as an interpreted program.
 
 Sums are rounded once, because PyTorch's CPU kernels add in their own order. Functions such as exp run on contiguous
-tensors, because PyTorch has several implementations whose last bits differ. A division by a number is a product with
+tensors, because PyTorch has several implementations whose last bits differ. Division by a number is multiplication by
 its reciprocal, as in a GPU's kernels, both PyTorch's and Inductor's.
 """
 
@@ -24,7 +24,7 @@ FUNCTIONS = ("exp", "rsqrt", "tanh", "erf", "log", "sin", "cos", "exp2", "log2")
 
 
 def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an operator, by the rule that this file has for it, or else by PyTorch."""
+    """Compute an operator: by a rule in this file if there is one, else by PyTorch."""
     if op is aten.view.default:  # saved tensors have the strides that Inductor gave them
         op = aten.reshape.default
     if op in SUMS:
@@ -47,7 +47,7 @@ def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _sum(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A sum in float64, rounded once to float32, as in the program. A mean divides that sum."""
+    """Sum in float64, rounded once to float32, as in the program; a mean divides that sum."""
     x, dims = args[0], args[1] if len(args) > 1 else None
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     if not x.is_floating_point():

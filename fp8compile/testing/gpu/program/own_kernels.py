@@ -1,4 +1,4 @@
-"""Triton kernels of the function's author: launched in the function, or by a custom operator.
+"""Handwritten Triton kernels of a function's author, launched directly or by a custom operator.
 
 The reference runs the same kernel, one program after the other. So a run checks the kernel's memory accesses, whether
 the order of programs changes anything, and the code that Inductor generates around the kernel.
@@ -20,7 +20,7 @@ KNOWN = ("aten", "prims", "inductor")  # PyTorch's own namespaces; it defines pr
 
 
 def implementation_on_gpu(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """The Python function that a GPU would run for an operator of ``torch.library.custom_op``; None for any other."""
+    """The Python function that a GPU would run for an operator of ``torch.library.custom_op``; else None."""
     from torch._library.custom_ops import OPDEFS
 
     found = OPDEFS.get(op._schema.name) if op.namespace not in KNOWN else None
@@ -29,14 +29,14 @@ def implementation_on_gpu(op: torch._ops.OpOverload) -> Callable[..., Any] | Non
 
 
 def _without_tuners(kernel: Any) -> Any:
-    """The function under ``triton.jit`` below autotuning and heuristics."""
+    """The ``triton.jit`` function inside autotuning and heuristics."""
     while hasattr(kernel, "configs") or hasattr(kernel, "values"):
         kernel = kernel.fn
     return kernel
 
 
 def place_of(name: str, line: str) -> str | None:
-    """File and line of a line in the author's kernel with this name, of which Inductor has copied the text.
+    """File and line in the author's kernel ``name`` whose text is ``line``; Inductor has copied that text.
 
     None if no kernel has the name, or if not exactly one of its lines has the text.
     """
@@ -53,7 +53,7 @@ def launched(
     *, kernel_idx: int, constant_args_idx: int, grid: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any],
     tensors_to_clone: Sequence[str], tma_descriptor_metadata: Mapping[str, Any], launch_kwargs: Sequence[str] = (),
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Compute ``torch.ops.higher_order.triton_kernel_wrapper_functional``; arguments are those of the operator.
+    """Compute ``torch.ops.higher_order.triton_kernel_wrapper_functional`` from its arguments.
 
     Call it while an `Interpreter` is active. An autotuned kernel runs in its first configuration here, even if the
     program runs it in all of them.
@@ -79,7 +79,7 @@ def launched(
 
 
 def _descriptor(tensor: Tensor, made: tuple[str, tuple[Any, ...]]) -> Any:
-    """The TMA descriptor of a tensor; ``made`` is PyTorch's record of how the host makes it."""
+    """Make the TMA descriptor of a tensor; ``made`` is PyTorch's record of how the host makes it."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     kind, given = made

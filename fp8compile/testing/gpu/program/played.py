@@ -1,4 +1,4 @@
-"""A GPU's products played on the CPU: each call is checked as the GPU's library would, and computed in float64."""
+"""Simulates a GPU's GEMMs on the CPU: checks operands as its library would, computes in float64."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class _Played(TorchDispatchMode):
 
 @contextmanager
 def played_products(gpu: Gpu, *, interpret: bool = False) -> Iterator[None]:
-    """Context in which this package's GEMMs call the products that they call on a GPU, computed on the CPU.
+    """Context in which this package's GEMMs choose kernels as on a GPU; these are simulated on the CPU.
 
-    A product whose operands the GPU's library would refuse raises a ValueError. Results are rounded once.
+    A GEMM with operands that the GPU's library would refuse raises a ValueError. Results are rounded once.
 
     Args:
         gpu: The GPU.
-        interpret: Whether this package's Triton kernel for grouped products runs in Triton's interpreter. If not, the
-            same operator's kernel for a CPU takes its place.
+        interpret: Whether this package's Triton kernel for grouped GEMMs runs in Triton's interpreter. If not, the
+            same operator's CPU kernel runs.
 
     Raises:
         ModuleNotFoundError: Triton is not installed, and ``interpret`` is True.

@@ -1,4 +1,4 @@
-"""Matrix products of generated code: a GPU library's requirements on operands, and results that are rounded once.
+"""Matrix products of generated code: checks of a GPU library's requirements, and results.
 
 A result is summed in float64 and rounded to its dtype, so it depends only on the operands' values. cuBLASLt adds in
 its own order, and for float8 in its own precision.
@@ -62,7 +62,7 @@ class Product:
 
     @property
     def operand_names(self) -> tuple[str, ...]:
-        """Words for each operand, such as "left scale"."""
+        """Description of each operand, such as "left scale"."""
         names = BIASED if "add" in self.name else SCALED
         return (*names, *(f"operand {at}" for at in range(len(names), len(self.operands))))[: len(self.operands)]
 
@@ -75,12 +75,12 @@ class Product:
 
 
 def _is_laid(scale: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; that of a dim of one element may be any."""
+    """Whether a tensor has these strides; the stride of a dim of size 1 is ignored."""
     return all(n == 1 or has == wants for n, has, wants in zip(scale.shape, scale.stride(), strides, strict=True))
 
 
 def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str, Tensor]:
-    """Expand the scales of one operand of `_scaled_mm`, with their layout checked.
+    """Expand the scales of one operand of `_scaled_mm` to its elements, and check their layout.
 
     Args:
         scale: The operand's scales. Those of a right operand are transposed, so that they run along its columns.
@@ -125,7 +125,7 @@ def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> T
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """The scales of a right operand, transposed; a scale without dims is returned unchanged."""
+    """Transpose the scales of a right operand; a scale without dims is returned unchanged."""
     return scale.t() if scale.ndim == 2 else scale
 
 
@@ -181,7 +181,7 @@ def nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Check a GPU's requirements, and compute the four-bit `torch._scaled_mm_v2` of `fp8compile::nvfp4_mm`."""
+    """Check a GPU's requirements, and compute `fp8compile::nvfp4_mm` (`torch._scaled_mm_v2` in 4 bits)."""
     name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
     demand(bool(gates_of("nvfp4", gpu.target)), name, "four-bit codes on compute capability 10.0 to 12.1.")
     demand(a.shape[1] == b.shape[1] and a.is_contiguous() and b.is_contiguous(), name, "rows of one length.")
@@ -196,7 +196,7 @@ def nvfp4_mm(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Convert to float64 in one layout, so that the same values give the same sums."""
+    """Convert to contiguous float64, so that the same values give the same sums."""
     return tensor.contiguous().double() if tensor.is_floating_point() else tensor.contiguous()
 
 
@@ -240,7 +240,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 
 
 def is_product(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator is one of ``PRODUCTS``: by its name, and by its namespace, which is aten or fp8compile."""
+    """Whether an operator is one of ``PRODUCTS``, by its name and its namespace (aten or fp8compile)."""
     namespace, _, name = op._schema.name.partition("::")
     return namespace in ("aten", "fp8compile") and name in PRODUCTS
 
@@ -250,7 +250,7 @@ class Products:
 
     Args:
         gpu: The GPU whose requirements are checked; None if there is none, for products that allow that.
-        nans: The search that is told what each product makes of its operands; None if nobody looks for NaN.
+        nans: The search for the origin of NaN, which gets each product's operands and result; None to skip it.
 
     Attributes:
         gpu: The GPU, or None.
@@ -262,7 +262,7 @@ class Products:
         self.called: list[Product] = []
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
-        """The function of a product, which generated code looks up by name in Inductor's ``extern_kernels``."""
+        """The function of a matrix product, looked up by generated code as in Inductor's ``extern_kernels``."""
         if name not in PRODUCTS:
             raise NotImplementedError(
                 f"run_gpu_program: generated code calls extern_kernels.{name}; known are {', '.join(PRODUCTS)}."
@@ -270,7 +270,7 @@ class Products:
         return lambda *args, **kwargs: self.multiply(name, *args, **kwargs)
 
     def multiply(self, name: str, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Compute the product called ``name``, record the call, and write the result to ``out`` if that is given."""
+        """Compute the matrix product ``name``, record the call, and write to ``out`` if that is given."""
         with _disable_current_modes():  # operators that compute the product are no part of the program
             result = PRODUCTS[name](self.gpu, *args, **kwargs)
             given = [arg for arg in args if isinstance(arg, Tensor)]

@@ -1,7 +1,7 @@
-"""Random numbers as Inductor's kernels draw them on a GPU: Philox 4x32 with ten rounds, from a seed and an index.
+"""Random numbers as Inductor's kernels draw them on a GPU: Philox 4x32-10, from seed and index.
 
-The index is that of an element. A kernel draws one word for each element, or four words for four elements in a row, by
-Inductor's ``rand4x``. So two kernels that draw the same tensor may get different numbers; a reference draws as the
+The index is that of an element. A kernel draws one word for each element, or four words for four consecutive elements,
+by Inductor's ``rand4x``. So two kernels that draw the same tensor may get different numbers; a reference draws as the
 first kernel does.
 
 Sources: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; triton/language/random.py;
@@ -52,25 +52,25 @@ def philox(seed: int, *counters: np.ndarray) -> list[np.ndarray]:
 
 
 def seeds(count: int) -> Tensor:
-    """Draw seeds as generated code does, (count,) int64, from PyTorch's generator of the CPU."""
+    """Draw seeds as generated code does, (count,) int64, from PyTorch's CPU generator."""
     return torch.randint(-(2**63), 2**63 - 1, [count])
 
 
 def _uniform(words: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1), float32, by Triton's ``uint_to_uniform_float``."""
+    """Convert words to numbers in [0, 1), float32, by Triton's ``uint_to_uniform_float``."""
     signed = words.view(np.int32)
     return np.where(signed < 0, ~signed, signed).astype(np.float32) * np.float32(4.6566127342e-10)
 
 
 def _normal(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two normal numbers of two uniform ones, float32, by Triton's Box-Muller transform."""
+    """Convert two uniform numbers to two normal ones, float32, by Triton's Box-Muller transform."""
     radius = square_root(-2.0 * torch.log(torch.from_numpy(np.maximum(np.float32(1e-7), first))))
     angle = torch.from_numpy(np.float32(2 * math.pi) * second)
     return (radius * torch.cos(angle)).numpy(), (radius * torch.sin(angle)).numpy()
 
 
 class RandomNumbers:
-    """The random numbers of one run: its graphs draw the same numbers where they draw from the same seed."""
+    """The random numbers of one run; graphs that draw from the same seed get the same numbers."""
 
     def __init__(self) -> None:
         self._by_fours: dict[int, bool] = {}  # by seed: how the first kernel draws that draws from it
@@ -81,8 +81,8 @@ class RandomNumbers:
         Args:
             name: The operator's name, without its namespace.
             args: The operator's arguments.
-            by_fours: Whether the kernel that draws uses four words of each counter. The first kernel of a seed decides
-                for all; a later kernel that draws in the other way differs from the reference.
+            by_fours: Whether the kernel uses four words of each counter. The first kernel of a seed decides for all; a
+                later kernel that draws the other way differs from the reference.
 
         Returns:
             Numbers in float32; whole numbers in int64.

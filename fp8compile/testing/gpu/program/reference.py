@@ -1,4 +1,4 @@
-"""The reference of a program: it runs the graph that the program was generated from, operator by operator in PyTorch.
+"""The reference of a program: runs the program's graph, operator by operator in PyTorch.
 
 Inductor computes in float32 and rounds a value to bfloat16 or float16 when it is stored, so values that never leave a
 kernel are not rounded. The reference does the same: it keeps such results in float32 until something stores them or
@@ -49,10 +49,10 @@ class Reference(fx.Interpreter):
 
     Args:
         graph: The graph.
-        gpu: The GPU, whose requirements on products are checked.
+        gpu: The GPU, whose requirements on matrix products are checked.
         found: Inductor's schedule of the graph.
         numbers: The random numbers of the run.
-        written: What the program's templates wrote, by the buffer's name.
+        written: Results of the program's templates, by the buffer's name.
         rounds_each: Whether each operator's result is rounded to its dtype.
 
     Attributes:
@@ -133,12 +133,12 @@ class Reference(fx.Interpreter):
         return self._unrounded(self.call_function(node.target, args, kwargs))
 
     def _bias_added_later(self, name: str, bias: Tensor, args: Sequence[Any]) -> Tensor:
-        """Multiply, round, and then add the bias: Inductor adds it in another kernel than the product's."""
+        """Multiply, round, and then add the bias, because Inductor adds it in a kernel after the GEMM."""
         product = self.products.multiply(name, *args)
         return (bias.float() + product.float()).to(product.dtype)
 
     def _in_template(self, node: fx.Node, kernel: str) -> Bounded | None:
-        """The value of a node that a template computes or that is fused behind one; None in any other kernel."""
+        """Exact and bounded values of a node that ``kernel`` computes, if the kernel is a template; else None."""
         if kernel not in self._templates:
             return None
         if node in self._sums:
@@ -157,7 +157,7 @@ class Reference(fx.Interpreter):
         return Bounded(*(self._fused(node, kernel, bounded, side) for side in SIDES))
 
     def _fused(self, node: fx.Node, kernel: str, bounded: Mapping[fx.Node, Bounded], side: str) -> Any:
-        """The value of an operator fused behind a template, from its operands' field ``side`` of `Bounded`."""
+        """Compute an operator fused after a template, from its operands' field ``side`` of `Bounded`."""
         is_single = side == "single"
 
         def operand_of(operand: fx.Node) -> Any:
@@ -178,7 +178,7 @@ class Reference(fx.Interpreter):
         return None if found is None else found.at(place)
 
     def _settled(self, node: fx.Node, kernel: str, value: Bounded) -> Any:
-        """Compare what a template wrote with its bound, and return what it wrote, from which later nodes go on."""
+        """Compare a template's result with its bound, and return the template's result for use by later nodes."""
         self._bounded[node, kernel] = value
         result, where = value.exact, f"{self._templates[kernel]}, {node}"
         for place, got in self._written.get(node, {}).items():
@@ -191,7 +191,7 @@ class Reference(fx.Interpreter):
         return result.float() if is_low and not self._rounds_each else result
 
     def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
-        """The value of an operand: unrounded if the same kernel computes it, rounded if it is read from memory."""
+        """Value of an operand: unrounded if the same kernel computes it, rounded if read from memory."""
         if self._rounds_each:
             return self.env[operand]
         value = self.env[operand] if kernel is None else self._inside.get((operand, kernel), self.env[operand])
@@ -205,11 +205,11 @@ class Reference(fx.Interpreter):
         return _rounded(node, self.env[node])
 
     def _sum_in_product(self, node: fx.Node) -> Tensor:
-        """A product together with the tensor that is added to it, rounded once."""
+        """Compute a GEMM fused with an addition, rounded once."""
         return self.products.multiply("addmm", *map(self._memory, self._terms(node)))
 
     def _terms(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The operands of a fused addition: the tensor that is added, then the product's factors."""
+        """Operands of a fused addition: the added tensor, then the GEMM's factors."""
         product = self._sums[node]
         (other,) = (arg for arg in node.args if arg is not product)
         factors: tuple[Any, ...] = product.args
@@ -220,7 +220,7 @@ class Reference(fx.Interpreter):
         return node.target is aten.view.dtype or self._is_called(node)
 
     def _is_called(self, node: fx.Node) -> bool:
-        """Whether generated code calls the operator: a matrix product, or an operator that a library computes."""
+        """Whether generated code calls the operator, as it does for GEMMs and other operators of libraries."""
         if node.target is triton_kernel_wrapper_functional or is_attention(node.target):
             return True
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -255,7 +255,7 @@ class Reference(fx.Interpreter):
 
 
 def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
-    """A node's result with the tensor at ``place`` replaced by ``item``; () is the place of an only tensor."""
+    """Replace the tensor at index ``place`` of a node's nested results by ``item``; () is the only result."""
     if not place:
         return item.reshape(value.shape)
     first, *others = place
@@ -263,7 +263,7 @@ def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
 
 
 def _rounded(node: fx.Node, value: Any) -> Any:
-    """A node's value, rounded to the dtype that the graph says."""
+    """Round a node's value to the dtype that it has in the graph."""
     meta = node.meta.get("val")
     if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
         return value.to(meta.dtype)
@@ -281,12 +281,12 @@ def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
 
 
 def _id(launch: ScheduledLaunch) -> str:
-    """Identify a launch by its first buffer, which no other launch makes; kernels are launched several times."""
+    """Identify a launch by its first buffer, which is unique; kernel names are not."""
     return next(iter(launch.made))
 
 
 def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
-    """Each addition that Inductor fused with a matrix product, and the product's node."""
+    """Map each addition that Inductor fused with a GEMM to the GEMM's node."""
     sums: dict[fx.Node, fx.Node] = {}
     for lowered in found.lowered.nodes:
         node = found.source_of(lowered)

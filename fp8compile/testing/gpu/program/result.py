@@ -1,4 +1,4 @@
-"""The results of a run of a GPU's program, and their differences from the reference."""
+"""Results of a run of a GPU's program, and their differences from the reference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ VALUES = (Tensor, int, float)  # groups and other objects pass through a graph u
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor of the program whose bits differ from the reference's.
+    """A tensor of the program that differs from the reference.
 
     Attributes:
-        where: Words for the place: the graph, how the program was run, and the output or the product's operand.
+        where: Description of the tensor: the graph, how the program was run, and the output or the GEMM's operand.
         element: Index of the first element that differs; None if dtypes, shapes or numbers of tensors differ.
-        expected: That element in the reference, or words for what was expected.
-        got: That element in the program, or words for what was found.
+        expected: That element in the reference, or a description of what was expected.
+        got: That element in the program, or a description of what was found.
         count: Number of elements that differ.
         total: Number of elements of the tensor.
     """
@@ -66,7 +66,7 @@ class GraphRun:
         launches: Launches of generated kernels, in order.
         library_calls: Operators that PyTorch's CPU kernels computed. On a GPU a library computes them, and may give
             other bits.
-        seconds: Time to generate the code, and time to run it in all the ways that were asked for.
+        seconds: Time to generate the code, and time to run it in all requested ways.
     """
 
     name: str
@@ -93,7 +93,7 @@ class GpuRun:
         outputs: The output tensors.
         gradients: Gradients by name: "args[0]" and the names of parameters.
         graphs: The runs of the forward and, if there is one, of the backward.
-        differences: Differences from the reference. They are empty if each product's operands, each output of a graph
+        differences: Differences from the reference. They are empty if each GEMM's operands, each output of a graph
             and each tensor that is changed in place have the reference's bits.
         nan_origin: Where the first NaN comes from; None if no output, gradient or changed argument has one.
     """
@@ -135,7 +135,7 @@ def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Differenc
 
 
 def output_differences(where: str, got: Sequence[object], expected: Sequence[object]) -> Iterator[Difference]:
-    """The differences between the results of two graphs, or between arguments that they may have changed in place."""
+    """Yield differences between two graphs' results, or arguments that they may have changed in place."""
     if len(got) != len(expected):
         yield Difference(where=where, element=None, expected=f"{len(expected)}", got=f"{len(got)}", count=1, total=1)
         return
@@ -170,10 +170,10 @@ def _nearest(product: Product, among: Iterable[Product]) -> Product | None:
 
 
 def product_differences(where: str, called: Sequence[Product], expected: Sequence[Product]) -> Iterator[Difference]:
-    """The differences between operands of the program's products and of the reference's.
+    """Yield differences between operands of the program's matrix products and of the reference's.
 
-    A program may call products in another order than its graph does. So each one is compared with that product of the
-    reference whose operands are nearest.
+    A program may call them in another order than its graph does. So each call is compared with the call of the
+    reference that has the most similar operands.
     """
     left = list(expected)
     pairs: list[Product | None] = []

@@ -33,15 +33,15 @@ def run_gpu_program(
     approximate: bool = False,
     poison: int = 255,
 ) -> GpuRun:
-    """Run ``fn(*args)`` and its backward by the code that Inductor generates for a GPU, on this machine's CPU.
+    """Run the code that Inductor generates for ``fn(*args)`` and its backward on a GPU, on this CPU.
 
     The whole program runs: the wrapper, and its Triton kernels in Triton's interpreter over their real grids. Matrix
     products are summed in float64 and rounded once. A reference runs each graph operator by operator. Use small sizes:
     a feed-forward block of 128 tokens takes seconds.
 
     Memory is filled with NaN before it is written. It is an error if a kernel accesses memory outside of its tensors,
-    if two programs of a launch write the same address, if one writes what another reads, or if the GPU's product would
-    not take an operand.
+    if two programs of a launch write the same address, if one writes what another reads, or if the GPU's GEMM would
+    refuse an operand.
 
     ``fn`` is traced with ``fullgraph=True``; all earlier compiled graphs are dropped. Tensors that ``fn`` changes in
     place are changed once, as by one call. Gradients are returned and not accumulated.
@@ -60,21 +60,20 @@ def run_gpu_program(
             compared.
         configurations: Numbers of the configurations to run, among those that Inductor would time; "largest" for the
             configuration with the fewest programs, "all" for all. All are run and compared.
-        templates: Numbers of Inductor's Triton templates, by which products are multiplied instead of by the GPU's
-            libraries, as with ``max_autotune_gemm``; "all" for each template that Inductor would time. A program is
-            generated for each number. The results are compared within a bound, because a template has an order of
-            its own to add in.
-        contract: Whether each float32 product that is added to something is one fused multiply-add, as ptxas may
+        templates: Numbers of Inductor's Triton templates for matrix products, used instead of the GPU's libraries, as
+            with ``max_autotune_gemm``; "all" for each template that Inductor would time. A program is generated for
+            each number. The results are compared within a bound, because a template adds in its own order.
+        contract: Whether a float32 multiplication followed by an addition is one fused multiply-add, as ptxas may
             choose.
         approximate: Whether float32 divisions, exponentials and roots have results that the approximate instructions
             may give.
         poison: The byte that fills memory before anything is written to it.
 
     Returns:
-        Outputs, gradients, operands of each product, and all differences from the reference.
+        Outputs, gradients, operands of each GEMM, and all differences from the reference.
 
     Raises:
-        ValueError: An argument isn't one of those above, or the GPU's product would not take its operands.
+        ValueError: An argument isn't one of those above, or the GPU's GEMM would refuse its operands.
         IndexError: A kernel accesses memory outside of its tensors.
         RuntimeError: A kernel's result depends on the order of its programs.
         NotImplementedError: The generated code does something that isn't known here.

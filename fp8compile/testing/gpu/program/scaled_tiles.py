@@ -1,6 +1,6 @@
-"""``tl.dot_scaled``: the product of two tiles of codes with scales of blocks, as each GPU computes it.
+"""``tl.dot_scaled``: the product of two tiles of codes with block scales, as each GPU computes it.
 
-Which tensor core multiplies is what Triton 3.7.1 and 3.9 compile for each compute capability, read from their PTX:
+Triton 3.7.1 and 3.9 compile it for these tensor cores (read from their PTX):
 
     capability          operands                                     multiplied by
     10.x, 11.0          both with scales, in 4 or 8 bits             tcgen05: codes and scales as they are
@@ -9,8 +9,8 @@ Which tensor core multiplies is what Triton 3.7.1 and 3.9 compile for each compu
                                                                      values that are rounded to that format
 
 The last row is Triton's decomposition (lib/Dialect/TritonGPU/Transforms/DecomposeScaledBlocked.cpp): an E8M0 scale of
-2^-127 is 0 there, and one beyond fp16 is infinite in fp16. Tensor cores for block scales take tiles of some sizes
-only; with others Triton decomposes, which differs where a scaled value is no bf16.
+2^-127 is 0 there, and one beyond fp16 is infinite in fp16. Tensor cores for block scales only support some tile sizes;
+for others Triton decomposes, with a different result if a scaled value is no bf16.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def values_of(handle: Handle) -> np.ndarray:
 
 
 def with_constant_formats(original: Callable[..., tl.tensor]) -> Callable[..., tl.tensor]:
-    """Wrap Triton's check of ``tl.dot_scaled``: before 3.8 it takes formats as constants, and here they are texts."""
+    """Wrap Triton's check of ``tl.dot_scaled`` to take formats as strings; before 3.8 it wants constants."""
     if VERSION >= ALL_OF_12:
         return original
 
@@ -54,7 +54,7 @@ def with_constant_formats(original: Callable[..., tl.tensor]) -> Callable[..., t
 
 
 def scaled_dot(capability: tuple[int, int] | None) -> Callable[..., Handle]:
-    """The interpreter's ``create_dot_scaled`` for a compute capability; with None it raises when it is called."""
+    """The interpreter's ``create_dot_scaled`` for a compute capability; for None it raises if called."""
 
     def call(
         _: Any, a: Handle, a_scale: Handle | None, a_format: Any, b: Handle, b_scale: Handle | None, b_format: Any,
@@ -73,10 +73,10 @@ def scaled_dot(capability: tuple[int, int] | None) -> Callable[..., Handle]:
 
 
 def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], scales: tuple[Any, Any]) -> bool:
-    """Whether a tensor core takes codes and scales as they are.
+    """Whether a tensor core takes codes and scales as they are, without decomposition.
 
     Raises:
-        NotImplementedError: No GPU is known.
+        NotImplementedError: ``capability`` is None.
         AssertionError: Triton does not compile the product for the GPU.
     """
     if capability is None:
@@ -95,7 +95,7 @@ def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], sca
 
 
 def _unpacked(operand: Handle, name: str, packed: int) -> np.ndarray:
-    """The operand's numbers, in float64; two codes of four bits that share a byte lie along the dim ``packed``."""
+    """The operand's numbers in float64; pairs of four-bit codes in one byte are along the dim ``packed``."""
     if name != "E2M1":
         return values_of(operand)
     codes = np.moveaxis(operand.data, packed, -1)
@@ -104,7 +104,7 @@ def _unpacked(operand: Handle, name: str, packed: int) -> np.ndarray:
 
 
 def _scaled(values: np.ndarray, scale: Handle | None, compute: str | None, *, fast_math: bool) -> np.ndarray:
-    """Multiply values (..., rows, k) by scales (..., rows, blocks), and round to the format that is multiplied."""
+    """Multiply values (..., rows, k) by scales (..., rows, blocks); round to ``compute`` if given."""
     if compute is not None:
         values = _rounded(values, compute)
     if scale is None:
@@ -122,6 +122,6 @@ def _scaled(values: np.ndarray, scale: Handle | None, compute: str | None, *, fa
 
 
 def _rounded(values: np.ndarray, name: str) -> np.ndarray:
-    """Round to bf16 or fp16. Float32 holds every product of a code and a power of two on the way."""
+    """Round to bf16 or fp16 through float32, which represents every product of code and power of two."""
     bits = convert(values.astype(np.float32), "fp32", name)
     return convert(bits, name, "fp32").view(np.float32).astype(np.float64)

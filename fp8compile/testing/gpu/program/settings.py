@@ -1,4 +1,4 @@
-"""The options by which programs are generated and run, and the ways to run one wrapper."""
+"""Options for generating and running programs, and the ways to run one wrapper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Settings", "Way"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of `run_gpu_program`, after they are checked."""
+    """The options of `run_gpu_program`, after validation."""
 
     gpu: Gpu
     precision_casts: bool
@@ -42,7 +42,7 @@ class Way:
         return f"programs {self.order}, {blocks}"
 
     def choose(self, grids: list[tuple[int, ...]]) -> int:
-        """The number of the configuration to use, given the grid of each of a kernel's configurations."""
+        """Number of the configuration to use; ``grids`` has the grid of each of a kernel's configurations."""
         if self.configuration is not None:
             return min(self.configuration, len(grids) - 1)
         return min(range(len(grids)), key=lambda number: torch.Size(grids[number]).numel())

@@ -1,9 +1,9 @@
 """Loads the wrapper that Inductor generates for a GPU, and calls it on CPU tensors.
 
-what the wrapper uses    what it gets here
+name in the wrapper      replaced by
 async_compile.triton     `Kernel`, which interprets the kernel in one of its configurations
 extern_kernels.NAME      `Products`, which computes the matrix product
-empty_strided_cuda       memory that is filled with one byte, so that reads of it show
+empty_strided_cuda       memory that is filled with one byte, so that reads of it are noticed
 torch.ops.*              emulated collectives; this library's ops and custom operators by their interpreted GPU
                          kernels; aten operators by PyTorch's CPU kernels, which is recorded; any other raises
 """
@@ -64,7 +64,7 @@ class KernelLaunch:
 
 
 class _Kernels:
-    """Stands in for Inductor's ``AsyncCompile`` in one wrapper."""
+    """Replacement of Inductor's ``AsyncCompile`` for one wrapper."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -82,7 +82,7 @@ class _Kernels:
 
 
 class Kernel:
-    """A generated Triton kernel, which is interpreted when the wrapper launches it."""
+    """A generated Triton kernel that is interpreted when the wrapper launches it."""
 
     def __init__(self, program: Program, name: str, source: str) -> None:
         path = Path(program.folder) / f"{name}_{len(list(Path(program.folder).iterdir()))}.py"
@@ -117,7 +117,7 @@ class Kernel:
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
     def _grids(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
-        """The grid that each configuration has for these arguments."""
+        """Grid of each configuration for these arguments."""
         from torch._inductor.runtime.triton_heuristics import GridExpr
 
         meta = self._tuner.inductor_meta
@@ -125,13 +125,13 @@ class Kernel:
 
 
 def _as_kind(value: Any, kind: str) -> Any:
-    """A tensor in the dtype that the kernel was generated for; Inductor passes codes as the bytes that hold them."""
+    """View a tensor in the dtype that the kernel was generated for; Inductor passes codes as bytes."""
     dtype, _ = STORED_AS.get(kind.removeprefix("*"), (None, None))
     return value.view(dtype) if isinstance(value, Tensor) and dtype not in (None, value.dtype) else value
 
 
 class _Dispatch(TorchDispatchMode):
-    """A mode that replaces the operators that the wrapper calls; the module's docstring says by what."""
+    """Dispatch mode that replaces the operators that the wrapper calls, as the module's docstring lists."""
 
     supports_higher_order_operators = True  # else PyTorch raises, in words of its own
 
@@ -177,7 +177,7 @@ class Program:
         found: The graph as Inductor would run it, with the wrapper's source.
         products: Computes the matrix products, and records the calls of the last run.
         launches: Launches of the last run.
-        of_templates: What the last run wrote to the buffers that hold results of templates.
+        of_templates: Results of templates in the last run, by buffer name.
         library_calls: Operators of the last run that PyTorch's CPU kernels computed.
         nans: The search for the origin of a NaN, in all runs of the graph.
         configurations: The largest number of configurations that Inductor would time for one of its kernels.
@@ -204,7 +204,7 @@ class Program:
             self._call = LoadedWrapper(found.source, found.constants, stand_ins)
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
-        """Run the wrapper and return its results. The wrapper empties ``args``, to free arguments early."""
+        """Run the wrapper and return its results. The wrapper clears ``args``, to free arguments early."""
         self.way, self.launches, self.library_calls, self.of_templates = way, [], [], {}
         self.products.called = []
         target = pretend_target(self.gpu.target)
@@ -218,7 +218,7 @@ class Program:
         return any(launch.is_template for launch in self._generated)
 
     def keep(self, args: Sequence[Any]) -> None:
-        """Copy what a launch of one of Inductor's templates has written, so that it is compared later.
+        """Copy the results of a template launch, to compare them later.
 
         Args:
             args: The arguments of the launch that has just run; templates write to some of them.
