@@ -31,7 +31,10 @@ NAN_CODE = 0x7F  # the code for NaN in e4m3 and e5m2
 
 
 def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4Format) -> Tensor:
-    """Round each value to one of the two representable values around it, float32; see ``encode_stochastic``."""
+    """Round each value to the next representable value above or below it, float32.
+
+    ``fmt`` is the format that represents values, ``noise`` chooses between the two; see ``encode_stochastic``.
+    """
     saturated = values.clamp(-fmt.max, fmt.max)
     field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
     exponent = field.clamp(min=FLOAT32_BIAS + fmt.min_exponent) - fmt.mantissa_bits - FLOAT32_BIAS
@@ -45,7 +48,7 @@ def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4For
 
 
 def _to_odd(values: Tensor) -> Tensor:
-    """Round float32 values to the 7 mantissa bits of bfloat16, to odd: a dropped 1 bit sets the last bit that is kept.
+    """Round float32 values to bfloat16's 7 mantissa bits, to odd: dropped 1 bits set the last kept bit.
 
     The result and the value round to the same code, because codes have at least two bits fewer (Boldo and Melquiond
     2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd"). float16 represents
@@ -59,10 +62,10 @@ def _to_odd(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Format:
-    """An 8-bit floating point format of codes.
+    """An 8-bit floating point format of codes, such as e4m3.
 
     Attributes:
-        name: How quantizers name it.
+        name: Name of the format, such as ``"e4m3"``, as quantizers take it.
         dtype: The PyTorch dtype with the same bits.
         max: The largest finite value.
         max_exponent: The exponent of the largest finite value, ``floor(log2(max))``.
@@ -80,7 +83,7 @@ class Float8Format:
     bits: int = 8
 
     def encode(self, values: Tensor) -> Tensor:
-        """Round float32 values to the nearest code (uint8), ties to even; finite overflow and infinities saturate.
+        """Round float32 values to the nearest code, uint8, ties to even; saturates overflow and infinities.
 
         Every NaN gives the code 0x7f, so that codes made by different kernels can be compared as bytes.
         """
@@ -90,11 +93,17 @@ class Float8Format:
         return torch.where(is_number, saturated.to(self.dtype).view(torch.uint8), NAN_CODE)
 
     def encode_numbers(self, values: Tensor) -> Tensor:
-        """Encode as ``encode`` does, but a NaN may give any code for NaN. For callers that handle NaN themselves."""
+        """Encode float32 values as ``encode`` does, except that a NaN may give any of the codes for NaN.
+
+        It is for callers that handle NaN themselves.
+        """
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        """Clamp values to the format's range; for a GPU whose float8 cast truncates to float16, also round to odd."""
+        """Clamp values to the format's range; rounds to odd too where the float8 cast truncates to float16.
+
+        Triton casts so on GPUs of capability `CASTS_BY_FLOAT16`.
+        """
         saturated = values.clamp(-self.max, self.max)
         if target_of(values.device).capability == CASTS_BY_FLOAT16:
             return _to_odd(saturated)
@@ -104,7 +113,7 @@ class Float8Format:
         """Round each float32 value at random to one of the two codes around it, without bias.
 
         ``noise`` is uniform in [0, 1), float32, of the same shape. Let f be the value's distance from the code nearer
-        zero, as a fraction of the distance between the two codes: if its noise is less than f, the value is rounded
+        zero, as a fraction of the distance between the two codes: if the noise is less than f, the value is rounded
         away from zero. Overflow saturates, NaN gives 0x7f.
         """
         return self.encode(_to_a_neighbour(values, noise, self))
@@ -116,10 +125,10 @@ class Float8Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Float4Format:
-    """A 4-bit floating point format of codes: sign, two exponent bits, one mantissa bit; no NaN and no infinity.
+    """A 4-bit floating point format: sign, two exponent bits, one mantissa bit; no NaN and no infinity.
 
-    Each code takes one byte here; `pack` puts two codes into a byte. Attributes are those of `Float8Format`, plus
-    ``values``: the magnitudes of codes 0 to 7.
+    Each code takes one byte here; `pack` puts two codes into a byte. Attributes are those of `Float8Format` except
+    ``dtype``, and ``values``: the magnitudes of codes 0 to 7.
     """
 
     name: str
@@ -134,7 +143,7 @@ class Float4Format:
         """Round float32 values to the nearest code, ties to even; overflow saturates.
 
         Codes are 0 to 15, uint8, and bit 3 is the sign, for zeros too. The format has no NaN: a NaN gives the code 0,
-        and the block's scale has to be NaN.
+        and the scale of its block has to be NaN.
         """
         magnitude = values.abs().clamp(max=self.max)
         bits = magnitude.view(torch.int32)
@@ -146,7 +155,10 @@ class Float4Format:
         return torch.where(magnitude <= self.max, code, 0).to(torch.uint8)  # False for NaN
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
-        """Round each value at random to one of its two neighbours, as `Float8Format` does; NaN gives the code 0."""
+        """Round each value at random to one of the two codes around it; a NaN gives the code 0.
+
+        ``noise`` is that of `Float8Format.encode_stochastic`.
+        """
         return self.encode(_to_a_neighbour(values, noise, self))
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -160,7 +172,7 @@ class Float4Format:
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentFormat:
-    """A format of powers of two without a sign: the byte b stands for 2**(b - 127), and 255 for NaN."""
+    """A format of powers of two without a sign: byte b stands for 2**(b - 127), byte 255 for NaN."""
 
     name: str
     bias: int = 127
@@ -172,18 +184,18 @@ class ExponentFormat:
         return self._bytes(values, values.view(torch.int32) >> FLOAT32_MANTISSA_BITS)
 
     def encode_inverses(self, values: Tensor) -> Tensor:
-        """Convert ``1 / values`` to bytes, for values as `encode` takes them.
+        """Convert ``1 / values`` to bytes, for values that are powers of two as `encode` takes them.
 
         The reciprocal only negates the exponent.
         """
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
     def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
-        """Convert biased exponents to bytes, uint8; the byte is that for NaN where ``values`` is NaN."""
+        """Convert biased exponents to bytes, uint8; where ``values`` is NaN, the byte is 255."""
         return torch.where(values <= torch.inf, exponents, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Convert bytes (uint8, any shape) to their values, float32, exact. The byte 0 stands for a subnormal."""
+        """Convert bytes (uint8, any shape) to float32 values, exactly; byte 0 gives 2**-127, a subnormal."""
         byte = codes.to(torch.int32)
         smallest = 1 << (FLOAT32_MANTISSA_BITS - 1)
         power = torch.where(byte == 0, smallest, byte << FLOAT32_MANTISSA_BITS)
@@ -210,7 +222,10 @@ ELEMENT_FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
 
 
 def element_format(name: str) -> Float8Format | Float4Format:
-    """Look up the format of codes with this name; raises a ValueError that lists the names if there is none."""
+    """Look up the format of codes with this name.
+
+    An unknown name raises a ValueError that lists the names.
+    """
     if name not in ELEMENT_FORMATS:
         allowed = ", ".join(repr(n) for n in ELEMENT_FORMATS)
         raise ValueError(f"format {name!r} is not known; the formats of codes are {allowed}.")
@@ -218,35 +233,38 @@ def element_format(name: str) -> Float8Format | Float4Format:
 
 
 def limit_of(fmt: Float8Format | Float4Format) -> float:
-    """The smallest magnitude that would round to more than ``fmt.max`` if the format had no largest exponent."""
+    """The smallest magnitude that would round above ``fmt.max`` if exponents had no upper limit."""
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
 
 
 def magnitude_of_code(fmt: Float8Format | Float4Format) -> int:
-    """The bit mask of a code's magnitude, without its sign bit: 0x7f for 8-bit codes, 7 for 4-bit codes."""
+    """Bit mask of a code without its sign bit: 0x7f for 8-bit codes, 7 for 4-bit codes."""
     return (1 << (fmt.bits - 1)) - 1
 
 
 def pack(codes: Tensor, dim: int) -> Tensor:
-    """Pack the codes (0 to 15, uint8) of two neighbours along ``dim`` into one byte, the first in the lower four bits.
+    """Pack 4-bit codes, one per byte, to two neighbours along ``dim`` per byte, the first in the low bits.
 
-    The size along ``dim`` is even, and the result has half of it.
+    Codes are 0 to 15, uint8. The size along ``dim`` is even, and the result has half of it.
     """
     last = codes.movedim(dim, -1)
     return (last[..., ::2] | (last[..., 1::2] << 4)).movedim(-1, dim)
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Repack 4-bit codes: from two neighbours of a row per byte, (M, K / 2), to two of a column, (M / 2, K)."""
+    """Repack 4-bit codes (M, K): from two neighbours of a row per byte to two neighbours of a column.
+
+    ``packed`` is (M, K / 2), the result is (M / 2, K).
+    """
     first, second = packed[::2], packed[1::2]
     return torch.stack([(first & 15) | (second << 4), (first >> 4) | (second & 240)], -1).flatten(-2)
 
 
 def unpack(packed: Tensor, dim: int) -> Tensor:
-    """Undo `pack`: the codes of bytes that hold two each, one code per byte."""
+    """Undo `pack`: return one code per byte, twice as many along ``dim``."""
     return torch.stack(lanes_of(packed.movedim(dim, -1)), -1).flatten(-2).movedim(-1, dim)
 
 
 def lanes_of(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes in the lower and in the upper four bits of each byte, as two tensors with one code per byte."""
+    """Split bytes of two codes into two tensors, one code per byte: lower four bits, upper four bits."""
     return packed & 15, packed >> 4

@@ -1,4 +1,4 @@
-"""Submodules that are imported at their first use, and functions from them that the package exports.
+"""Names of the package that are imported at their first use: three submodules and two functions.
 
 parallel    imports DTensor, which takes half a second
 export      writes and reads files, which a training step does not; `load_quantized` is a function of it
@@ -21,7 +21,7 @@ FUNCTIONS = {"advise": "testing", "load_quantized": "export"}  # names of the pa
 
 
 def __getattr__(name: str) -> Any:
-    """Import a submodule that is imported at its first use, and return it or a function from it."""
+    """Import the submodule ``name``, or the function ``name`` from its submodule; called at the first use."""
     if name in LAZY:
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name in FUNCTIONS:
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """All names of the package, including those that are imported at their first use."""
+    """Names of the package `fp8compile`, including those that are imported at their first use."""
     return sorted({*vars(sys.modules[PACKAGE]), *LAZY, *FUNCTIONS})
 
 

@@ -1,4 +1,4 @@
-"""The extension API, for quantizers and operators of other packages. This package itself uses the same names.
+"""The extension API for quantizers and operators of other packages; this package itself uses it too.
 
     Quantizer       the base class of quantizers: write a frozen dataclass; subclassing registers it with torch.compile
     CurrentScaling  a quantizer with scale rules, to derive from
@@ -84,9 +84,10 @@ __all__ = [
 
 
 def quantizers() -> dict[str, Quantizer | Recipe]:
-    """The quantizers and recipes of installed packages, by name: entry points of the group ``fp8compile.quantizers``.
+    """Load the quantizers and recipes of all installed packages; returns them by name.
 
-    ``fp8compile.recipes.by_name`` and ``fp8compile explain --recipe`` take these names.
+    They are entry points of the group ``fp8compile.quantizers``. ``fp8compile.recipes.by_name`` and ``fp8compile
+    explain --recipe`` take these names.
 
     Raises:
         ImportError: An entry point can't be imported or called; the text names its distribution.

@@ -3,7 +3,8 @@
 The recipes differ in how the operands of a linear layer's three GEMMs get their scales:
 
     tensorwise           one scale for each tensor: the fastest GEMM; one outlier makes the whole tensor coarser
-    rowwise              one scale for each row or column: an outlier affects only these; two casts, one per direction
+    rowwise              one scale for each row or column: an outlier affects only these; each tensor is cast twice,
+                         with scales for its rows and with scales for its columns
     rowwise_bf16_wgrad   rowwise with grad_weight in high precision: the safest, with two of three GEMMs in FP8
     blockwise            one scale for 128 values along the summed dim, or 128 x 128 values of a weight
     mxfp8                one power of two for 32 values along the summed dim, which Blackwell's tensor cores apply
@@ -64,10 +65,11 @@ def _of_blocks(
     cache_weights: bool = False,
     **rule: Any,
 ) -> Recipe:
-    """Make a recipe with current scaling for all operands, from their blocks.
+    """Make a recipe with current scaling for all operands, from the blocks that share a scale.
 
-    ``x`` is the block of x_MK in the output and of dy_MN in grad_input, ``weight`` that of w_NK in the output. Blocks
-    in GEMMs that sum over the other dim are ``weight_turned`` and ``x_turned``. ``rule`` has ``scale`` and ``eps``.
+    ``x`` is the block of inputs and output gradients, ``weight`` that of weights, in GEMMs that sum over the columns
+    of the tensor; ``x_turned`` and ``weight_turned`` are those in GEMMs that sum over its rows. ``rule`` has ``scale``
+    and ``eps``; the other arguments are those of `rowwise` and `mxfp8`.
     """
     gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
     return Recipe(
@@ -93,11 +95,11 @@ def tensorwise(
     by_mx: bool = False,
     cache_weights: bool = False,
 ) -> Recipe:
-    """One scale for each tensor; all three GEMMs in FP8.
+    """Recipe with one scale for each tensor; all three GEMMs in FP8.
 
     Args:
         format: Format of inputs and weights.
-        grad_format: Format of gradients, whose range is wider.
+        grad_format: Format of gradients; e5m2 has a wider range than e4m3.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 for none.
@@ -129,7 +131,9 @@ def rowwise(
     by_mx: bool = False,
     cache_weights: bool = False,
 ) -> Recipe:
-    """A scale for each row of a GEMM's left operand and each column of its right one; all three GEMMs in FP8.
+    """Recipe with a scale for each row of a GEMM's left operand and each column of its right operand.
+
+    All three GEMMs are in FP8.
 
     Args:
         format: Format of inputs and weights.
@@ -162,7 +166,7 @@ def rowwise_bf16_wgrad(
     eps: float = 0.0,
     cache_weights: bool = False,
 ) -> Recipe:
-    """The same as ``rowwise`` for output and grad_input; grad_weight stays in the dtype of its operands.
+    """Recipe of ``rowwise`` for output and grad_input; grad_weight stays in its operands' own dtype.
 
     Args:
         format: Format of inputs and weights.
@@ -192,10 +196,10 @@ def blockwise(
     eps: float = 0.0,
     cache_weights: bool = False,
 ) -> Recipe:
-    """One scale for 128 values of inputs and gradients, and for 128 x 128 of weights; all three GEMMs in FP8.
+    """Recipe with one scale for 128 values of inputs and gradients, and for 128 x 128 values of weights.
 
-    Blocks lie along the dim that a GEMM sums over: 1 x 128 in x_MK and dy_MN, 128 x 128 in w_NK. grad_weight sums over
-    tokens, so its blocks are 128 x 1.
+    All three GEMMs are in FP8. The 128 values lie along the dim that a GEMM sums over: blocks are 1 x 128 in the input
+    and in the output's gradient (rows are tokens), but 128 x 1 for grad_weight, which sums over tokens.
 
     Args:
         format: Format of inputs and weights.
@@ -230,10 +234,11 @@ def mxfp8(
     emulate: bool = False,
     cache_weights: bool = False,
 ) -> Recipe:
-    """MXFP8: one scale, a power of two stored in a byte, for 32 values along the summed dim; all three GEMMs in FP8.
+    """Recipe of MXFP8: one scale, a power of two stored in a byte, for 32 values along the summed dim.
 
-    Forward and backward sum over different dims of a weight, and therefore multiply two different sets of its codes.
-    With one scale for 32 x 32 values of a weight, both multiply the same codes, which take half the bytes.
+    All three GEMMs are in FP8. Forward and backward sum over different dims of a weight, and therefore multiply by
+    different codes of it. With one scale for 32 x 32 values of a weight, both multiply by the same codes, which take
+    half the bytes.
 
     Args:
         format: Format of inputs and weights.
@@ -242,7 +247,7 @@ def mxfp8(
         scale: ``"e8m0_rceil"`` rounds a scale up, so that nothing saturates; ``"e8m0_floor"`` is the rule in the
             specification of the format.
         eps: Lower bound of the amax; 0 for none.
-        weight_block: (1, 32), or (32, 32) for one set of codes.
+        weight_block: Values of a weight that share a scale: (1, 32), or (32, 32) for the same codes in all GEMMs.
         emulate: Whether a GPU without MX (before compute capability 10.0) multiplies the exact values in float64,
             slowly, instead of raising.
         cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
@@ -281,13 +286,13 @@ def nvfp4(
     emulate: bool = False,
     cache_weights: bool = False,
 ) -> Recipe:
-    """NVFP4: four-bit codes, an e4m3 scale for 16 values along the summed dim, and a float32 scale for the tensor.
+    """Recipe of NVFP4: 4-bit codes, an e4m3 scale for 16 values, and a float32 scale for the tensor.
 
-    Weights have one scale for 16 x 16 values, so that forward and backward multiply the same codes. These take half a
-    byte for each element. Compiled code keeps them (``keep_weight_codes``), so that the backward does not read the
-    weight. Both operands of grad_weight are transformed along tokens before they are quantized, which spreads outliers
-    over their neighbours; the outer scale is that of the transformed tensor. Each expert has its own codes and scales,
-    as if its tokens and its weight were alone.
+    The 16 values lie along the summed dim. Weights have one scale for 16 x 16 values, so that forward and backward
+    multiply the same codes, at half a byte for each element. Compiled code keeps these codes (``keep_weight_codes``),
+    so that the backward does not read the weight. Both operands of grad_weight are Hadamard-transformed along tokens
+    before they are quantized, which spreads outliers over their neighbours; their float32 scales are those of the
+    transformed tensors. Each expert has its own codes and scales, as if its tokens and its weight were alone.
 
     Args:
         weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the summed dim.
@@ -297,12 +302,12 @@ def nvfp4(
         seed: Seed of stochastic rounding.
         hadamard: Sixteen signs of the transform of grad_weight's operands, TransformerEngine's by default; () for no
             transform.
-        backward: ``"nvfp4"`` for gradients in four bits. ``"bf16"`` for both gradients in the dtype of their operands.
-            ``"dequantized"`` for the same as ``"bf16"``, but with the values of the forward's codes instead of x and
-            the weight.
+        backward: ``"nvfp4"`` for GEMMs of grad_input and grad_weight in four bits. ``"bf16"`` for these GEMMs in the
+            dtype of their operands. ``"dequantized"`` for the same as ``"bf16"``, but with the values of the forward's
+            codes instead of x and the weight.
         scale: The rule for both scales, ``"transformer_engine"`` or ``"torchao"``.
-        outer: ``"reciprocal"`` for outer scales of weights that equal 1 / (1 / scale), because some servers store the
-            reciprocal. It changes only weights whose largest magnitude is below 3.2e-35, and goes with
+        outer: ``"reciprocal"`` for float32 scales of weights that equal 1 / (1 / scale), because some servers store
+            the reciprocal. It changes only weights whose largest magnitude is below 3.2e-35, and goes with
             ``"transformer_engine"``. ``"quotient"`` leaves the scale as the rule has it.
         emulate: Whether a GPU without such GEMMs multiplies the exact values in float64, slowly, instead of raising.
         cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
@@ -356,14 +361,14 @@ def delayed(
     margin: int = 0,
     keep_weight_codes: bool = True,
 ) -> Recipe:
-    """One scale for each tensor, from the amaxes of earlier steps; all three GEMMs in FP8.
+    """Recipe with one scale for each tensor, from the amaxes of earlier steps; all three GEMMs in FP8.
 
     Each layer has a state, see ``fp8compile.DelayedState``; ``fp8compile.Linear`` keeps it in buffers.
 
     Args:
         format: Format of inputs and weights.
-        grad_format: Format of gradients, whose range is wider.
-        history: Number of amaxes that are kept.
+        grad_format: Format of gradients; e5m2 has a wider range than e4m3.
+        history: Number of amaxes that are kept for each operand.
         algorithm: ``"max"`` or ``"most_recent"``, see ``fp8compile.DelayedScaling``.
         margin: Number of powers of two between the largest code and the scaled amax.
         keep_weight_codes: Whether codes of weights are kept from the forward to the backward, which takes one byte for
@@ -385,10 +390,10 @@ def delayed(
 
 
 def of_quantizer(quantizer: Quantizer) -> Recipe:
-    """Make a recipe from one quantizer for all operands, transposed for a GEMM that sums over the other dim.
+    """Make a recipe from one quantizer, transposed where a GEMM sums over the rows of an operand.
 
     Args:
-        quantizer: Quantizer of the output's operands, x_MK and w_NK.
+        quantizer: Quantizer of the output's operands: the input (tokens, K) and the weight (N, K).
 
     Raises:
         TypeError: The argument is not a quantizer.
@@ -411,14 +416,14 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
 
 
 def weight_only(quantizer: Quantizer | None = None) -> Recipe:
-    """Recipe that quantizes the weight alone: W4A16, to train for serving with four-bit weights (QAT), or W8A16.
+    """Recipe that quantizes the weight alone, to train for serving with four-bit or eight-bit weights.
 
-    The output multiplies x by the values of the weight's codes in high precision. Gradients are ``dy @ values`` for x,
-    and ``dy^T @ x`` for the weight, which passes straight through the rounding.
+    The output multiplies x by the values of the weight's codes in high precision (W4A16, W8A16). Gradients are
+    ``dy @ values`` for x, and ``dy^T @ x`` for the weight, as if it were not rounded (straight-through).
 
     Args:
-        quantizer: Quantizer of w_NK, with current scaling. By default that of NVFP4, four bits with a scale for 16
-            values of a row; ``fp8compile.CurrentScaling(...)`` for eight bits.
+        quantizer: Quantizer of the weight (N, K), with current scaling. By default that of NVFP4, four bits with a
+            scale for 16 values of a row; ``fp8compile.CurrentScaling(...)`` for eight bits.
 
     Raises:
         TypeError: The argument is not a quantizer.
@@ -440,13 +445,13 @@ READY: dict[str, Callable[..., Recipe]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names of the ready recipes. ``fp8compile.library.quantizers`` has those of installed packages."""
+    """Names of the ready recipes; ``fp8compile.library.quantizers`` has those of installed packages."""
     return tuple(READY)
 
 
 @constant_when_traced
 def installed() -> tuple[str, ...]:
-    """The names of recipes and quantizers of installed packages, sorted. No package is imported.
+    """Names of the recipes and quantizers of installed packages, sorted; imports no package.
 
     Raises:
         ValueError: Two packages use one name for different things, or a package uses the name of a ready recipe.
@@ -486,7 +491,10 @@ def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
 
 
 def _of_call(text: str) -> tuple[str, dict[str, object]]:
-    """Parse the text of a call, such as ``"rowwise(by_mx=True)"``, to name and keyword arguments; executes nothing."""
+    """Parse a call such as ``"rowwise(by_mx=True)"`` to name and keyword arguments; executes nothing.
+
+    ``text`` is the call; a ValueError is raised for any other text.
+    """
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
@@ -503,10 +511,11 @@ def _of_call(text: str) -> tuple[str, dict[str, object]]:
 
 
 def by_name(name: str, **arguments: object) -> Recipe:
-    """Make a recipe by its name: a ready recipe, or that of an installed package (see ``fp8compile.library``).
+    """Make a recipe by its name: a ready recipe, or one of an installed package.
 
     Args:
         name: The name, or the text of a call, such as ``"rowwise(by_mx=True)"``, which is what `describe` returns.
+            Names of packages' recipes are those of ``fp8compile.library.quantizers``.
         arguments: Keyword arguments of the ready recipe's function; none for a recipe of another package.
 
     Raises:
@@ -546,7 +555,10 @@ ARGUMENTS = {
 
 
 def _call(name: str, recipe: Recipe) -> str | None:
-    """The text of the call ``name(...)`` that makes this recipe, without default arguments; None if no call does."""
+    """Text of the call ``name(...)`` that makes this recipe, without default arguments.
+
+    None if no arguments of the ready recipe ``name`` make this recipe.
+    """
     function = READY[name]
     defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
     weight: Any = recipe.weight  # any class of quantizers, or None

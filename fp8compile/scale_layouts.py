@@ -1,4 +1,4 @@
-"""Memory layouts in which a GPU's GEMMs read the scales of an operand. The values do not change.
+"""Memory layouts in which a GPU's GEMMs read the scales of an operand; values do not change.
 
     blocks of 1 x 128      column-major: the scale of (row, block) is at row + block * rows
     blocks of 128 x 128    row-major along the summed dim, which is padded until rows have a multiple of four scales
@@ -23,23 +23,24 @@ TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
 
 
 def down_the_rows(scale: Tensor) -> Tensor:
-    """Lay scales (rows, blocks) column-major: the same shape, with strides (1, rows)."""
+    """Copy scales (rows, blocks per row) to column-major memory: the same shape, with strides (1, rows)."""
     return scale.t().contiguous().t()
 
 
 def for_each_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
-    """Repeat each scale for every row of its block: (..., rows of blocks, blocks) becomes (..., rows, blocks).
+    """Repeat each scale for every row of its block of ``block_rows`` rows: (..., rows, blocks per row).
 
-    This is for a GEMM that reads a scale for each row. The last blocks may have fewer than ``block_rows`` rows.
+    ``scale`` is (..., rows of blocks, blocks per row). This is for a GEMM that reads a scale for each row. The last
+    blocks may have fewer than ``block_rows`` rows.
     """
     return scale if block_rows == 1 else scale.repeat_interleave(block_rows, -2)[..., :rows, :]
 
 
 def tiled(scale: Tensor) -> Tensor:
-    """Arrange bytes (..., rows, blocks) as tiles of the tensor core, (..., tiles down, tiles along, 32, 4, 4).
+    """Arrange scale bytes (..., rows, blocks per row) as the tensor core's tiles of 128 rows by 4 blocks.
 
-    Missing rows and blocks of the last tiles are zeros. The result is a permuted view. Flattening it copies it with
-    one kernel.
+    The result is (..., tiles down, tiles along, 32, 4, 4), a permuted view; missing rows and blocks of the last tiles
+    are zeros. Flattening the result copies it with one kernel.
     """
     *leading, rows, blocks = scale.shape
     padded = pad(scale, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
@@ -50,18 +51,18 @@ def tiled(scale: Tensor) -> Tensor:
 
 
 def tiles_numel(rows: int, blocks: int) -> int:
-    """Number of bytes in the tiles of scales (rows, blocks)."""
+    """Number of bytes in the tiles of scales (``rows``, ``blocks`` per row), with padding."""
     down, along = (rows + TILE_ROWS - 1) // TILE_ROWS, (blocks + TILE_BLOCKS - 1) // TILE_BLOCKS
     return down * along * TILE_ROWS * TILE_BLOCKS
 
 
 def untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
-    """Undo `tiled`: take scales (rows, blocks) out of a 1-D tensor of tiles."""
+    """Undo `tiled`: take scales (``rows``, ``blocks`` per row) out of a 1-D tensor of tiles."""
     down, along = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
     found = tiles.view(down, along, GROUP, TILE_ROWS // GROUP, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
     return found.reshape(down * TILE_ROWS, along * TILE_BLOCKS)[:rows, :blocks]
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Arrange bytes (rows, blocks) as a 1-D tensor of tensor core tiles; missing entries of the last tiles are 0."""
+    """Arrange scale bytes (rows, blocks per row) as a 1-D float8_e8m0fnu tensor of tiles, see `tiled`."""
     return tiled(scale).reshape(-1).view(torch.float8_e8m0fnu)

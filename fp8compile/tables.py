@@ -1,4 +1,4 @@
-"""Text tables of a given width: equal rows folded into one, remarks as numbered notes, long cells wrapped."""
+"""Text tables that fit a width: equal rows fold into one, notes are numbered, long cells wrap."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LONG_WORD = 12  # words up to this length are not broken
 
 @dataclass(frozen=True)
 class Note:
-    """A table cell with a reason, which is printed as a numbered note below the table."""
+    """A table cell with an explanation, which is printed as a numbered note below the table."""
 
     text: str  # the reason
     short: str = ""  # what the cell itself says; may be empty
@@ -60,7 +60,7 @@ Content = TypeVar("Content", bound=Hashable)
 
 
 def terminal_width() -> int:
-    """Number of columns to print in: the variable COLUMNS, or the terminal's width, or `LOG_WIDTH`."""
+    """Number of columns to print in: from the variable COLUMNS, else the terminal, else `LOG_WIDTH`."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((LOG_WIDTH, 24)).columns)
 
 
@@ -68,21 +68,21 @@ def terminal_width() -> int:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Write sorted numbers as "0..31", "0,2" or "0..2,5"."""
+    """Write sorted numbers in short form, such as "0..31", "0,2" or "0..2,5"."""
     starts = [0, *(at for at, (a, b) in enumerate(pairwise(values), 1) if b != a + 1), len(values)]
     runs = [values[first:end] for first, end in pairwise(starts)]
     return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
 def _common(words: Sequence[list[str]]) -> int:
-    """Number of leading parts that all words share."""
+    """Number of leading parts that all words have in common; a word is a list of parts."""
     return next(
         (at for at, parts in enumerate(zip(*words, strict=False)) if len(set(parts)) > 1), min(map(len, words))
     )
 
 
 def _alternatives(names: Sequence[str]) -> str:
-    """Write several names in one compact form, as "{0..31}" or "{gate,up}_proj"; a single name stays as it is."""
+    """Write several names in one compact form, as "{0..31}" or "{gate,up}_proj"; one name is unchanged."""
     if len(names) == 1:
         return names[0]
     if all(name.isdecimal() and name == str(int(name)) for name in names):
@@ -101,7 +101,10 @@ Pattern = tuple[tuple[str, ...], ...]  # alternatives of each part between dots
 
 
 def _merged_at(patterns: list[Pattern], place: int) -> list[Pattern]:
-    """Merge patterns that differ only in the part at index ``place``; each takes the position of its first member."""
+    """Merge patterns that differ only in the part at index ``place``; parts are those between dots.
+
+    A merged pattern takes the position of its first member.
+    """
     together: dict[Hashable, list[Pattern]] = {}
     for pattern in patterns:
         key = (*pattern[:place], None, *pattern[place + 1 :]) if place < len(pattern) else pattern
@@ -117,7 +120,10 @@ def _merged_at(patterns: list[Pattern], place: int) -> list[Pattern]:
 
 
 def _patterns(names: Iterable[str]) -> list[Pattern]:
-    """Fold names into patterns, in the order of the first name of each pattern."""
+    """Fold dotted names into patterns; a pattern is a tuple of alternatives for each part between dots.
+
+    Patterns are in the order of the first name of each.
+    """
     patterns: list[Pattern] = [tuple((part,) for part in name.split(".")) for name in dict.fromkeys(names)]
     before = 0
     while len(patterns) != before:
@@ -132,14 +138,14 @@ def _shown(pattern: Pattern) -> str:
 
 
 def folded_names(names: Iterable[str]) -> list[str]:
-    """Fold names with dots into patterns that stand for exactly these: "layers.{0..31}.mlp.{gate,up}_proj"."""
+    """Fold dotted names into patterns for exactly these names, such as "layers.{0..31}.{gate,up}_proj"."""
     return [_shown(pattern) for pattern in _patterns(names)]
 
 
 def folded(rows: Iterable[tuple[str, Content]]) -> list[tuple[str, Content]]:
-    """Fold rows (name, content): rows with equal content become one row, named by a pattern of their names.
+    """Fold (name, content) rows: rows with equal content become one row, named by a pattern of names.
 
-    The folded rows are in the order of each one's first name.
+    Several patterns give several rows. Rows are in the order of each one's first name.
     """
     names: dict[Content, list[str]] = {}
     place: dict[tuple[str, Content], int] = {}
@@ -155,7 +161,7 @@ def folded(rows: Iterable[tuple[str, Content]]) -> list[tuple[str, Content]]:
 
 
 def _parts(word: str, width: int) -> list[str]:
-    """Break a word into parts no wider than ``width``, at the most readable places."""
+    """Split a word into parts no wider than ``width``, at readable places such as dots if possible."""
     for pattern in BREAKS:
         parts = pattern.split(word)
         if max(map(len, parts)) <= width:
@@ -164,7 +170,7 @@ def _parts(word: str, width: int) -> list[str]:
 
 
 def _pieces(word: str, width: int) -> list[str]:
-    """Break a word into the fewest pieces that fit; one piece if it fits."""
+    """Split a word into pieces no wider than ``width``, as few as possible."""
     if len(word) <= width:
         return [word]
     pieces = [""]
@@ -178,7 +184,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _wrapped(text: str, width: int) -> list[str]:
-    """Wrap a cell into lines; a word is broken only if it is wider than the column."""
+    """Wrap a cell's text into lines of ``width``; only words wider than that are broken."""
     lines = [""]
     for word in SPACES.split(text):
         for number, piece in enumerate(_pieces(word, width)):
@@ -191,9 +197,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> list[int]:
-    """Column widths whose sum fits into ``room`` characters; no column gets less than its floor.
+    """Column widths with a sum of at most ``room`` characters; no width is less than the column's floor.
 
-    The column whose shrinking adds the fewest lines to the table shrinks first.
+    The column whose shrinking adds the fewest lines to the table shrinks first. If all are at their floors, the sum is
+    larger.
     """
 
     def heights(at: int, width: int) -> list[int]:
@@ -216,20 +223,20 @@ def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> lis
 
 
 def _least(word: str) -> int:
-    """The least column width for a word: short words are not broken, long words only at readable places."""
+    """Least column width for a word: its length if short, else that of its longest readable part."""
     if len(word) <= LONG_WORD:
         return len(word)
     return min(LONG_WORD, max(map(len, BREAKS[-1].split(word))))
 
 
 def _floor(cells: Sequence[str], *, is_number: bool) -> int:
-    """The least width of a column at which no number and no short word is broken."""
+    """Least width of a column of ``cells`` at which no short word is broken, nor a number (``is_number``)."""
     words = [word for cell in cells for word in SPACES.split(cell)]
     return max([NARROWEST, *map(len if is_number else _least, words)])
 
 
 def _plain(rows: Sequence[Sequence[Cell]], notes: list[str]) -> list[list[str]]:
-    """Cells as text; the text of each note is added once to ``notes``, and its cell shows the note's number."""
+    """Cells as text; a note's cell shows the note's number, and its text is added to ``notes`` once."""
     plain = []
     for row in rows:
         cells = []
@@ -245,7 +252,7 @@ def _plain(rows: Sequence[Sequence[Cell]], notes: list[str]) -> list[list[str]]:
 
 
 def _block(cells: Sequence[str], widths: Sequence[int], right: Collection[int]) -> list[str]:
-    """Lay out one row as lines."""
+    """Lay out one row of cells as lines; columns in ``right`` are aligned to the right."""
     columns = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
     height = max(map(len, columns))
     lines = []
@@ -260,7 +267,7 @@ def _block(cells: Sequence[str], widths: Sequence[int], right: Collection[int]) 
 
 
 def _note_lines(notes: Sequence[str], *, width: int) -> list[str]:
-    """Number the notes and wrap them."""
+    """Lines below a table: the notes, numbered and wrapped."""
     marks = [f"[{number}] " for number in range(1, len(notes) + 1)]
     return [
         line
@@ -287,7 +294,7 @@ def table_lines(
     Args:
         columns: Headings; empty for a table without a head.
         rows: Cells, the same number in each row.
-        width: Width in characters. A table of many columns may be wider than a very narrow one.
+        width: Width in characters. Lines are longer if the columns' least widths need it.
         right: Indices of the columns that are aligned to the right.
         loud: Indices of the rows that stand out: ``mark`` is applied to their lines.
         mark: Makes a line stand out.
@@ -314,7 +321,7 @@ def table_lines(
 
 
 def paragraph(text: str, *, width: int) -> list[str]:
-    """Wrap a text; the lines after the first are indented by two more characters."""
+    """Wrap a text to ``width``; lines after the first are indented by two more characters."""
     indent = " " * (len(text) - len(text.lstrip()))
     return textwrap.wrap(
         text, width, initial_indent="", subsequent_indent=f"{indent}  ", drop_whitespace=True,
@@ -323,7 +330,7 @@ def paragraph(text: str, *, width: int) -> list[str]:
 
 
 def listed(head: str, items: Sequence[str], *, width: int, lines: int = 3) -> list[str]:
-    """Join items after a head and wrap them into at most ``lines`` lines; items that do not fit are only counted.
+    """Join ``items`` after a head and wrap them into ``lines`` lines; counts the items that don't fit.
 
     No line ends within an item.
     """

@@ -1,4 +1,4 @@
-"""The target device of generated code: the device of the tensors, or another one that a tool pretends to have.
+"""The device for which code is made: that of the tensors, or one that `pretend_target` sets.
 
 A machine without a GPU can show the code for a GPU by tracing on the CPU. All choices that depend on the device (the
 GEMM, its padding, an index) therefore call `target_of`, and do not look at the tensor's device.
@@ -24,7 +24,7 @@ CASTS_BY_FLOAT16 = (8, 9)  # Triton casts float32 toward zero to float16, then t
 
 @dataclass(frozen=True)
 class Build:
-    """The PyTorch build that runs the code. By default the Linux wheel for CUDA 13.0 of this version of PyTorch.
+    """The PyTorch build that runs the code; by default this version's Linux wheel for CUDA 13.0.
 
     Attributes:
         torch: Version of PyTorch, (major, minor).
@@ -54,7 +54,7 @@ class Build:
 
 
 def _version(text: str | None) -> tuple[int, ...] | None:
-    """(major, minor) of a version such as "7.0.51831"; None for None."""
+    """Parse a version such as "7.0.51831" to (major, minor); None for None."""
     return None if text is None else tuple(int(part) for part in text.split(".")[:2])
 
 
@@ -65,8 +65,8 @@ class Target:
     Attributes:
         type: "cpu", "cuda" or another device type.
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for any other device.
-        hip: Version of ROCm for an AMD GPU, whose ``type`` is "cuda" too and which has a ``capability`` as well; None
-            for any other device.
+        hip: Version of ROCm for an AMD GPU, which also has the ``type`` "cuda" and a ``capability``; None for any
+            other device.
         build: The PyTorch that runs the code there.
         gcn: AMD's name of an AMD GPU's architecture, such as "gfx950"; empty for any other device.
     """
@@ -79,12 +79,12 @@ class Target:
 
     @property
     def architecture(self) -> tuple[int, int] | str:
-        """The name of the kind of GPU: the compute capability, or AMD's name for an AMD GPU."""
+        """What identifies the GPU's architecture: ``capability``, or ``gcn`` for an AMD GPU."""
         return self.capability if self.hip is None else self.gcn
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one program may have, on an NVIDIA GPU of 8.0 or later or on an AMD GPU.
+        """Bytes of shared memory that one Triton program may have, on AMD or NVIDIA GPUs (8.0 or later).
 
         Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; ROCm documentation,
         "Accelerator and GPU hardware specifications" (LDS).
@@ -111,7 +111,7 @@ CAPABILITIES = {
 
 
 def target_called(name: str) -> Target:
-    """The target of this name, with the default `Build`: ``"cpu"``, or a GPU that is a key of ``CAPABILITIES``.
+    """The target with this name, and the default `Build`: ``"cpu"``, or a key of ``CAPABILITIES``.
 
     Raises:
         ValueError: There is no such name.
@@ -130,7 +130,7 @@ _made = cache(Target)  # cached, because an eager call comes here five times
 
 
 def target_of(device: torch.device) -> Target:
-    """The target for code that works on tensors of this device; the target of `pretend_target`, if one is active."""
+    """The target for code on tensors of this device; inside of `pretend_target`, the target given there."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return pretended
@@ -143,7 +143,7 @@ def target_of(device: torch.device) -> Target:
 
 @contextmanager
 def pretend_target(target: Target) -> Iterator[None]:
-    """Context in which code is made for this target, whatever the device of the tensors."""
+    """Context in which code is made for ``target``, whatever the device of the tensors."""
     token = _PRETENDED.set(target)
     try:
         yield

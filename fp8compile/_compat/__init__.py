@@ -1,4 +1,4 @@
-"""Uses of private interfaces of PyTorch, which may differ between its versions.
+"""Uses of PyTorch's private interfaces, which may differ between versions of PyTorch.
 
 The package exports the names that its files list in ``__all__``.
 """

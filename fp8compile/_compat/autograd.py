@@ -1,4 +1,4 @@
-"""Private interfaces of PyTorch's autograd and dispatcher: derivatives of our ops, version counters, dispatch keys."""
+"""Private interfaces of autograd and dispatcher: derivatives, version counters, saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def impl_autograd(
     backward: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None = None,
 ) -> None:
-    """Register the derivative of an operator. Without ``backward``, a backward pass through the op raises.
+    """Register the derivative of an operator; without ``backward``, a backward pass through it raises.
 
-    If gradients are recorded, ``prepare(needs_input_grad, args)`` returns the arguments with which the op is called
-    below autograd.
+    ``setup_context(ctx, args, output)`` saves tensors, as in an autograd.Function. If gradients are recorded,
+    ``prepare(needs_input_grad, args)`` returns the arguments with which the op is called below autograd.
 
     `torch.library.register_autograd` is not used, because it breaks `torch.func.grad` and makes `torch.func.jvp`
-    silently return zeros. The derivative registered here works with `grad` and raises with `jvp`, and AOTAutograd
-    caches it too.
+    silently return zeros. The derivative registered here works with `grad` and raises with `jvp`, and AOTAutograd's
+    cache accepts it.
     """
     name = str(op).removesuffix(".default").replace(".", "::")
 
@@ -119,53 +119,54 @@ def is_written_in_graph(tensor: torch.Tensor) -> bool:
 
 
 def _records_nothing() -> bool:
-    """Whether a call is not differentiated: reverse mode, forward mode and `torch.func` transforms are all off."""
+    """Whether autograd records no calls: reverse mode, forward mode and `torch.func` are all off."""
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def counting_versions() -> AbstractContextManager[None]:
-    """Context in which ops inside a `__torch_dispatch__` count writes, and views share their base's version counter.
+    """Context in which ops inside a `__torch_dispatch__` count writes in tensors' version counters.
 
-    PyTorch does both for the wrapper tensors with which an op is called, but not for the tensors inside of them.
+    Views made there share their base's version counter. PyTorch does both for the wrapper tensors with which an op is
+    called, but not for the tensors inside of the wrappers.
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
 
 
 def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
-    """Context in which a write to memory does not increment its version counter, as in FSDP2's gathers.
+    """Context in which writes to ``memory`` leave its version counter unchanged, as in FSDP2's gathers.
 
-    A backward that saved the memory does not notice the write.
+    A backward that saved ``memory`` does not notice such a write.
     """
     return torch.autograd._unsafe_preserve_version_counter(memory)
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:
-    """A tensor's version counter; None for a traced tensor, because a graph orders writes by itself."""
+    """A tensor's version counter; None for a traced tensor or a subclass, as a graph itself orders writes."""
     return tensor._version if type(tensor) is torch.Tensor else None
 
 
 def runs_in_backward() -> bool:
-    """Whether the autograd engine is running: in a backward, or in a forward that checkpointing repeats."""
+    """Whether the autograd engine runs the caller: a backward, or a forward repeated by checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
 def will_run(ctx: Any, place: int) -> bool:
-    """Whether the running backward will also reach the node that computed an op's tensor argument number ``place``.
+    """Whether the running backward goes on to the node that made an op's argument number ``place``.
 
     ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about. ``ctx`` is the op's
-    context, in its ``backward``.
+    context in its ``backward``; ``place`` counts tensor arguments.
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves
 
 
 def saved_tensor_context() -> dict[str, Any] | None:
-    """The context that AOTAutograd gives a saved-tensor hook that it inlines: ``_node``, ``_fw_graph``, ``_bw_graph``.
+    """What AOTAutograd tells a saved-tensor hook while it inlines the hook; None at other times.
 
-    None outside AOTAutograd.
+    The entries are ``_node``, the saved node, and ``_fw_graph`` and ``_bw_graph``, the two graphs.
     """
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
@@ -173,9 +174,9 @@ def saved_tensor_context() -> dict[str, Any] | None:
 
 
 def saved_by_checkpoint() -> bool:
-    """Whether the saved-tensor hook that calls this was given an input of a region of ``torch.utils.checkpoint``.
+    """Whether the calling pack hook was given an input of a ``torch.utils.checkpoint`` region.
 
-    Only the call stack tells: the checkpoint calls the hook itself; up to 2.11 it has autograd call the hook.
+    Only the call stack tells: the checkpoint's code calls the hook or, up to 2.11, makes autograd call the hook.
     """
     frame: Any = sys._getframe(1)
     for _ in range(FRAMES):
@@ -191,7 +192,7 @@ def saved_by_checkpoint() -> bool:
 
 
 def lost_by_hooks(backward: fx.Graph) -> str | None:
-    """Describe an input of a backward that AOTAutograd would lose if it inlined saved-tensor hooks, or None.
+    """Describe an input of a backward graph that AOTAutograd loses if it inlines hooks; None if none.
 
     Up to 2.15 AOTAutograd passes on only tensors and symbols. Tensors stored as attributes of an autograd ``ctx``
     have to be the last inputs, and may get another place.
@@ -206,28 +207,31 @@ def lost_by_hooks(backward: fx.Graph) -> str | None:
 
 
 def active_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The hooks that autograd calls for a tensor that is saved now; None if there are none."""
+    """The innermost active (pack, unpack) hooks for tensors that autograd saves; None if there are none."""
     ignore_is_tracing = True
     return torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
 
 
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy the gradient dtype that a user set on one parameter to another parameter; FSDP2 reads it from 2.15 on."""
+    """Copy the ``grad_dtype`` that a user set on parameter ``source`` to parameter ``target``.
+
+    FSDP2 reads ``grad_dtype`` from 2.15 on.
+    """
     if getattr(source, "_has_grad_dtype_override", False):
         target.grad_dtype = source.grad_dtype
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without autograd history that shares memory and version counter with a subclass's tensor."""
+    """A detached plain tensor that shares memory and version counter with ``tensor``, of a subclass."""
     with no_dispatch():
         return tensor.detach()
 
 
 def as_kernel(impl: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``impl`` run like PyTorch's own kernels, below autocast and autograd.
+    """Wrap ``impl`` so that it runs below autocast and autograd, like PyTorch's own kernels.
 
     Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 matmul. A kernel
-    that ends in a reshape would return a view, and autograd would forbid writes to the view, as by a following
+    that ends in a reshape would return a view, to which autograd forbids writes such as those of a following
     ReLU(inplace=True).
     """
 

@@ -23,12 +23,15 @@ __all__ = [
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor; tested by name, because DTensor's module costs half a second to import."""
+    """Whether a tensor is a DTensor, told by its class name.
+
+    The import of DTensor costs half a second.
+    """
     return type(tensor).__name__ == "DTensor"
 
 
 def tell_apart_by_local_tensors() -> None:
-    """Make a DTensor's key in AOTAutograd's cache include the key of its local tensor, if the local tensor has one.
+    """Make AOTAutograd's cache key of a DTensor include the key of the local tensor, if there is one.
 
     PyTorch's key holds only the placements (2.13, 2.15). A DTensor of codes would get code that was compiled for a
     DTensor of plain numbers, and the process would crash.
@@ -47,10 +50,10 @@ def tell_apart_by_local_tensors() -> None:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's cache of result placements, which holds meshes.
+    """Clear DTensor's cache of result placements, whose entries hold meshes.
 
-    Meshes of the same ranks are equal. A mesh that is made after process groups were destroyed would get cached
-    results with the older mesh, whose groups no longer exist.
+    Meshes of the same ranks are equal. If process groups were destroyed and a new mesh was made, the cache would
+    return placements with the older mesh, whose groups no longer exist.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -60,20 +63,20 @@ def forget_meshes() -> None:
 def local_itself(tensor: Any) -> Any:
     """The tensor object that a DTensor wraps; any other tensor is returned unchanged.
 
-    ``to_local()`` may return a view of the object instead.
+    ``to_local()`` may return a view of that object.
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
-    """The DTensor that wraps ``local``, with the ``_spec`` of another DTensor."""
+    """Wrap ``local`` in a DTensor with ``spec``, the ``_spec`` of another DTensor."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, spec, requires_grad=False)
 
 
 def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Let a tensor, or the local tensor of a DTensor, use the memory of ``local``."""
+    """Make a tensor, or the local tensor of a DTensor, use the memory of ``local``, in place."""
     if is_dtensor(tensor):
         tensor._local_tensor = local  # the local tensor is a view: setting its .data would keep the old memory alive
     else:
@@ -81,7 +84,7 @@ def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a replicated DTensor; any other tensor itself."""
+    """The local tensor of a replicated DTensor; any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -91,10 +94,10 @@ def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Reduce-scatter an input's gradient over each mesh dim that shards the input, if it is a partial sum there.
+    """Reduce-scatter an input's gradient where it is a partial sum over a mesh dim that shards the input.
 
-    If the gradient stayed a partial sum, the backward of the norm before the layer would compute with it, and ranks
-    would sum three float32 tensors instead of one.
+    ``placements`` are the input's. If the gradient stayed a partial sum, the backward of the norm before the layer
+    would compute with it, and ranks would sum three float32 tensors instead of one.
     """
     if placements is None or grad is None or not is_dtensor(grad):
         return grad

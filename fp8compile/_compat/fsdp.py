@@ -20,17 +20,20 @@ def is_fsdp(module: torch.nn.Module) -> bool:
 
 
 def is_sharded_class(cls: type[Any]) -> bool:
-    """Whether `fully_shard` or `replicate` made this class; tested by name, to import neither of them."""
+    """Whether `fully_shard` or `replicate` made this class of modules, told by the names of its bases.
+
+    Neither of them is imported.
+    """
     return any(base.__name__ in ("FSDPModule", "ReplicateModule") for base in cls.__mro__)
 
 
 def is_fsdp_managed(module: torch.nn.Module) -> bool:
-    """Whether FSDP manages this module's parameters, because it was applied to this module or to a parent."""
+    """Whether FSDP was applied to this module or to a parent, and so manages its parameters."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
 class FsdpParameter:
-    """A parameter that FSDP2 manages, with the facts that FSDP2 keeps about it in private attributes."""
+    """A parameter that FSDP2 manages, with what FSDP2 knows about it: module, name, mesh, dtypes."""
 
     def __init__(self, parameter: Any, group: Any) -> None:
         self._parameter = parameter
@@ -38,27 +41,27 @@ class FsdpParameter:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The first of the modules that have the parameter."""
+        """The first module that holds the parameter."""
         return self._parameter._module_info.module
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """All modules that have the parameter."""
+        """All modules that hold the parameter; more than one if it is shared."""
         return [self.module, *self._parameter._module_info.shared_modules]
 
     @property
     def name(self) -> str:
-        """The parameter's name in `module`."""
+        """The parameter's attribute name in `module`."""
         return self._parameter._module_info.param_name
 
     @property
     def sharded(self) -> torch.Tensor:
-        """The parameter that optimizers see, a DTensor; `load_state_dict` may replace it by another DTensor."""
+        """The sharded parameter, a DTensor, which optimizers update; `load_state_dict` may replace it."""
         return self._parameter.sharded_param
 
     @property
     def mesh(self) -> Any:
-        """The mesh of the ranks that have the shards; it has one dim."""
+        """The one-dimensional mesh of the ranks that have the shards."""
         return self._parameter.shard_mesh
 
     @property
@@ -68,20 +71,20 @@ class FsdpParameter:
 
     @property
     def mp_policy(self) -> Any:
-        """FSDP2's policy of mixed precision for this parameter."""
+        """FSDP2's ``MixedPrecisionPolicy`` for this parameter."""
         return self._parameter.mp_policy
 
     @property
     def stays_after_forward(self) -> bool:
-        """Whether data gathered in the forward is still in memory for the backward.
+        """Whether data gathered in the forward is kept in memory until the backward.
 
-        This is the whole parameter, or the larger shards of a smaller mesh (`reshard_after_forward=N`).
+        The data are the whole parameter, or with `reshard_after_forward=N` larger shards over N ranks.
         """
         return not self._group._reshard_after_forward or self._group._use_post_forward_mesh
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether the current gather, which may be a prefetch, is for the backward."""
+        """Whether the current gather, possibly a prefetch, is for the backward."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         state = self._group._training_state
@@ -96,7 +99,7 @@ class FsdpParameter:
 
 
 def fsdp_parameters() -> Iterator[FsdpParameter]:
-    """All parameters that FSDP2 manages in this process.
+    """Yield all parameters that FSDP2 manages in this process.
 
     FSDP2 passes mesh and policy to a tensor's hooks only when it gathers the tensor; some callers need them earlier.
     """
@@ -109,7 +112,7 @@ def fsdp_parameters() -> Iterator[FsdpParameter]:
 
 
 def _groups(state: Any) -> Sequence[Any]:
-    """The parameter groups in FSDP2's state of a module; each group is gathered and reduced in one message."""
+    """The parameter groups in ``state``, FSDP2's state of a module; a group is one all-gather message."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # 2.12
         groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
@@ -118,12 +121,12 @@ def _groups(state: Any) -> Sequence[Any]:
 
 @contextmanager
 def fsdp_messages_told(module: Any, begin: Callable[[], None], end: Callable[[], object]) -> Iterator[None]:
-    """Context in which FSDP2 calls functions before and after it gathers parameters or reduces gradients of a module.
+    """Context that calls functions around FSDP2's gathers of parameters and reductions of gradients.
 
     Args:
-        module: A module for which `is_fsdp` is True.
-        begin: Called before.
-        end: Called after.
+        module: A module for which `is_fsdp` is True; only its own parameter groups count.
+        begin: Called before FSDP2 starts a gather or reduction.
+        end: Called after FSDP2 has started it.
     """
 
     def telling(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
     forward     shards of all ranks  --all-gather--> gathered bytes --each of N ranks keeps a part-->
     backward    parts of N ranks     --all-gather--> the same gathered bytes
 
-FSDP2 supports this only for plain tensors. The gathered data are bytes, whatever their meaning, so ranks can keep
+FSDP2 supports this only for plain tensors. The gathered data are bytes, whatever their meaning, so that ranks can keep
 parts of them and gather these parts again.
 """
 
@@ -23,20 +23,23 @@ _MARK = "_fp8compile_keeps_parts"
 
 
 def keeps_parts_after_forward(cls: type[Class]) -> type[Class]:
-    """Class decorator that lets FSDP2 keep parts of gathered tensors, for `reshard_after_forward=N`."""
+    """Class decorator for tensors with all-gather hooks: allows FSDP2's `reshard_after_forward=N`."""
     setattr(cls, _MARK, True)
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)
     return cls
 
 
 def _is_marked(parameter: Any) -> bool:
-    """Whether FSDP2 reshards this parameter to fewer ranks, and its class has `keeps_parts_after_forward`."""
+    """Whether FSDP2 reshards this parameter to fewer ranks and its class is `keeps_parts_after_forward`.
+
+    ``parameter`` is an FSDPParam.
+    """
     fewer = parameter.post_forward_mesh_info
     return fewer not in (None, parameter.mesh_info) and hasattr(parameter._sharded_local_tensor, _MARK)
 
 
 def _check_dim(parameter: Any) -> None:
-    """Raise a ValueError unless the parameter is sharded along dim 0."""
+    """Raise a ValueError unless the FSDPParam ``parameter`` is sharded along dim 0."""
     if dim := parameter.fsdp_placement.dim:
         name = parameter._module_info.param_name
         raise ValueError(
@@ -47,14 +50,14 @@ def _check_dim(parameter: Any) -> None:
 
 
 def _writes(parameter: Any) -> tuple[int, ...]:
-    """Counters that change with each write to a parameter."""
+    """Version counters of an FSDPParam's sharded tensors, which change with each write."""
     local = parameter._sharded_local_tensor
     edits = getattr(local, "edits", None)
     return parameter.sharded_param._version, local._version, 0 if edits is None else edits.count
 
 
 def _check_not_written(parameter: Any) -> None:
-    """Raise a RuntimeError if something wrote to a parameter since its parts were kept.
+    """Raise a RuntimeError if an FSDPParam was written to after ranks kept parts of its gathered data.
 
     FSDP2 drops the parts only after a backward. If no backward ran before the write, the parts are stale.
     """
@@ -68,7 +71,7 @@ def _check_not_written(parameter: Any) -> None:
 
 @functools.cache
 def _extend() -> None:
-    """Patch FSDP2 for ``reshard_after_forward=N``: keep parts after the forward, and gather them in the backward.
+    """Patch FSDPParam: keep parts of gathered bytes after the forward, and gather them for the backward.
 
     Only parameters whose class has the decorator `keeps_parts_after_forward` are treated so.
     """

@@ -14,10 +14,11 @@ __all__ = ["when_imported"]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Runs callbacks right after a module was imported for the first time.
+    """Import hook that runs callbacks right after a module was imported for the first time.
 
-    Inductor's decomposition table costs a second to import, which `import fp8compile` must not pay. But no compilation
-    may see the table without our entries. The callbacks therefore add them as soon as the table is imported.
+    Inductor's decomposition table costs a second to import, which `import fp8compile` must not pay. But every
+    compilation has to see the table with our entries. A callback therefore adds the entries as soon as the table is
+    imported.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,7 +62,7 @@ _PENDING: dict[str, _AfterImport] = {}
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call ``callback`` now if module ``name`` is imported already, otherwise right after its first import."""
+    """Call ``callback`` now if the module ``name`` is imported, otherwise right after its first import."""
     if name in sys.modules and name not in _PENDING:
         callback()
         return

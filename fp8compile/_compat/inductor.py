@@ -1,4 +1,4 @@
-"""Private interfaces of Inductor, a fix for one of its bugs, and cache keys of ranks."""
+"""Private interfaces of Inductor, a fix for one of its bugs, and cache keys that differ between ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["async_tp", "concatenated_buffers", "rank_salt"]
 
 
 def _share_constant_types() -> None:
-    """Make generated code import the classes of all constants that its regions use.
+    """Patch Inductor: generated code of a compiled region imports the classes of constants it names.
 
     Generated code that calls an op with a quantizer names the quantizer's class. PyTorch (2.11 to 2.15) imports only
-    the classes that the outermost graph uses, so a call inside a compiled region raises a NameError when it runs.
+    the classes that the outermost graph uses, so that a call inside a compiled region raises a NameError when it runs.
     """
     from torch._inductor.graph import SubgraphLowering
 
@@ -36,7 +36,7 @@ when_imported("torch._inductor.graph", _share_constant_types)
 
 
 def async_tp() -> bool:
-    """Whether Inductor's async tensor parallelism is on: it fuses products with the collectives next to them.
+    """Whether Inductor's async tensor parallelism is on, which fuses GEMMs with adjacent collectives.
 
     The option is private up to 2.15.
     """
@@ -45,7 +45,7 @@ def async_tp() -> bool:
 
 
 def rank_salt() -> str:
-    """Text that makes cache keys of different ranks differ; empty without torch.distributed.
+    """Text for cache keys that differs between ranks; empty without torch.distributed.
 
     A rank's graph holds the position at which its part of a tensor begins. AOTAutograd makes its cache key from an
     earlier graph with DTensors, which is the same on all ranks, and the ranks of one machine share a cache folder. On
@@ -59,7 +59,7 @@ def rank_salt() -> str:
 
 
 def concatenated_buffers(parts: Sequence[Any], dim: int) -> Any:
-    """Inductor IR of a concatenation along ``dim``; each part is stored directly into the result."""
+    """Inductor IR that concatenates ``parts`` along ``dim``; stores each part directly into the result."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 

@@ -18,7 +18,7 @@ def is_in_mode() -> bool:
 
 
 class OnlookingMode(TorchDispatchMode):
-    """A dispatch mode that sees every operator, and does not change how code is compiled or how compiled code runs.
+    """Dispatch mode that sees every operator, without changes to what is compiled or how it runs.
 
     A plain mode imports Dynamo at its first operator, which costs seconds, only to exclude itself from tracing. And
     Dynamo compiles nothing while a plain mode is active.
@@ -28,7 +28,7 @@ class OnlookingMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the operator and return what it returns."""
+        """Handle one operator: subclasses call ``func(*args, **kwargs)`` and return its result."""
         raise NotImplementedError
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Private interfaces of PyTorch's modules: hooks, and tensors that pipeline stages overwrite."""
+"""Private interfaces of modules: load_state_dict hooks, static addresses, and pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["keep_address", "keep_through_inference", "rebind_load_hooks"]
 
 
 def rebind_load_hooks(module: torch.nn.Module) -> None:
-    """Bind a module's `load_state_dict` hooks to the module, after they were copied from the module that it replaces.
+    """Rebind `load_state_dict` pre-hooks, copied from the module that ``module`` replaces, to ``module``.
 
-    A hook that was registered with ``with_module=True`` holds a weak reference to the old module. The reference dies
-    with the old module.
+    A hook that was registered with ``with_module=True`` holds a weak reference to the old module, and the reference
+    dies with the old module.
     """
     hooks: dict[int, Any] = module._load_state_dict_pre_hooks
     for key, hook in hooks.items():
@@ -24,7 +24,7 @@ def rebind_load_hooks(module: torch.nn.Module) -> None:
 
 
 def keep_address(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor like a buffer: compiled code may write to it without recording a CUDA graph anew.
+    """Mark a tensor's address as static, so that CUDA graphs may write to the tensor without recapture.
 
     This is ``torch._dynamo.mark_static_address`` without the import of the compiler.
     """
@@ -33,11 +33,12 @@ def keep_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
-    """Make `PipelineStage` restore, after it has inferred shapes, the tensors ``tensors_of`` returns for its module.
+    """Make `PipelineStage` restore some tensors of its module after it has inferred shapes.
 
-    The stage infers shapes by a forward and a backward on uninitialised memory, which would change, for example, amax
-    histories. From 2.15 on it restores buffers itself. Versions without a method for the backward run only the
-    forward, which changes nothing. Call this after `torch.distributed.pipelining.stage` was imported.
+    ``tensors_of(module)`` returns these tensors. The stage infers shapes by a forward and a backward on uninitialised
+    memory, which would change, for example, amax histories. From 2.15 on it restores buffers itself. Versions without
+    a method for the backward run only the forward, which changes nothing. Call this after
+    `torch.distributed.pipelining.stage` was imported.
     """
     from torch.distributed.pipelining.stage import PipelineStage
 

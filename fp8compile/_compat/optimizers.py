@@ -14,7 +14,7 @@ __all__ = ["compiled_alone", "muon_lr", "orthogonalized"]
 
 
 def compiled_alone(function: Callable[..., Any], first: object, backend: Any) -> Callable[..., Any]:
-    """Compile ``function`` with its first argument fixed, as one graph of static sizes.
+    """Compile ``function`` with ``first`` as its fixed first argument, as one graph of static sizes.
 
     From 2.13 on, the graphs of this call do not count against Dynamo's recompile limit for ``function``.
     """
@@ -26,14 +26,20 @@ def compiled_alone(function: Callable[..., Any], first: object, backend: Any) ->
 
 
 def orthogonalized(update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """The orthogonal matrix nearest to an update (N, K), bfloat16, by PyTorch's Newton-Schulz iteration."""
+    """Orthogonalize an update (N, K), as in Muon; bfloat16, by PyTorch's Newton-Schulz iteration.
+
+    ``coefficients``, ``steps`` and ``eps`` are ``ns_coefficients``, ``ns_steps`` and ``eps`` of torch.optim.Muon.
+    """
     from torch.optim import _muon
 
     return _muon._zeropower_via_newtonschulz(update, coefficients, steps, eps)
 
 
 def muon_lr(lr: float, adjustment: str | None, shape: Sequence[int]) -> float:
-    """The learning rate of a matrix of this shape, by ``adjust_lr_fn`` of torch.optim.Muon."""
+    """Learning rate ``lr`` adjusted to a matrix's shape, as torch.optim.Muon does it.
+
+    ``adjustment`` is the optimizer's ``adjust_lr_fn``.
+    """
     from torch.optim import _muon
 
     return _muon._adjust_lr(lr, adjustment, torch.Size(shape))

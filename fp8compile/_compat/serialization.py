@@ -1,4 +1,4 @@
-"""A callback for each operator of an exported program, before the program is written to a file."""
+"""A callback for each operator of an exported program, called before the program is written to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["when_program_is_saved"]
 
 
 def _operators(programs: Any) -> Iterator[object]:
-    """The targets of all calls in one exported program or in a dict of them."""
+    """Yield the targets of all calls in an exported program, or in each program of a dict."""
     for program in programs.values() if isinstance(programs, dict) else [programs]:
         for module in program.graph_module.modules():
             if isinstance(module, torch.fx.GraphModule):

@@ -1,4 +1,4 @@
-"""Questions about tracing: fake tensors, symbolic sizes, active transforms, and the graphs that Dynamo makes."""
+"""Queries of PyTorch's tracers: fake tensors, symbolic sizes, active transforms, Dynamo's graphs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def nodes_of(tensor: torch.Tensor) -> list[Any]:
-    """The nodes of a tensor in graphs that are being traced."""
+    """The FX nodes of a tensor in the graph being traced; a subclass has one for each inner tensor.
+
+    The list is empty if no graph is being traced.
+    """
     if graph_tracer() is None:
         return []
     from torch.fx.experimental.proxy_tensor import _get_proxies
@@ -77,7 +80,7 @@ def is_written_in_trace(tensor: torch.Tensor) -> bool:
 
 
 def is_traced_as_subgraph() -> bool:
-    """Whether a graph inside another graph is being traced, such as the graph of a compiled region."""
+    """Whether make_fx is tracing a graph inside another graph, such as that of a compiled region."""
     from torch.fx.experimental import proxy_tensor
 
     tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
@@ -85,12 +88,15 @@ def is_traced_as_subgraph() -> bool:
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
-    """Stop the device if a condition is false; the host does not wait. In a graph this is a node."""
+    """Assert a condition, a tensor, on its device with the message ``text``; the host does not wait.
+
+    In a graph this is a node.
+    """
     torch.ops.aten._assert_async.msg(condition, text)
 
 
 def statically_true(condition: Any) -> bool:
-    """Whether a condition on sizes holds for every size that the graph is made for; never adds a guard."""
+    """Whether a condition on sizes holds for every size of the graph being traced; never adds a guard."""
     if isinstance(condition, bool):  # a condition on plain numbers, as always in eager mode
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -99,7 +105,7 @@ def statically_true(condition: Any) -> bool:
 
 
 def statically_equal(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether two sequences of sizes are equal, for every size that the graph is made for; never adds a guard."""
+    """Whether two sequences of sizes are equal for every size of the traced graph; never adds a guard."""
     for size, other in zip(sizes, others, strict=True):
         equal = size == other
         if not (equal if isinstance(equal, bool) else statically_true(equal)):
@@ -108,7 +114,7 @@ def statically_equal(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def any_is_zero(sizes: Iterable[Any]) -> bool:
-    """Whether one of the sizes is 0; a size that is unknown at compile time counts as larger."""
+    """Whether one of the sizes is 0; an unbacked size, known only at run time, does not count as 0."""
     for size in sizes:
         is_zero = size == 0
         if is_zero if isinstance(is_zero, bool) else guard_or_false(is_zero):
@@ -117,7 +123,7 @@ def any_is_zero(sizes: Iterable[Any]) -> bool:
 
 
 def is_static(size: Any) -> bool:
-    """Whether a size is a number instead of a symbol of the graph."""
+    """Whether a size is a number and not a symbol of the graph being traced."""
     if not torch.compiler.is_compiling():
         return isinstance(size, int)
     from torch.fx.experimental.symbolic_shapes import has_static_value  # to Dynamo, a symbol is an int too
@@ -140,17 +146,17 @@ def faking_as(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def is_faking() -> bool:
-    """Whether operators make fake tensors now, even of tensors with data."""
+    """Whether a fake tensor mode is active, in which operators return fake tensors for any input."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def no_dispatch() -> AbstractContextManager[None]:
-    """In this context operators compute directly, even if a tracer is active."""
+    """Context in which operators bypass dispatch modes and subclasses' `__torch_dispatch__`."""
     return torch._C._DisableTorchDispatch()
 
 
 def guard_or_false(condition: Any) -> bool:
-    """Whether a condition on sizes holds; False if a size is unknown at compile time."""
+    """Whether a condition on sizes holds; False if it depends on an unbacked size, known only at run time."""
     if isinstance(condition, bool):
         return condition  # an eager call asks five times, a microsecond each
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -159,7 +165,7 @@ def guard_or_false(condition: Any) -> bool:
 
 
 def is_unbacked(size: Any) -> bool:
-    """Whether a size is known only when the graph runs, so that no condition on it can be decided at compile time."""
+    """Whether a size is known only at run time (an unbacked symbol), so that compilation can't compare it."""
     if isinstance(size, int):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -185,7 +191,7 @@ def new_dynamic_size() -> torch.SymInt:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, jvp) or forward-mode autograd is active, in eager mode."""
+    """Whether `torch.func` (grad, vmap, jvp) or forward-mode autograd acts on a tensor, in eager mode."""
     if torch.compiler.is_compiling():
         return False  # Dynamo can't trace the calls below
     is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
@@ -193,7 +199,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def constant_when_traced(fn: F) -> F:
-    """Let Dynamo call ``fn`` while it traces, and use the result as a constant.
+    """Decorator: while tracing, Dynamo calls ``fn`` and puts the result into the graph as a constant.
 
     It is used for texts of errors: Dynamo can't trace the `repr` of every object, and would raise its own error
     instead. `torch.compiler.assume_constant_result` does the same, but imports Dynamo, which costs a second.
@@ -203,18 +209,18 @@ def constant_when_traced(fn: F) -> F:
 
 
 def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo break its graph at a call of ``fn``, which runs uncompiled.
+    """Decorator: Dynamo breaks its graph at a call of ``fn``, which runs uncompiled.
 
-    This is `torch.compiler.disable` without its import of Dynamo, which costs a second.
+    This is `torch.compiler.disable` without the import of Dynamo, which costs a second.
     """
     return torch._disable_dynamo(fn)
 
 
 def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object], None]) -> None:
-    """Call ``callback`` for each graph that Dynamo makes.
+    """Call ``callback(graph, inputs, owner)`` for each graph that Dynamo makes, before it is compiled.
 
-    Its arguments are the graph, the graph's inputs, and ``self`` of the traced method. The call comes before the
-    backend and before all caches of compiled code. An error that ``callback`` raises ends the compilation.
+    ``owner`` is ``self`` of the traced method, or None. The call comes before the backend and before all caches of
+    compiled code. An error that ``callback`` raises ends the compilation.
     """
 
     def register() -> None:
@@ -233,6 +239,9 @@ def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object
 
 
 def module_path(text: str) -> str:
-    """Turn Dynamo's ``L['self']._modules['layers'][0].gate`` into ``layers.0.gate``, without the outermost object."""
+    """Dotted name of a module from Dynamo's text: ``layers.0.gate`` without the outermost object.
+
+    Such a text is ``L['self']._modules['layers'][0].gate``.
+    """
     rest = re.sub(r"^L\['\w+'\]", "", text)
     return ".".join(next(filter(None, match)) for match in STEP.findall(rest))

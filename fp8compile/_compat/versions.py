@@ -42,7 +42,10 @@ __all__ = [
 if TYPE_CHECKING:
 
     class OpaqueBase:
-        """Base class of a graph's constants, for type checkers, which don't find PyTorch's class in any version."""
+        """Stand-in for the base class of a graph's constants, seen only by type checkers.
+
+        PyTorch's own class has different names in different versions.
+        """
 
 else:
     try:
@@ -58,7 +61,10 @@ TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].spli
 
 
 def register_constant_type(cls: type[Any]) -> None:
-    """Tell torch.compile that instances of ``cls`` are constants: compared by ``==``, printed by ``__fx_repr__``."""
+    """Register a class whose instances are constants to torch.compile, as quantizers are.
+
+    Graphs compare them by ``==`` and print them by ``__fx_repr__``.
+    """
     name = f"{cls.__module__}.{cls.__qualname__}"
     by_name = getattr(opaque_object, "_OPAQUE_TYPES_BY_NAME", {})
     if name in by_name:
@@ -72,25 +78,25 @@ def register_constant_type(cls: type[Any]) -> None:
 
 
 def is_constant_type(cls: type[Any]) -> bool:
-    """Whether instances of ``cls`` are constants to torch.compile."""
+    """Whether the class was registered by `register_constant_type` (or PyTorch's own functions)."""
     ask = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     return ask(cls)
 
 
 def is_stand_in(value: object) -> bool:
-    """Whether a value is PyTorch's stand-in for a constant of ours.
+    """Whether a value is the fake object by which PyTorch replaces a constant, such as a quantizer.
 
-    An op's fake function gets a stand-in if the traced function itself makes the constant. A stand-in claims to be of
-    the constant's class, so only ``type(value)`` tells.
+    An op's fake function gets such an object if the traced function itself makes the constant. The object also passes
+    ``isinstance`` for the constant's class, so only ``type(value)`` tells.
     """
     return type(value).__name__ == "FakeScriptObject"
 
 
 def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
-    """Wrap a function as a compiled region: it is compiled once for all its calls in a graph.
+    """Wrap a function as a compiled region, whose code is compiled once for all its calls in a graph.
 
-    ``often`` is the number of compiled versions that one graph may need; from 2.13 on PyTorch raises if there are
-    more.
+    ``often`` is the number of versions, for different inputs, that one graph may need; from 2.13 on PyTorch raises if
+    there are more.
     """
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
@@ -98,7 +104,10 @@ def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
 
 
 def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled callable so that floats are constants: a compiled region can't compare a float symbol with 0."""
+    """Wrap a compiled callable so that Dynamo treats floats as constants instead of symbols.
+
+    A compiled region can't compare a symbolic float with 0.
+    """
 
     @functools.wraps(call)
     def pinned(*args: Any, **kwargs: Any) -> Any:
@@ -109,26 +118,26 @@ def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; always False before 2.13, where Dynamo answers True for every tracer."""
+    """Whether `torch.export` is tracing; always False before 2.13, which can't tell export from Dynamo."""
     return TORCH_VERSION >= (2, 13) and torch.compiler.is_exporting()
 
 
 def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Call PyTorch's functional all-gather, which has this name since 2.13."""
+    """Call PyTorch's functional all-gather of one tensor, whose name changed in 2.13."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor)(x, dim, group)
 
 
 def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any) -> torch.Tensor:
-    """Call PyTorch's functional reduce-scatter, which has this name since 2.13."""
+    """Call PyTorch's functional reduce-scatter of one tensor, whose name changed in 2.13."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
 
 
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
-    """Let autograd pass a gather's gradient in the dtype in which FSDP2 receives the gradient of a parameter.
+    """Let the backward of an all-gather op receive gradients in the dtype in which FSDP2 receives them.
 
     From 2.15 on, the float32 gradient that a norm computes for a bfloat16 weight reaches the sum over ranks unrounded.
     Before 2.15 autograd rounds it to the dtype of the weight first, and this function does nothing.
@@ -143,12 +152,18 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
-    """The dtype in which FSDP2 sums gradients by default: the parameter's dtype; before 2.15, the forward's dtype."""
+    """Dtype in which FSDP2 sums gradients by default: ``own``, or before 2.15 ``used``.
+
+    ``own`` is the parameter's dtype, ``used`` its dtype in the forward.
+    """
     return own if TORCH_VERSION >= (2, 15) else used
 
 
 def allow_group_in_subclass() -> None:
-    """Let a ProcessGroup be an inner value of a tensor subclass; raises a RuntimeError on PyTorch 2.11."""
+    """Let a tensor subclass have a ProcessGroup as an attribute in compiled code; raises on PyTorch 2.11.
+
+    The error is a RuntimeError.
+    """
     if GROUPS_ALLOWED:
         return
     if TORCH_VERSION < (2, 12):
@@ -168,24 +183,24 @@ allow_group_in_subclass._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def has_groups(mesh: Any) -> bool:
-    """Whether a mesh has process groups; a mesh that is made to compute placements has none."""
+    """Whether a DeviceMesh has process groups; a mesh made only to compute placements has none."""
     return hasattr(mesh, "_dim_group_names")  # no public attribute tells; get_group raises without groups
 
 
 def concatenated(first: Any, second: Any) -> Any:
-    """The mesh that has the dims of both given meshes, which must be parts of one mesh."""
+    """The DeviceMesh with the dims of ``first`` and ``second``, which must be slices of one mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate([first, second])
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The whole mesh that a mesh was sliced from; the mesh itself if it is not a slice."""
+    """The DeviceMesh that a mesh was sliced from; the mesh itself if it is not a slice."""
     return mesh._get_root_mesh()
 
 
 def strided_shard(dim: int, parts: int) -> Any:
-    """The placement of a tensor whose ``dim`` was first sharded into ``parts``, and each of these once more."""
+    """DTensor placement of a dim that was sharded into ``parts``, and then again over another mesh dim."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
@@ -197,12 +212,12 @@ def cpu_has_rowwise_gemm() -> bool:
 
 
 def traces_no_constant() -> bool:
-    """Whether Dynamo of PyTorch 2.11 is tracing, which can't trace the methods of constants such as quantizers."""
+    """Whether Dynamo of PyTorch 2.11 is tracing, which can't trace methods of constants (quantizers)."""
     return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 
 def asks_a_constant(fn: F) -> F:
-    """Let traced code call ``fn``, a function that calls a method of a constant, such as a quantizer.
+    """Decorator that lets traced code call ``fn``, which calls a method of a constant such as a quantizer.
 
     PyTorch 2.11 can't trace such a method. There Dynamo calls ``fn`` while it traces, and the graph holds the result
     as a constant. A second quantizer that is equal to the first compiles the graph once more.

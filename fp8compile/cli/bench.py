@@ -1,8 +1,8 @@
 """`fp8compile bench`: runs the benchmarks, writes their tables to a report, and plots them.
 
-The scripts are in `benchmarks/` beside the package and not in a wheel, because they compare with other libraries. So
-this command only works in a checkout. It runs each script in its own process, because some scripts compile, some start
-process groups, and one measures an import.
+The scripts compare with other libraries, and therefore are in `benchmarks/` beside the package and not in a wheel:
+this command needs a checkout. Each script runs in its own process, because some scripts compile, some start process
+groups, and one measures an import.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def checkout() -> Path:
     """Path of the repository checkout that contains the benchmarks.
 
     Raises:
-        UserError: There is no such folder.
+        UserError: Neither the package's parent folder nor the working directory contains the benchmarks.
     """
     for folder in (Path(__file__).parents[2], Path.cwd()):
         if (folder / "benchmarks" / "table.py").exists():
@@ -60,7 +60,10 @@ def checkout() -> Path:
 
 
 def _measured(name: str, folder: Path) -> Result:
-    """Run a benchmark's script and return its table; ``error`` instead of ``rows`` if it fails."""
+    """Run benchmark ``name`` in a new process; returns its table, or an entry ``error`` if it fails.
+
+    ``folder`` is the repository checkout, in which the process starts.
+    """
     began = time.perf_counter()
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", "--json"]
     finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -102,7 +105,7 @@ def _draw(result: Result, path: Path) -> None:
 
 
 def write_report(results: list[Result], out: Path) -> None:
-    """Write ``report.md`` and ``results.json``; also plots of the tables if matplotlib is installed."""
+    """Write ``report.md`` and ``results.json`` to folder ``out``; adds plots if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
     can_draw = find_spec("matplotlib") is not None
     first = next((result for result in results if "torch" in result), {})

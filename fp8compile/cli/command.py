@@ -41,7 +41,7 @@ NO_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<kn
 
 class _OneLineParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse arguments; the subcommand's parser reports unknown ones, as it knows options to suggest."""
+        """Parse ``args``; the subcommand's own parser reports unknown options, to suggest similar ones."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest and not self._subparsers:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -82,7 +82,7 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _lack(error: Exception) -> str | None:
-    """The error message for a full disk, if that caused ``error``; else None."""
+    """Return a message for a full disk if that is among the causes of ``error``; else None."""
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             place = f" {cause.filename}" if cause.filename else ""
@@ -96,7 +96,7 @@ def _complain(command: str, message: str) -> None:
 
 
 def _check_streams() -> None:
-    """Handle output streams closed at start: discard stderr's output, raise a UserError for stdout."""
+    """Prepare for streams that were closed at start: stderr goes to /dev/null, stdout raises a UserError."""
     if sys.stderr is None:
         # print(file=None) would take standard output
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -105,7 +105,7 @@ def _check_streams() -> None:
 
 
 def _settle_output() -> None:
-    """Flush standard output; discards it if that fails, because Python would else exit with code 120."""
+    """Flush standard output; if that fails, discard the output, so that Python doesn't exit with code 120."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -113,7 +113,7 @@ def _settle_output() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command.
+    """Run the subcommand that the command line names.
 
     Args:
         arguments: Words after ``fp8compile``; by default the words on the process's command line.

@@ -59,9 +59,9 @@ def _broken(error: Exception) -> dict[str, str]:
 
 
 def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, str]]:
-    """How each GEMM of a recipe runs on a device, for linears or, if ``grouped``, for experts.
+    """Describe how a device runs each GEMM of the recipe ``name``: an entry for each GEMM.
 
-    If an installed package's recipe can't be loaded, the only entry is its error.
+    Layers are linears, or experts if ``grouped``. If the recipe can't be loaded, the only entry is the error.
     """
     import torch
 
@@ -96,7 +96,7 @@ def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _warnings() -> list[str]:
-    """Warnings about possible problems: a PyTorch that is newer than all tested versions."""
+    """A warning if the installed PyTorch is newer than all tested versions; else an empty list."""
     import torch
 
     from fp8compile._compat import KNOWN_VERSIONS, TORCH_VERSION
@@ -130,12 +130,12 @@ def _are_in_order(products: list[dict[str, Any]]) -> bool:
 
 
 def examine() -> dict[str, Any]:
-    """Run all of doctor's examinations.
+    """Examine versions, devices, recipes and GEMMs of this machine, and run the self-checks.
 
     Returns:
         A JSON-serializable dict with ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM of linears
         and of experts runs on each device), ``products`` (results of test GEMMs for each kind of GPU), ``checks``
-        (each with name, ok and detail) and ``ok``.
+        (each with name, ok and detail) and ``ok``: whether all checks and test GEMMs passed.
     """
     log.info("looking for devices")
     devices = _devices()
@@ -153,7 +153,7 @@ def examine() -> dict[str, Any]:
 
 
 def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
-    """Table rows for one recipe on one device; GEMMs that run the same way share a row."""
+    """Table rows for one entry of ``recipes``, a recipe on a device; GEMMs that run alike share a row."""
     rows: list[tuple[Cell, ...]] = []
     for layers in ("gemms", "experts"):
         ways: dict[Cell, list[str]] = {}
@@ -169,7 +169,7 @@ def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
 
 
 def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
-    """Sections that list these devices, and how recipes run on them."""
+    """Yield a table of ``devices``, and a table of how each recipe's GEMMs run on each device."""
     keys = [key for key in DEVICE_KEYS if any(key in device for device in devices)]
     rows = tuple(tuple(str(device.get(key, "")) for key in keys) for device in devices)
     yield Section(title="devices", columns=tuple(keys), rows=rows)
@@ -178,7 +178,7 @@ def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
 
 
 def _print_products(found: list[dict[str, Any]]) -> bool:
-    """Print the results of test GEMMs that were run on GPUs; returns whether all are right."""
+    """Print the results of test GEMMs on GPUs, from `found_products`; returns whether all are right."""
     from fp8compile.cli.doctor_products import are_in_order, product_sections
     from fp8compile.cli.terminal import print_sections
 
@@ -187,7 +187,7 @@ def _print_products(found: list[dict[str, Any]]) -> bool:
 
 
 def _print() -> bool:
-    """Print all sections; returns whether all checks passed and all test GEMMs are right."""
+    """Print doctor's whole report; returns whether all self-checks and all test GEMMs passed."""
     from fp8compile.cli.terminal import print_section
 
     warnings = tuple(f"WARNING: {text}" for text in _warnings())
@@ -205,7 +205,7 @@ def _print() -> bool:
 
 
 def _on_gpu(gpu: str) -> dict[str, Any]:
-    """Describe a GPU that need not be present: name, capability, build, each recipe's GEMMs on it."""
+    """Describe a GPU that need not be present: name, capability, PyTorch build, and how recipes run on it."""
     from fp8compile.target import pretend_target
     from fp8compile.testing.gpu.gpus import GPUS as KNOWN
 

@@ -1,6 +1,6 @@
-"""The process in which `fp8compile doctor` runs products of a GPU, because a kernel that traps ends its process.
+"""Subprocess of `fp8compile doctor` that runs test GEMMs on a GPU; a crash there does not end doctor.
 
-It prints a line before and a line after each case, so that the parent knows which case a lost process was at.
+It prints a line before and a line after each case. If the process dies, the parent thus knows the case at fault.
 
     python -m fp8compile.cli.doctor_product_process --device cuda:0 CASE...
     python -m fp8compile.cli.doctor_product_process --gpu rtx5090 CASE...      played on the CPU; with --interpret,
@@ -43,7 +43,10 @@ def _difference(result: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def answer(case: ProductCase, device: torch.device) -> tuple[str, str]:
-    """Run a test GEMM once; returns ``"ok"``, ``"differs"`` or ``"raised"``, and the difference or error."""
+    """Run a test GEMM once and compare it with its emulation; returns a verdict and a detail.
+
+    The verdict is ``"ok"``, ``"differs"`` or ``"raised"``; the detail is the difference or the error, or empty.
+    """
     try:
         result = case.result(device)
     except Exception as error:  # whatever PyTorch, a library or Triton says is the answer
@@ -55,7 +58,7 @@ def answer(case: ProductCase, device: torch.device) -> tuple[str, str]:
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether a device no longer works in this process, as after a kernel that trapped."""
+    """Whether a small operator fails on a device in this process, as after a kernel that trapped."""
     try:
         return torch.ones(1, device=device).add(1).item() != 2
     except Exception:  # PyTorch has several classes for it

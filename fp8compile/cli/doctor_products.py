@@ -1,4 +1,4 @@
-"""Runs each kind of GEMM ("product") on a GPU once, and compares the results with our tables of GEMMs.
+"""Runs every kind of GEMM ("product") on a GPU, and checks our tables of supported GEMMs.
 
     ok          bitwise equal to the emulation
     differs     not bitwise equal
@@ -61,7 +61,7 @@ class Answer:
 
 
 def processes(command: Sequence[str]) -> Runner:
-    """Make a `Runner` that starts ``command`` in a subprocess, with the cases as its last arguments."""
+    """Make a function that runs cases, given by number, in a subprocess ``command CASE...``."""
 
     def run(cases: Sequence[int]) -> tuple[str, str, int]:
         with subprocess.Popen(
@@ -83,7 +83,10 @@ def _product_processes(*options: str) -> Runner:
 
 
 def _end(code: int, out: str, err: str) -> str:
-    """Describe in words how a process ended before it finished a case."""
+    """Describe how a process ended before it finished a case: time limit, or exit code and last line.
+
+    ``code`` is the exit code, ``out`` and ``err`` are what the process printed.
+    """
     if TIMED_OUT in err:
         return f"did not end within {SECONDS} s"
     said = [line for line in (*out.splitlines(), *err.splitlines()) if line.strip() and not line.startswith(LINE)]
@@ -92,7 +95,10 @@ def _end(code: int, out: str, err: str) -> str:
 
 
 def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
-    """Run cases, and yield (case, verdict, detail); after a crash, a new process runs the remaining ones."""
+    """Run test GEMMs, and yield (case, verdict, detail) for each; a crash starts a process for the rest.
+
+    ``run`` starts a process for a list of cases; ``wanted`` are the cases' numbers in `product_cases`.
+    """
     cases, lost = product_cases(), Counter[str]()
     while wanted:
         out, err, code = run(wanted)
@@ -125,10 +131,10 @@ def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
 
 
 def asked_products(target: Target, run: Runner) -> list[Answer]:
-    """Run all test GEMMs on a GPU, except those that the tables refuse; returns a result for each.
+    """Run all test GEMMs that the tables allow on a GPU; returns a result for each, also for refused ones.
 
     Args:
-        target: The GPU, as the tables see it.
+        target: The GPU, as the tables of supported GEMMs see it.
         run: Starts a process for cases, given by their indices in `product_cases`.
     """
     cases = product_cases()
@@ -145,7 +151,10 @@ def _asked(target: Target, *options: str) -> list[dict[str, Any]]:
 
 
 def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run all test GEMMs on one GPU of each kind in this machine; an entry has device, name and products."""
+    """Run all test GEMMs on one GPU of each model in this machine; returns an entry for each model.
+
+    An entry has ``device``, ``name`` and ``products``, the results. ``devices`` are doctor's entries for all devices.
+    """
     import torch
 
     from fp8compile.target import target_of
@@ -165,7 +174,7 @@ def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def played_on(gpu: str) -> dict[str, Any]:
-    """Run all test GEMMs for a GPU that the CPU simulates; returns an entry as `found_products` does.
+    """Run all test GEMMs for a GPU that the CPU simulates; returns an entry as in `found_products`.
 
     ``gpu`` is one of `known_gpus.GPUS`.
     """
@@ -178,7 +187,10 @@ def played_on(gpu: str) -> dict[str, Any]:
 
 
 def are_in_order(found: Sequence[dict[str, Any]]) -> bool:
-    """Whether all results are "ok" or "refused", so that every GEMM that ran equals the emulation bitwise."""
+    """Whether every result is "ok" or "refused": each GEMM that ran equals the emulation bitwise.
+
+    ``found`` are entries as `found_products` returns.
+    """
     return all(each["verdict"] in (OK, REFUSED) for entry in found for each in entry["products"])
 
 
@@ -196,7 +208,10 @@ def _row(product: str, answers: list[dict[str, Any]]) -> tuple[Cell, ...]:
 
 
 def product_sections(found: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """Yield a table of results for each kind of GPU and, if some are wrong, a section for a bug report."""
+    """Yield a table of results for each GPU model and, if some are wrong, a section for a bug report.
+
+    ``found`` are entries as `found_products` returns.
+    """
     for entry in found:
         of_product: dict[str, list[dict[str, Any]]] = {}
         for each in entry["products"]:

@@ -1,4 +1,4 @@
-"""Choices of the flag ``--gpu``: the keys of `fp8compile.testing.gpu.gpus.GPUS`, without importing PyTorch."""
+"""Choices of the flag ``--gpu``, copied from `fp8compile.testing.gpu.gpus.GPUS` to not import PyTorch."""
 
 from __future__ import annotations
 

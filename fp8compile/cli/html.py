@@ -55,7 +55,7 @@ def _table(section: Section) -> str:
 
 
 def section_html(section: Section, name: str) -> str:
-    """Convert a section to HTML; ``name`` becomes its CSS class."""
+    """Convert a section to HTML; ``name`` is the CSS class of the HTML element."""
     parts = [f"<h2>{escape(section.title)}</h2>"]
     for number, line in enumerate(section.lines):
         mark = ' class="loud"' if not section.rows and number in section.loud else ""

@@ -1,4 +1,4 @@
-"""`fp8compile run-gpu`: runs the program that Inductor generates for a GPU on the CPU, and checks it.
+"""`fp8compile run-gpu`: runs Inductor's program for a GPU on the CPU, and checks its results.
 
 0  results equal those of the graphs bitwise     1  they differ, or a kernel does something invalid
 2  it was not run: no such target or GPU, the target fails, or the simulator does not support the code
@@ -26,14 +26,14 @@ MODES = ("contract", "approximate", "precision_casts")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of running the program for one GPU.
+    """Result of simulating Inductor's program for one GPU on the CPU.
 
     Attributes:
         arch: The GPU, as the user named it.
         name: Full name of the GPU.
         graphs: A line for each graph that was run, and where the first NaN comes from if there is one.
         fault: Forbidden action of a kernel, such as an access out of bounds; empty if there is none.
-        differences: A line for each tensor that differs.
+        differences: A line for each tensor that differs from the result of the graphs.
         unknown: Why the program was not run; empty if it was.
         seconds: Duration.
     """
@@ -83,7 +83,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
-    """First error of these kinds among ``error`` and its causes; PyTorch wraps errors of its compiler."""
+    """First error of the classes ``kinds`` in the chain of causes of ``error``, itself included; or None."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, kinds):
@@ -131,7 +131,10 @@ def _sections(text: str, outcomes: Sequence[Outcome]) -> Iterator[Section]:
 
 
 def _write_junit(path: Path, text: str, outcomes: Sequence[Outcome]) -> None:
-    """Write a JUnit file with a test case per GPU; differences are failures, programs not run are errors."""
+    """Write a JUnit file with a test case for each GPU, of the test class ``text``.
+
+    Differences and faults are failures; programs that were not run are errors.
+    """
     bad = sum(bool(each.fault or each.differences) for each in outcomes)
     suite = ElementTree.Element(
         "testsuite", name="fp8compile run-gpu", tests=str(len(outcomes)), failures=str(bad),

@@ -12,7 +12,7 @@ __all__ = ["Section"]
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A title, lines of text, and a table.
+    """A titled table with lines of text above it.
 
     Attributes:
         title: The title.

@@ -9,7 +9,7 @@ __all__ = ["Style"]
 
 
 class Style:
-    """Formats text for standard output if that is a terminal; the variable NO_COLOR turns this off."""
+    """Makes text bold or red if standard output is a terminal; the variable NO_COLOR turns this off."""
 
     def __init__(self) -> None:
         self._is_on = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -22,5 +22,5 @@ class Style:
         return self._marked(text, "1")
 
     def alarm(self, text: str) -> str:
-        """The text in bold red, for alarms."""
+        """The text in bold red, for problems."""
         return self._marked(text, "1;31")

@@ -1,7 +1,7 @@
 """Runs a user's code in this process, and turns its exceptions and exits into a `UserError`.
 
-Without this, code that calls `sys.exit(0)` or `os._exit(0)` would end the command with exit code 0, which means YES. A
-crash by a signal is not caught, but its exit code is above 128 and can't be mistaken for YES.
+Without this, code that calls `sys.exit(0)` or `os._exit(0)` would end the command with exit code 0, which means
+success. A crash by a signal is not caught, but its exit code is above 128 and can't be mistaken for success.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ AT_ONCE = ("_exit", "execv", "execve")
 
 
 class _EndedAtOnce(BaseException):
-    """Raised instead of a call that would end the process at once; no handler of ``Exception`` catches it."""
+    """Raised in place of a call, such as ``os._exit``, that would end the process without an exception.
+
+    It is a BaseException, so that no handler of ``Exception`` in the user's code catches it.
+    """
 
 
 def _raising(name: str) -> Callable[..., Any]:
@@ -47,10 +50,10 @@ def _said(error: BaseException) -> str:
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Context that turns every way in which a user's code can fail or end the process into a `UserError`.
+    """Context that turns an exception or exit of a user's code into a `UserError`.
 
     Args:
-        what: Description of what the code does; it comes before "failed" in the error.
+        what: What the code does, such as "x.py: loading it"; the error's text is this and "failed".
 
     Raises:
         UserError: The code raised an exception, or called ``sys.exit`` or ``os._exit``.

@@ -1,4 +1,4 @@
-"""From training to serving: checkpoints that servers load, with the codes and scales that training has.
+"""Export to serving: writes checkpoints that servers load, with the codes and scales of training.
 
     model --plan.py: what is written, and how--> stream.py: tensors, layer by layer --> save.py: a folder --> check.py
 
@@ -6,12 +6,12 @@
     fine_grained.py, compressed_tensors.py, modelopt.py, torchao.py    the formats
     format_table.py      the formats by name
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
-    whole_weights.py     a parameter over ranks as whole tensors
-    whole_matrix.py      a matrix that ranks quantize into, a tile at a time
-    fill_whole_tensor.py where a rank's part lies in a whole, and how the parts are sent
+    whole_weights.py     gathers a sharded parameter: whole values, or whole matrices of codes
+    whole_matrix.py      a whole matrix of codes, of which each rank quantizes its shard, tile by tile
+    fill_whole_tensor.py position of a rank's shard in the whole tensor, and exchange of shards
     write_folder.py      files that are written beside their place and renamed
     read_folder.py       tensors of a folder's files
-    load.py              a folder that becomes the parameters of a model
+    load.py              loads a folder into the parameters of a model
     program.py           the forward as a graph of PyTorch's operators
 
 All that is specific to one format goes into that format's file; all that is specific to models goes into `plan.py`.

@@ -1,4 +1,4 @@
-"""check: reads an exported folder as a server would, and compares its values with those of training."""
+"""check: reads an exported folder as a server would, and compares the values with those of training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class CheckReport:
 
 
 def _difference(values: Tensor, wanted: Tensor) -> str | None:
-    """Describe the first value that differs by more than the readers' rounding errors; None if none does."""
+    """Describe the first of ``values`` that differs from ``wanted`` by more than 2**-22 of it; or None.
+
+    Readers may round three times in float32, which explains smaller differences.
+    """
     equal = (values == wanted) | (values.isnan() & wanted.isnan())
     equal |= (values - wanted).abs() <= TOLERANCE * wanted.abs()
     if bool(equal.all()):
@@ -68,7 +71,10 @@ def _stored(files: StoredFiles, name: str, scheme: Scheme) -> dict[str, Tensor] 
 
 
 def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) -> str | None:
-    """What is wrong with the stored tensors of one layer, in words; None if nothing is."""
+    """Describe what is wrong with one layer's tensors, ``stored`` by suffix of the name; None if nothing.
+
+    ``wanted`` are the values of training at `positions`.
+    """
     scales = [each.float() for suffix, each in stored.items() if suffix != scheme.suffixes[0]]
     if not all(bool((each >= 0).all()) for each in scales):
         return "has a scale that is negative or NaN"
@@ -81,7 +87,10 @@ def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) 
 
 
 def _fused_notes(outer: Mapping[str, float]) -> list[str]:
-    """Notes on layers that a server fuses into one GEMM although their outer scales (``outer``) differ."""
+    """Notes on layers that a server fuses into one GEMM although their outer scales differ.
+
+    ``outer`` has the outer scale (the scale of the whole matrix) of each layer, by name.
+    """
     found: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
     for name, scale in outer.items():
         above, _, last = name.rpartition(".")
@@ -102,7 +111,10 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """Problems of config.json's quantization_config, from which readers learn the format."""
+    """Problems of the ``quantization_config`` in config.json, which tells readers the format.
+
+    ``config`` is the file's content, and ``names`` has the names of the quantized layers as keys.
+    """
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]
@@ -121,9 +133,9 @@ def check(folder: str | os.PathLike[str]) -> CheckReport:
     """Read a folder written by `save_pretrained` as a server would, and compare it with training.
 
     For each layer, some values are computed from the file by the arithmetic of the format's readers, and compared with
-    the values that the codes had in training. This arithmetic shares no code with the functions that write. So it
-    detects an inverted scale, a transposed matrix, four-bit codes in the wrong order, missing scales, a truncated file
-    and a wrong configuration.
+    the values that the codes had in training. This arithmetic shares no code with the functions that write files. It
+    therefore detects an inverted scale, a transposed matrix, four-bit codes in the wrong order, missing scales, a
+    truncated file and a wrong configuration.
 
     Args:
         folder: Path of the folder.

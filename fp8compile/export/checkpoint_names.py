@@ -2,7 +2,8 @@
 
 transformers' checkpoints have other names and shapes than the parameters of its models. Experts, for example, are one
 stack for gate and up in the model, and a matrix for each expert and projection in the checkpoint. transformers can
-convert each parameter back. Here it converts row numbers instead of values, to find out where each row goes:
+convert each parameter to the checkpoint's tensors. Here that conversion gets row numbers in place of values, and so
+tells where each row goes (E experts, I and H features):
 
     gate_up_proj (E, 2 I, H) --rows (E, 2 I, 1)--> experts.0.gate_proj.weight: rows 0 to I of expert 0, ...
 
@@ -23,12 +24,12 @@ __all__ = ["Place", "in_checkpoint", "is_of_transformers", "places", "places_of_
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix of a checkpoint, and which rows of a model's parameter it consists of.
+    """A matrix of a checkpoint: its name, and the rows of a model's parameter that it consists of.
 
     Attributes:
         name: Name in the checkpoint, without ``.weight``.
         expert: Index of the expert in the parameter; None if the parameter is one matrix.
-        start: The matrix's first row in the parameter, or in that expert's part of it.
+        start: The matrix's first row in the parameter, or in that expert's part of the parameter.
         stop: The row after the matrix's last row.
         step: 2 if the matrix takes every other row, because the model interleaves gate and up; else 1.
     """
@@ -51,7 +52,10 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Map a model's parameter or buffer to the tensors that a checkpoint stores for it, by name."""
+    """The tensors, by name, that a checkpoint stores for the model's parameter or buffer ``name``.
+
+    ``tensor`` has the values of the parameter or buffer.
+    """
     if not is_of_transformers(model):
         return {name: tensor}
     from transformers.core_model_loading import revert_weight_conversion
@@ -61,16 +65,18 @@ def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tens
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of tied parameters, which a checkpoint does not store, mapped to the names they are tied to."""
+    """Map names of tied parameters, which a checkpoint does not store, to the names they are tied to."""
     tied: Any = getattr(model, "all_tied_weights_keys", None) if is_of_transformers(model) else None
     return dict(tied or {})
 
 
 def places_of_transposed(experts: Any, name: str, out_features: int, count: int) -> list[Place]:
-    """Find where the matrices of transposed experts go in the checkpoint; rows are output features.
+    """List the checkpoint's matrices for a stack of weights stored as (in_features, out_features).
+
+    The checkpoint stores each matrix as (out_features, in_features); rows of a `Place` are output features.
 
     Args:
-        experts: The module.
+        experts: The module of experts.
         name: Name of a stack of weights in the model, such as ``"mlp.experts.gate_up_proj"``.
         out_features: N of each matrix.
         count: Number of experts.
@@ -85,7 +91,7 @@ def places_of_transposed(experts: Any, name: str, out_features: int, count: int)
 
 
 def places(model: nn.Module, name: str, weight: Tensor) -> list[Place] | str:
-    """Find where the matrices of a weight go in the checkpoint; returns a text with the reason if unknown.
+    """List the checkpoint's matrices for a weight, or return the reason, a text, why there are none.
 
     Args:
         model: The model.

@@ -1,5 +1,7 @@
 """compressed-tensors: the layout of llm-compressor's checkpoints, which vLLM and transformers read.
 
+Weights are (N, K), with N output and K input features:
+
     float-quantized       weight (N, K) e4m3; weight_scale float32 (1,), (N, 1) or (N / 128, K / 128)
     mxfp8-quantized       weight (N, K) e4m3; weight_scale (N, K / 32) uint8, E8M0
     nvfp4-pack-quantized  weight_packed (N, K / 2) uint8; weight_scale (N, K / 16) e4m3;
@@ -57,7 +59,10 @@ def _read_nvfp4(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _numbers(bits: int, strategy: str, *, dynamic: bool, group: int | None = None, **others: Any) -> dict[str, Any]:
-    """A ``QuantizationArgs`` of the package compressed-tensors, as a dict for JSON."""
+    """JSON form of compressed-tensors' ``QuantizationArgs``, for weights or for inputs.
+
+    ``strategy`` names what shares a scale, ``group`` is the group size; ``dynamic`` inputs are quantized at run time.
+    """
     own = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
     return {**own, **({} if group is None else {"group_size": group}), **others}
 

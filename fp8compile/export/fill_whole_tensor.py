@@ -2,7 +2,7 @@
 
     whole tensor on each rank:  [ own part | empty | empty ]  --each rank broadcasts its part-->  full
 
-Little memory is needed beside the result: contiguous parts are sent in place, others in chunks of rows.
+Contiguous shards are broadcast in place, others in chunks of rows, so that extra memory is small.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None =
     Args:
         cuts: How the tensor is sharded, as this rank sees it.
         shape: Shape of the whole tensor.
-        units: For each dim, how many elements share one entry, such as a block's elements in a grid of scales, or two
-            codes in a byte; -1 if all do. None if each element has its own entry.
+        units: Slices then count entries, and a unit is an entry's number of elements along a dim: the block size for a
+            grid of scales, 2 if a byte holds two codes, -1 if one entry stands for all. None means 1 everywhere.
     """
     found = []
     for dim, size in enumerate(shape):
@@ -45,7 +45,7 @@ def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None =
 
 
 def send(part: Tensor, cut: DimSharding, source: int) -> None:
-    """Broadcast a tensor in place from one rank of a sharded dim to the others.
+    """Broadcast a tensor in place from one rank to the other ranks of a sharded dim.
 
     Args:
         part: The tensor, which may be a view: the rank ``source`` reads it, and the others write to it.
@@ -76,7 +76,7 @@ def fill(
     units: Sequence[int] | None = None,
     known: Sequence[bool] | None = None,
 ) -> None:
-    """Exchange shards until a tensor, in which each rank has written its own, is complete (collective).
+    """Exchange shards until a tensor, of which each rank has written its part, is complete (collective).
 
     The innermost sharding is exchanged first. Each rank of an outer sharding then has its whole part to send.
 
@@ -84,7 +84,7 @@ def fill(
         whole: The tensor to complete: values, codes or scales.
         cuts: How the values are sharded.
         shape: Shape of the values.
-        units: How many values share one entry of ``whole``, as in `place_of`.
+        units: For each dim, how many values one entry of ``whole`` stands for, see `place_of`.
         known: For each dim, whether each rank has already written all entries along it.
     """
     for level in reversed(range(len(cuts))):

@@ -14,7 +14,7 @@ FORMATS = {each.name: each for each in (FINE_GRAINED_FP8, COMPRESSED_TENSORS, MO
 
 
 def format_named(function: str, name: object) -> Format:
-    """The format called ``name``; errors name ``function``.
+    """Look up the serving format ``name``; error texts begin with ``function``, the caller's name.
 
     Raises:
         ValueError: There is no such format.

@@ -3,8 +3,8 @@
     config.json --> format         plan of the model --> names and shapes, all of them checked
     tensors of one weight --_Stored--> Quantized --> QuantizedParameter, which replaces the weight
 
-Nothing is dequantized, unless forward and backward multiply by differently quantized weights: then the codes for the
-backward are made from the values of the forward's codes, one weight at a time.
+A weight is dequantized only if a recipe quantizes it in another way for the backward: then the codes for the backward
+are made from the values of the forward's codes, one weight at a time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def _format_of(folder: Path) -> Format:
 
 @dataclass(frozen=True)
 class _Stored:
-    """One matrix of a checkpoint, or some of its rows, and how the file stores it."""
+    """One matrix of a checkpoint: its name and rows, how the format stores it, and its quantizer.
+
+    ``columns`` is the number of input features.
+    """
 
     place: Place
     scheme: Scheme
@@ -98,7 +101,7 @@ class _Stored:
         return self.name(self.scheme.suffixes[1]) in files.names()
 
     def problems(self, files: StoredFiles) -> list[str]:
-        """Messages on tensors that are missing or have another shape; reads only the headers of the files."""
+        """Messages on this matrix's tensors that are missing or have a wrong shape; reads only file headers."""
         rows, step = self.place.rows, self.quantizer.block[0]
         if step > 1 and (self.place.step > 1 or self.place.start % step):
             return [f"{self.place.name} has rows of several blocks {self.quantizer.block}: take weight_block=(1, n)"]
@@ -116,7 +119,10 @@ class _Stored:
         return found
 
     def _grid(self, scale: Tensor) -> Tensor:
-        """Reshape the file's scales to the quantizer's grid of blocks; undoes their repetition for each row."""
+        """Reshape a file's scales to the quantizer's grid, one scale for each block.
+
+        Formats that store a scale for each row repeat the scale of a taller block, which this undoes.
+        """
         if self.scheme.kind not in ("mx", "nvfp4"):
             rows = self.place.rows
             return numbers_of(scale).reshape(self.quantizer.scale_shape((rows, self.columns)))
@@ -157,7 +163,10 @@ def _device_of(tensor: Tensor, given: torch.device | str | None) -> torch.device
 
 
 def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> None:
-    """Copy the scale of a matrix's first part; for later parts, raise a ValueError unless it is equal."""
+    """Copy a scale into ``into`` if ``is_new``; otherwise raise a ValueError unless the two are equal.
+
+    Parts of one matrix have one scale. ``name`` and ``what`` name the part and the scale in the error.
+    """
     if is_new:
         into.copy_(found)
     elif not torch.equal(into, found.to(into.device)):
@@ -168,7 +177,10 @@ def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> 
 
 
 def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> Quantized:
-    """Codes and scales of a weight, a matrix or stack, assembled from the matrices of the checkpoint."""
+    """Assemble the forward's codes and scales of a weight from the matrices ``stored`` in the checkpoint.
+
+    The weight is a matrix or a stack of matrices.
+    """
     rows, columns = _sizes(weight)
     quantizer, filled = stored[0].quantizer, set()
     whole = empty_matrix(quantizer, rows, columns, device)
@@ -194,13 +206,16 @@ def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _sizes(weight: Weight) -> tuple[int, int]:
-    """N and K (out_features, in_features) of a weight's matrices, also if stored transposed."""
+    """N and K (out_features, in_features) of a weight's matrices, whatever the order in which it has them."""
     first, second = weight.tensor.shape[-2:]
     return (second, first) if weight.layer is not None and is_transposed(weight.layer) else (first, second)
 
 
 def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
-    """Convert codes (E, N, K) to the module's layout: transposed if it stores (in_features, out_features)."""
+    """Convert codes (E, N, K) to the layout in which the layer stores its weight: transposed or as given.
+
+    E is the number of experts, N of output features, K of input features.
+    """
     if weight.layer is None or not is_transposed(weight.layer):
         return codes
     single, quantizer = one_a_byte(codes.codes, codes.quantizer)
@@ -211,7 +226,7 @@ def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
 
 
 def _has_rows(tensor: Tensor, index: Mapping[str, Tensor]) -> bool:
-    """Whether ``index``, from `_index_of_rows`, numbers the rows of ``tensor`` and not the elements."""
+    """Whether the numbers in ``index``, from `_index_of_rows`, are row numbers and not element numbers."""
     return tensor.ndim > 1 and sum(each.numel() for each in index.values()) != tensor.numel()
 
 
@@ -234,9 +249,9 @@ def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
-    """Names of the checkpoint's tensors that make up a parameter, each with the row numbers it contains.
+    """The checkpoint's tensors that make up a parameter: for each name, numbers of the rows it contains.
 
-    Vectors, and biases that a checkpoint stores one by one, have element numbers instead.
+    ``names`` are all names in the checkpoint. Vectors and biases of single experts get element numbers instead.
     """
     tensor = weight.tensor
     if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:
@@ -250,7 +265,7 @@ def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[st
 
 
 class _Loader:
-    """Compares a whole folder with a model first, and then loads it."""
+    """Checks all tensors of a folder against a model, and then loads them."""
 
     def __init__(self, plan: Plan, files: StoredFiles, device: torch.device | str | None) -> None:
         self.plan, self.files, self.device = plan, files, device
@@ -260,7 +275,7 @@ class _Loader:
         self.values: list[tuple[Weight, dict[str, Tensor]]] = []
 
     def look(self) -> None:
-        """Find the tensors of each parameter in the folder, and collect all problems."""
+        """Find each parameter's tensors in the folder, and collect all problems in ``problems``."""
         if self.problems:
             return
         for weight in self.plan.weights:
@@ -325,7 +340,7 @@ class _Loader:
             )
 
     def load(self) -> None:
-        """Replace the model's parameters by the folder's tensors."""
+        """Replace the model's parameters by the folder's tensors; call `look` before."""
         for weight, stored in self.codes:
             found = _parameter(weight, stored, self.files, _device_of(weight.tensor, self.device))
             put_codes(weight.layer, weight.name.rpartition(".")[2], found)
@@ -356,7 +371,7 @@ class _Loader:
 
 
 def _replace(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or buffer that is on the meta device by a tensor."""
+    """Replace the parameter or buffer ``name``, which is on the meta device, by ``tensor``."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     before: Any = getattr(module, own)
@@ -385,8 +400,8 @@ def load_quantized(
     are new objects, so make optimizers and shard the model afterwards.
 
     If the model is on the meta device, no weight is ever in memory in high precision; ``fp8compile.convert`` works on
-    such a model. If a recipe quantizes the weight differently for the backward (`rowwise`, `mxfp8`), the second codes
-    are made from the values of the first, one weight at a time.
+    such a model. If a recipe quantizes the weight differently for the backward (`rowwise`, `mxfp8`), the codes for the
+    backward are made from the values of the folder's codes, one weight at a time.
 
     Args:
         model: A model that `fp8compile.convert` has converted, with recipes that quantize weights as the folder does.
@@ -397,8 +412,8 @@ def load_quantized(
         A report; print it.
 
     Raises:
-        ValueError: The format is not known, a file can't be read, a tensor is missing, has another shape than the
-            recipe gives it or no counterpart in the model; the recipe has delayed scaling; or a weight is sharded.
+        ValueError: The format is not known; a file can't be read; a tensor is missing, has another shape than the
+            recipe gives, or has no counterpart in the model; the recipe has delayed scaling; or a weight is sharded.
             The text lists all problems, and nothing is changed.
         FileNotFoundError: The folder has no config.json.
     """

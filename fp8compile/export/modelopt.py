@@ -1,11 +1,13 @@
 """modelopt: the layout of NVIDIA's ModelOpt, which TensorRT-LLM, vLLM and SGLang read.
 
+Weights are (N, K), with N output and K input features. Codes are multiplied by all scales:
+
     FP8                        weight (N, K) e4m3; weight_scale, input_scale () float32
     FP8_PER_CHANNEL_PER_TOKEN  weight (N, K) e4m3; weight_scale (N,) float32
     MXFP8                      weight (N, K) e4m3; weight_scale (N, K / 32) uint8, E8M0
     W4A16_NVFP4                weight (N, K / 2) uint8; weight_scale (N, K / 16) e4m3; weight_scale_2 () float32
 
-Codes are multiplied by all scales. The file ``hf_quant_config.json`` repeats the configuration in config.json.
+The file ``hf_quant_config.json`` repeats the configuration in config.json.
 
 Source: nvidia-modelopt 0.47, ``torch/export/quant_utils.py``; vLLM, ``quantization/modelopt.py``.
 """

@@ -1,4 +1,4 @@
-"""Plan: contents of a model's checkpoint in a serving format, from names and shapes alone.
+"""Plan of a checkpoint in a serving format, made from the model's names and shapes alone.
 
     parameter of a converted layer --kind of its codes, shape, name--> Weight, with a scheme and its places
                                   +--the format can't hold it--> raises, or stays as values
@@ -34,14 +34,15 @@ UNFIT = ("raise", "values")
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter or buffer, and how it is written.
+    """A parameter or buffer, and how the checkpoint stores it.
 
     Attributes:
         name: Name in the model.
         tensor: The parameter or buffer.
         layer: The converted layer whose weight it is; None for a tensor that is written as values.
         scheme: How the format stores the codes; None for values.
-        places: Names and rows of the quantized matrices in the checkpoint; of biases, for transposed experts' biases.
+        places: The checkpoint's matrices of a quantized weight: names and rows. For the biases of transposed experts,
+            the matrices of their weights; else empty.
         dtype: Dtype to which the forward casts the tensor; None if it casts nothing.
     """
 
@@ -55,14 +56,14 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that will be written, in the order of the model's modules.
+    """All that will be written to a checkpoint, in the order of the model's modules.
 
     Attributes:
         model: The model.
         format: The format.
         weights: All parameters and buffers.
-        groups: Names of the quantized layers in the checkpoint, by scheme.
-        ignored: Names of the layers in the checkpoint that are not quantized, including routers.
+        groups: For each scheme, the checkpoint's names of the layers that it stores.
+        ignored: The checkpoint's names of the layers that are not quantized, including routers.
         notes: Differences between serving and training, and their reasons.
     """
 
@@ -94,7 +95,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tens
 
 
 def _layers_of_weights(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Module]:
-    """Map each (module, parameter name) slot of a converted layer's weight to the layer."""
+    """Map each (module, parameter name) pair that holds a converted layer's weight to the layer."""
     return {slot: layer for layer, _ in layers(model) if is_converted(layer) for slot in weight_slots(layer)}
 
 
@@ -109,7 +110,7 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
 
 
 def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Map each parameter to the dtype in which graph_fsdp uses it."""
+    """Map each parameter that `fp8compile.parallel.graph_fsdp` shards to its dtype in the forward."""
     states = [(module, vars(module)["graph_fsdp"]) for module in model.modules() if "graph_fsdp" in vars(module)]
     own = ((module._parameters, state.shardings) for module, state in states)
     pairs = ((parameters[name], each.dtype) for parameters, every in own for name, each in every.items())
@@ -117,7 +118,10 @@ def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Map parameters to the dtypes to which FSDP2 or graph_fsdp casts them in the forward."""
+    """Map parameters to the dtypes to which FSDP2 casts them in the forward; others are left out.
+
+    FSDP2 may be PyTorch's, or `fp8compile.parallel.graph_fsdp`.
+    """
     if in_graph := _dtypes_of_graph_fsdp(model):
         return in_graph
     if not any(is_fsdp_managed(module) for module in model.modules()):
@@ -138,9 +142,9 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether N is no multiple of the block, but the format allows it and readers find the right block.
+    """Whether the format allows N although N is no multiple of the block size, and readers find that size.
 
-    Readers compute the rows of a block as rows / rows of scales, and refuse a result that is not a whole number.
+    ``place`` has N rows. Readers compute the block size as rows / rows of scales, and refuse a fraction.
     """
     rows, block = place.rows, scheme.multiples[0]
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
@@ -160,9 +164,10 @@ def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
 
 
 def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Scheme) -> tuple[Scheme, list[Place]] | str:
-    """Scheme and checkpoint places of a stack of transposed experts, or a text why it can't be stored.
+    """Scheme and checkpoint matrices of the stack ``name`` of experts, or a text why it can't be stored.
 
-    All stacks of a module are stored the same way, because a reader expects either linears or stacks.
+    The stack is (E, in_features, out_features). It is refused if another stack of the module is, because a reader
+    expects all of a module as linears or all as stacks.
     """
     path, _, own = name.rpartition(".")
     found: list[Place] = []
@@ -179,7 +184,7 @@ def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Schem
 def _scheme_or_reason(
     model: nn.Module, format: Format, layer: Any, name: str, weight: Tensor
 ) -> tuple[Scheme, list[Place]] | str:
-    """Scheme and checkpoint places of a layer's weight, or a text why the format can't hold it."""
+    """Scheme and checkpoint matrices of a layer's weight, or a text why the format can't hold the weight."""
     turned = is_transposed(layer)
     if turned and weight.ndim == 2:
         return "is kept as (in_features, out_features), which no serving format has"
@@ -253,7 +258,10 @@ class _Planner:
             )
 
     def _add_codes(self, name: str, tensor: Tensor, layer: Any, dtype: torch.dtype | None) -> bool:
-        """Add a converted layer's weight as codes to the plan; returns False if the format can't hold it."""
+        """Plan to write a converted layer's weight as codes; returns False if the format can't hold it.
+
+        ``name`` is the full name; ``dtype`` is that to which the forward casts the weight, None for its own.
+        """
         found = _scheme_or_reason(self.plan.model, self.plan.format, layer, name, tensor)
         if isinstance(found, str):
             self.refused.append((name, found))
@@ -296,7 +304,10 @@ class _Planner:
         self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype))
 
     def _places_of_bias(self, name: str) -> tuple[Place, ...]:
-        """Checkpoint places for biases of transposed experts: those of their quantized weights; () for others."""
+        """Checkpoint matrices of the weights to which a stack of biases belongs; () if not quantized.
+
+        Only transposed experts have such stacks of biases.
+        """
         weights = (each for each in self.plan.weights if f"{each.name}_bias" == name and each.scheme is not None)
         found = next(weights, None)
         return () if found is None or not is_transposed(found.layer) else found.places  # type: ignore[arg-type]
@@ -316,7 +327,7 @@ def _check_exportable(model: nn.Module, unfit: str) -> None:
 def plan_of(
     model: nn.Module, format: Format, *, unfit: str = "raise", forward_dtype: torch.dtype | None = None
 ) -> Plan:
-    """Decide how each tensor of a model is written.
+    """Decide for each tensor of a model how the checkpoint stores it.
 
     Args:
         model: A converted model.

@@ -30,9 +30,9 @@ def program(
 ) -> ExportedProgram:
     """Export a model's forward as a program that runs without this package, bitwise equal to the model.
 
-    The program is ``torch.export.export`` of the model with this package's operators decomposed into PyTorch's. So
-    ``torch.export.save`` writes it, any process with PyTorch loads it, and
-    ``torch._inductor.aoti_compile_and_package`` compiles it. The GEMM kernels are chosen here, for the device that
+    The program is ``torch.export.export`` of the model with this package's operators decomposed into PyTorch's.
+    ``torch.export.save`` can write it, any process with PyTorch can load it, and
+    ``torch._inductor.aoti_compile_and_package`` can compile it. The GEMM kernels are chosen here, for the device that
     serves. Call `fp8compile.freeze_weights` first: the program then contains weights as codes, and does not quantize
     them in each call.
 

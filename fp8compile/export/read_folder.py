@@ -17,13 +17,13 @@ PROBLEMS = 8  # the most problems in an error
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Text for an error: the first problems of a folder, one per line, and the number of further ones."""
+    """Text for an error: the first of ``problems``, one per line, and the number of those left out."""
     shown = "".join(f"\n    {each}" for each in problems[:PROBLEMS])
     return shown + (f"\n    and {len(problems) - PROBLEMS} more" if len(problems) > PROBLEMS else "")
 
 
 def read_json(function: str, path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint; errors name ``function``.
+    """Read a JSON file of a checkpoint; error texts begin with ``function``, the caller's name.
 
     Raises:
         FileNotFoundError: There is no such file.

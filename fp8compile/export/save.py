@@ -84,14 +84,17 @@ def _write(folder: Path, plan: Plan, stream: Iterator[Piece], limit: int) -> int
 
 
 def _groups(plan: Plan) -> dict[str, Any]:
-    """Process groups over which the model is distributed, by name; groups of a mesh's last dim come first."""
+    """Process groups over which the model is sharded, by name; groups of a mesh's last dim come first."""
     meshes = [(each.tensor.device_mesh, each.tensor) for each in plan.weights if is_dtensor(each.tensor)]
     found = [mesh.get_group(index) for mesh, _ in meshes for index in reversed(range(mesh.ndim))]
     return {group.group_name: group for group in found}
 
 
 def _on_first_rank(folder: Path, plan: Plan, limit: int, groups: Sequence[Any], *, overwrite: bool) -> int:
-    """Write on the first rank, returning the bytes; other ranks join gathers, and raise if it fails."""
+    """Write the folder on the first rank; returns the bytes of all tensors, on all ranks.
+
+    ``limit`` is a file's maximum size in bytes. Other ranks of ``groups`` only gather, and raise if writing fails.
+    """
     stream = pieces(plan)
     answer: int | str | None = None
     failed: Exception | None = None

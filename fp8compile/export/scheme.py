@@ -1,9 +1,9 @@
-"""The kinds of quantized weights, and how a serving format stores one kind: Format and Scheme, a pair of functions.
+"""Kinds of quantized weights, and the classes Scheme and Format: how a serving format stores them.
 
     matrix --Scheme.write--> tensors of the file by suffix --Scheme.read--> the values that a server computes with
 
-``read`` follows the arithmetic of the format's readers and knows nothing of ``write``, so that `check` finds a scale
-that was inverted, a matrix that was transposed, or four-bit codes in the wrong order.
+``read`` follows the arithmetic of the format's readers and shares no code with ``write``. `check` therefore finds an
+inverted scale, a transposed matrix, or four-bit codes in the wrong order.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _kind_of_current(quantizer: CurrentScaling) -> str | None:
 
 
 def kind_of(quantizer: Quantizer) -> str | None:
-    """The kind (key of `KINDS`) of weights that this quantizer makes; None if no serving format has it."""
+    """The kind of weights that this quantizer makes, a key of `KINDS`; None if no serving format has it."""
     if type(quantizer) is CurrentScaling:
         return _kind_of_current(quantizer)
     if type(quantizer) is DelayedScaling:
@@ -82,10 +82,10 @@ class Scheme:
         write: Converts a quantized matrix to tensors, by their suffixes.
         read: Converts these tensors to the values of the matrix, (N, K) float32.
         config: Entries for such weights in the format's configuration.
-        multiples: N and K have to be multiples of these (rows, columns).
+        multiples: Numbers (rows, columns) of which N and K have to be multiples.
         has_ragged_rows: Whether N need not be a multiple, provided that readers can't mistake the size of a block.
         input_scale: Suffix of the static scale of the input, float32; None if inputs are quantized dynamically.
-        served: How a server multiplies, if it does so differently from training; else empty.
+        served: Sentence for the report on how a server's GEMM differs from training's; empty if they are equal.
         stores_divisor: Whether the file has 1 / outer scale instead of the outer scale.
     """
 
@@ -104,11 +104,11 @@ class Scheme:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Format:
-    """A serving format.
+    """A serving format: its name, its schemes, and how it writes configuration files.
 
     Attributes:
         name: The name that `fp8compile.export.save_pretrained` takes.
-        schemes: The kinds of weights that it can hold.
+        schemes: A scheme for each kind of weights that it can hold.
         config: Returns ``quantization_config`` of config.json, from the names of layers by scheme and from the names
             of the layers that are not quantized.
         files: Returns the content of further JSON files by name, from the same arguments as ``config``.
@@ -139,12 +139,15 @@ class Format:
 def eight_bits(
     suffixes: tuple[str, str], scale: Callable[[Quantized], Tensor]
 ) -> Callable[[Quantized], dict[str, Tensor]]:
-    """Make a `Scheme.write` for e4m3 codes and scales; ``scale`` computes the format's tensor of scales."""
+    """Make a `Scheme.write` for e4m3 codes and one tensor of scales, which ``scale`` computes.
+
+    ``suffixes`` are the names' suffixes of codes and scales.
+    """
     return lambda matrix: {suffixes[0]: matrix.codes.view(CODES), suffixes[1]: scale(matrix)}
 
 
 def packed_codes(matrix: Quantized) -> Tensor:
-    """Pack e2m1 codes of a matrix (N, K) to (N, K / 2) uint8: neighbours in a row, first in low bits."""
+    """Pack e2m1 codes of a matrix (N, K) to (N, K / 2) uint8: two neighbours of a row, first in low bits."""
     if packed_dim(matrix.quantizer) == -1:
         return matrix.codes
     codes, _ = one_a_byte(matrix.codes, matrix.quantizer)
@@ -152,18 +155,18 @@ def packed_codes(matrix: Quantized) -> Tensor:
 
 
 def scales_of_rows(matrix: Quantized) -> Tensor:
-    """Scales of each row's blocks, (N, blocks per row); scales of taller blocks are repeated per row."""
+    """Scales of each row's blocks, (N, blocks per row); the scale of a taller block is repeated per row."""
     rows = matrix.quantizer.block[0]
     return matrix.scale.repeat_interleave(rows, 0)[: matrix.shape[0]] if rows > 1 else matrix.scale
 
 
 def numbers_of(scale: Tensor) -> Tensor:
-    """Convert scales of a file to float32; uint8 scales are E8M0 exponents with bias 127."""
+    """Convert a file's scales to float32; uint8 scales are E8M0: exponents with bias 127."""
     return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Repeat a grid of scales to a matrix of this shape; the block size is the quotient of the two shapes."""
+    """Repeat a grid of scales to a matrix of ``shape``; a block has shape / grid's shape elements."""
     rows, columns = scale.shape
     if shape[0] % rows or shape[1] % columns:
         raise ValueError(f"scales of shape {tuple(scale.shape)} are no grid of a matrix of shape {tuple(shape)}")

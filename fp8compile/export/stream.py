@@ -1,4 +1,4 @@
-"""Stream of a checkpoint's tensors, layer by layer, gathered from the ranks' shards one at a time."""
+"""Generator of a checkpoint's tensors, layer by layer; gathers one parameter at a time from all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBES = 16  # values of each matrix that `check` compares
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One tensor of the checkpoint, or the tensors of one quantized matrix.
+    """One tensor of the checkpoint in high precision, or all tensors of one quantized matrix.
 
     Attributes:
         tensors: The tensors by name.
@@ -38,13 +38,13 @@ class Piece:
 
 
 def positions(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the sample values that `check` compares, for a matrix of this shape."""
+    """Rows and columns of the 16 sample values that `check` compares, for a matrix of this shape."""
     index = torch.arange(PROBES)
     return (index * 7919 + 3) % shape[0], (index * 104729 + 5) % shape[1]
 
 
 def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
-    """Dequantize single elements of a matrix, float32, at these rows and columns."""
+    """Dequantize the elements at (``rows``[i], ``columns``[i]) of a matrix, float32."""
     codes, quantizer = one_a_byte(matrix.codes[rows], matrix.quantizer)
     places = [
         torch.zeros_like(at) if size == -1 else at // size
@@ -56,7 +56,10 @@ def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _part(matrix: Quantized, place: Place) -> Quantized:
-    """The rows ``place`` of a quantized matrix with their scales; a block of all rows keeps its scale."""
+    """Take the rows ``place`` out of a quantized matrix, with their scales.
+
+    Rows that are not whole blocks get a scale for each row.
+    """
     step, rows = matrix.quantizer.block[0], slice(place.start, place.stop, place.step)
     if step > 1 and (place.step > 1 or place.start % step):  # rows of several blocks: a scale for each row
         own = replace(matrix.quantizer, block=(1, matrix.quantizer.block[1]))
@@ -70,7 +73,7 @@ def _part(matrix: Quantized, place: Place) -> Quantized:
 
 
 def _pieces_of(plan: Plan, weight: Weight, whole: Quantized, places: Sequence[Place]) -> list[Piece]:
-    """The pieces of the checkpoint that contain rows of one matrix."""
+    """Make a `Piece` of each checkpoint matrix in ``places``; all are rows of one matrix ``whole``."""
     scheme, header, found = weight.scheme, plan.format.metadata, []
     assert scheme is not None
     for place in places:
@@ -107,14 +110,14 @@ def _values(plan: Plan, weight: Weight) -> Iterator[Piece]:
 
 
 def pieces(plan: Plan) -> Iterator[Piece]:
-    """Yield the tensors of a plan in its order; a collective call, so all ranks have to exhaust it."""
+    """Yield the tensors of a plan in its order; all ranks have to iterate to the end (collective)."""
     with torch.no_grad():
         for weight in plan.weights:
             yield from _values(plan, weight) if weight.scheme is None else _quantized(plan, weight)
 
 
 def _pairs(stream: Iterator[Piece]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) pairs of the pieces; holds no yielded tensor while the next one is made."""
+    """Yield (name, tensor) pairs of the pieces; keeps no reference to a tensor that it has yielded."""
     for piece in stream:
         found = dict(piece.tensors)
         del piece
@@ -128,7 +131,7 @@ def tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model's checkpoint in a serving format, with the codes that training uses.
 
-    The order is that of the model's modules, so that all tensors of a layer come before those of the next. Each tensor
+    The order is that of the model's modules: all tensors of a layer come before those of the next layer. Each tensor
     comes once, unsharded, and under its name in a checkpoint file. A server that takes a stream of weights, such as
     vLLM by its weight transfer, can load them as they come.
 

@@ -1,6 +1,6 @@
 """torchao: the layout of Float8Tensor in safetensors, which transformers reads (method "torchao").
 
-    _weight_qdata   (N, K) e4m3
+    _weight_qdata   (N, K) e4m3: N output and K input features
     _weight_scale   float32: (1, 1), (N, 1) or (N / 128, K / 128); codes are multiplied by it
 
 The header of a file says how to combine these. torchao calls this a prototype; names may change with it.
@@ -34,7 +34,10 @@ def _read(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _metadata(name: str, matrix: Quantized | None) -> dict[str, str]:
-    """A tensor's entry in a file's header: the tensor's class and, for codes, the block size of a scale."""
+    """Header entry for the tensor ``name``: the tensor's class and, for codes, the block size of a scale.
+
+    ``matrix`` is the quantized matrix; None for a tensor in high precision.
+    """
     if matrix is None:
         return {name: json.dumps({"_type": "Tensor"})}
     from torchao.prototype.safetensors.safetensors_utils import TensorSubclassAttributeJSONEncoder

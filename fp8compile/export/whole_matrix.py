@@ -2,7 +2,7 @@
 
     tile of whole blocks --amax, scale, cast--> codes and scales --> their place in the whole
 
-So a rank holds its shard, one whole matrix of codes with its scales, and one tile in float32. The result is bitwise
+A rank thus holds its shard, one whole matrix of codes with its scales, and one tile in float32. The result is bitwise
 that of quantizing the whole weight: a block is in one tile, or its amax is reduced over all tiles of all ranks.
 """
 
@@ -40,7 +40,7 @@ TILE = 2**16  # elements of a tile, or one block: a quarter of a MiB in float32,
 
 
 def empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.device | str) -> Quantized:
-    """Allocate a quantized matrix (codes and scales) without initializing it."""
+    """Allocate the codes and scales of a (``rows``, ``columns``) matrix without initializing them."""
     quantizer = packed_in_rows(quantizer, (rows, columns))
     shape = (rows, columns)
     return Quantized(
@@ -56,12 +56,12 @@ def empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.de
 
 @dataclass(frozen=True)
 class _Interval:
-    """A run of rows or columns of this rank's shard; the shard is only split into runs between blocks.
+    """An interval of rows, or of columns, of this rank's shard, that ends at block or shard boundaries.
 
     Attributes:
-        place: Slice of the run in the whole matrix.
-        blocks: Slice of the run's blocks in the whole grid of scales.
-        around: How many rows or columns of these blocks, before and after the run, are on other ranks.
+        place: Slice of the interval in the whole matrix.
+        blocks: Slice of the interval's blocks in the whole grid of scales.
+        around: Numbers of rows (or columns) that other ranks have of the first and of the last block.
     """
 
     place: slice
@@ -71,9 +71,10 @@ class _Interval:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile of this rank's shard: its position among the elements and among the scales, and its elements.
+    """A tile of this rank's shard.
 
-    ``part`` locates the elements in the smallest matrix of whole blocks that contains the tile.
+    ``place`` is its position in the whole matrix, ``blocks`` that of its scales in the whole grid. ``part`` has its
+    elements; the layout of ``part`` tells how much of partial blocks at its edges is on other ranks.
     """
 
     place: tuple[slice, slice]
@@ -82,7 +83,10 @@ class _Tile:
 
 
 def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Interval]:
-    """Split a shard's rows or columns into runs of ``count``; ``block`` of them share a scale (-1: all)."""
+    """Split rows, or columns, of a shard into intervals of ``count`` indices or fewer.
+
+    ``own`` is the shard's slice of the ``total`` indices; ``block`` indices share a scale (-1: all).
+    """
     first = own.start
     while first < own.stop:
         stop = min(first // count * count + count, own.stop)
@@ -95,7 +99,10 @@ def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Inte
 
 
 def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> Iterator[_Tile]:
-    """Yield the elements of a shard in tiles of whole blocks, cast to ``dtype``."""
+    """Yield the elements of a shard in tiles of whole blocks, cast to ``dtype``; None keeps their dtype.
+
+    ``block`` has the rows and columns that share a scale.
+    """
     shape = part.whole_shape()
     own = place_of(part.cuts, shape)
     row_step, column_step = (math.lcm(max(size, 1), 2) for size in block)  # two neighbours may share a byte
@@ -125,7 +132,10 @@ def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> It
 
 
 def _whole_amax(part: Plain, quantizer: Quantizer, dtype: torch.dtype | None) -> Tensor:
-    """Amax of each block of the whole matrix, float32, reduced over all ranks."""
+    """Amax of each block of the whole matrix, float32, reduced over all ranks; ``part`` is the shard.
+
+    Values are cast to ``dtype`` first; None keeps their dtype.
+    """
     grid = part.local.new_zeros(quantizer.scale_shape(part.whole_shape()), dtype=torch.float32)
     for each in _tiles(part, quantizer.block, dtype):
         grid[each.blocks] = torch.maximum(grid[each.blocks], whole_amax(each.part, quantizer))
@@ -135,7 +145,10 @@ def _whole_amax(part: Plain, quantizer: Quantizer, dtype: torch.dtype | None) ->
 
 
 def amax_of_all(part: Plain, dtype: torch.dtype | None) -> Tensor:
-    """Amax of a whole sharded matrix, (1,) float32, over all ranks; values are cast to ``dtype`` first."""
+    """Amax of a whole sharded matrix, (1,) float32, over all ranks; ``part`` is this rank's shard.
+
+    Values are cast to ``dtype`` first; None keeps their dtype.
+    """
     return _whole_amax(part, WHOLE_TENSOR, dtype).view(1)
 
 
@@ -143,21 +156,24 @@ def amax_of_all(part: Plain, dtype: torch.dtype | None) -> Tensor:
 
 
 def _has_whole_pairs(cuts: Sharding, dim: int, size: int) -> bool:
-    """Whether no byte has codes of two ranks if packed in pairs along ``dim``; equal on all ranks."""
+    """Whether each byte gets codes of one rank only, if codes are packed in pairs along ``dim``.
+
+    ``size`` is the whole size along ``dim``. The answer is the same on all ranks.
+    """
     own = [cut for cut in cuts if cut is not None and cut.dim == dim]
     is_known = all(cut.is_even() for cut in own[:-1])  # else ranks cut parts of different sizes, each its own way
     return is_known and size % 2 == 0 and all(length % 2 == 0 for cut in own for length in cut.sizes)
 
 
 class WholeMatrix:
-    """A whole matrix of codes on each rank; each quantizes its own shard and sends it to the others.
+    """A whole matrix of codes on each rank, filled by shards that each rank quantizes and sends.
 
     Args:
-        quantizer: Quantizer of the matrix in the module's layout.
-        shape: Rows and columns of the whole matrix in the module's layout.
+        quantizer: Quantizer of the matrix in the layout in which the model's module stores the weight.
+        shape: Rows and columns of the whole matrix in that layout.
         cuts: How the matrix is sharded in that layout.
-        device: Device on which it is allocated.
-        is_turned: Whether that layout is transposed, (in_features, out_features).
+        device: Device on which the matrix is allocated.
+        is_turned: Whether that layout is (in_features, out_features), the transpose of what is filled.
     """
 
     def __init__(
@@ -178,7 +194,7 @@ class WholeMatrix:
         self._knows_scales = [False, False]  # whether this rank has all scales along rows, along columns
 
     def _put_codes(self, place: tuple[slice, slice], codes: Tensor) -> None:
-        """Write codes, given one per byte, to their position in the whole; packs them if needed."""
+        """Write codes, one per byte, at the slices ``place`` of the whole matrix, which may be packed."""
         codes = codes if self._pairs is None else pack(codes, self._pairs)
         units = zip(place, self._units, strict=True)
         self._codes[tuple(slice(own.start // unit, -(-own.stop // unit)) for own, unit in units)] = codes
@@ -196,11 +212,12 @@ class WholeMatrix:
 
         Args:
             part: Values of the shard.
-            quantizer: Quantizer of the matrix in the module's layout. Its codes must depend only on values and blocks,
-                not on positions.
+            quantizer: Quantizer of the matrix in the layout in which the model's module stores the weight. Its codes
+                must depend only on values and blocks, not on positions.
             dtype: Dtype to which values are cast first; None for their own.
             outer_amax: Amax for the one scale of the matrix, (1,) float32, if other matrices share the scale.
-            multiplier: Factor of the values before they are rounded, (1, 1) float32; None to compute it.
+            multiplier: 1 / scale, the factor of the values before they are rounded, (1, 1) float32; None to compute
+                it.
         """
         quantizer, outer_scale = quantizer.unpacked() or quantizer, None
         if multiplier is None and outer_amax is None and has_one_scale(quantizer):
@@ -231,7 +248,7 @@ class WholeMatrix:
             self._put_codes(tile.place, codes)
 
     def copy(self, shard: Quantized) -> None:
-        """Write this rank's shard, already quantized, into the whole matrix."""
+        """Write this rank's shard of codes and scales into the whole matrix."""
         rows, columns = place_of(shard.cuts, self._shape)
         step = max(1, TILE // max(1, shard.shape[1]) // 2) * 2
         per_byte = 2 if packed_dim(shard.quantizer) == -2 else 1

@@ -36,7 +36,7 @@ def _local_values(parameter: Tensor) -> Tensor:
 
 
 def _codes_of_parameter(parameter: Tensor) -> Quantized:
-    """This rank's codes and scales of a quantized parameter."""
+    """This rank's codes and scales of a quantized parameter, those that the forward multiplies by."""
     own: Quantized = local_itself(parameter).sets()[0]
     cuts = sharding_of(parameter)
     return replace(own, layout=TensorLayout(cuts, own.layout.batch)) if cuts else own
@@ -74,11 +74,12 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
-    """Find the rank that holds matrix ``index`` of a stack sharded over ranks, its owner.
+    """Find the rank, the owner, that holds matrix ``index`` of a stack sharded by ``cuts``.
 
     Returns:
-        The owner's rank in each sharding of ``cuts``, from the outermost on.
-        For each sharding, whether this rank agrees with the owner in all outer ones; a last entry: in all of them.
+        The owner's number in each sharding of ``cuts``, from the outermost on.
+        A flag for each sharding and one more at the end: whether this rank has the owner's number in all shardings
+        before it.
         The index of the matrix in the owner's local stack.
     """
     owners: list[int] = []
@@ -95,16 +96,16 @@ def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCodes:
-    """Gathers the codes of a weight, one matrix at a time.
+    """Gathers the codes of a sharded weight, one matrix at a time.
 
     Attributes:
-        shape: Shape of the whole parameter, (N, K) or (E, N, K) in the module's layout.
+        shape: Shape of the whole parameter, (N, K) or (E, N, K), as the model's module stores it.
         part: This rank's shard of the parameter: values, or codes.
-        quantizer: Quantizer of each matrix in the module's layout.
-        is_turned: Whether the module's layout is transposed, (in_features, out_features).
+        quantizer: Quantizer of each matrix as the module stores it.
+        is_turned: Whether the module stores matrices transposed, (in_features, out_features).
         dtype: Dtype to which values are cast before they are quantized; None for their own.
         outer_amax: Amax for a scale that several matrices share, (1,) float32; None if the scale is not shared.
-        multiplier: Factor of the values before they are rounded, (1, 1) float32; None to compute it.
+        multiplier: 1 / scale, the factor of the values before they are rounded, (1, 1) float32; None to compute it.
     """
 
     shape: tuple[int, ...]
@@ -116,7 +117,7 @@ class WholeCodes:
     multiplier: Tensor | None = None
 
     def matrix(self, index: int | None) -> Quantized:
-        """Gather a matrix of codes (N, K) with its scales. Collective call of all ranks with a shard.
+        """Gather matrix ``index`` of the weight: codes (N, K) and scales; collective over ranks with a shard.
 
         Args:
             index: Number of the matrix in the stack; None if the weight is one matrix.
@@ -143,7 +144,10 @@ class WholeCodes:
         return replace(self.part, codes=codes, scale=scale, outer_scale=outer, layout=TensorLayout(cuts))
 
     def _made(self, part: Plain | Quantized | None, cuts: Sharding) -> Quantized:
-        """Gather a matrix from shards; if ``part`` is None, allocate one to receive it later, uninitialized."""
+        """Gather a matrix from its shards, of which ``part`` is this rank's, sharded by ``cuts``.
+
+        If ``part`` is None, because other ranks hold the matrix, return an uninitialized one that `send` fills later.
+        """
         if isinstance(part, Quantized) and not any(self.part.cuts):
             found = part.t() if self.is_turned else part
             if packed_dim(found.quantizer) != -2:  # else a row of codes has values of two rows
@@ -161,7 +165,10 @@ class WholeCodes:
 
 
 def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
-    """Amax over all layers and ranks that share a scale with ``layer``, (1,) float32; None if none do."""
+    """Amax over all layers and ranks that share a scale with ``layer``, (1,) float32; None if none share.
+
+    Values are cast to ``dtype`` first; None keeps their dtype.
+    """
     if not isinstance(layer, Linear) or not layer.scale_group:
         return None
     weights: list[Any] = [each.weight for each in layer.scale_group]
@@ -170,7 +177,7 @@ def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
 
 
 def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> WholeCodes:
-    """Prepare to gather the codes of a converted layer's weight, as its forward multiplies by them.
+    """Prepare to gather a converted layer's weight as the codes that the layer's forward multiplies by.
 
     Args:
         layer: The layer.

@@ -88,7 +88,7 @@ class Shards:
         self.total: int = 0
 
     def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Add tensors that have to be in the same file, with their metadata for its header."""
+        """Add tensors, by name, that have to be in the same file; ``metadata`` goes into the file's header."""
         size = sum(each.numel() * each.element_size() for each in tensors.values())
         if self._held and self._size + size > self.limit:
             self._write()
@@ -123,7 +123,7 @@ class Shards:
         self._held, self._metadata, self._size = {}, {}, 0
 
     def finish(self) -> None:
-        """Write the remaining tensors, rename the files to "number of total", and write the index."""
+        """Write the remaining tensors, rename the files to ``model-00001-of-00003``, and write the index."""
         if self._held or not self._names:
             self._write()
         count, places = len(self._names), {}
@@ -135,7 +135,7 @@ class Shards:
 
 
 def _keep_others(old: Path, new: Path) -> None:
-    """Copy files that are no part of a checkpoint, such as a tokenizer's, from the replaced folder."""
+    """Copy files of folder ``old`` that are no part of a checkpoint, such as a tokenizer's, to ``new``."""
     for path in old.iterdir():
         if not OURS.fullmatch(path.name) and not (new / path.name).exists():
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, new / path.name)
@@ -143,7 +143,7 @@ def _keep_others(old: Path, new: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Context that yields a new folder; it replaces ``folder`` if the block ends without an error."""
+    """Context that yields a new folder, which replaces ``folder`` if the block ends without an error."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside, before = (folder.with_name(f"{folder.name}.{what}-{os.getpid()}") for what in ("writing", "before"))

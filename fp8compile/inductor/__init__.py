@@ -1,4 +1,4 @@
-"""Extensions of Inductor: lowerings, marks for the partitioner, and kernels that also compute their input."""
+"""Extensions of Inductor: lowerings, node marks for the partitioner, kernels that fuse their input."""
 
 from fp8compile.inductor.inlining import inlined, traced
 from fp8compile.inductor.is_fusible import (

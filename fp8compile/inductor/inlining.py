@@ -25,7 +25,10 @@ def traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
 
 
 def inlined(graph: fx.Graph, body: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy a traced graph into ``graph`` at its insertion point; returns the nodes of its results."""
+    """Copy a traced graph into ``graph`` at its insertion point; returns the copies of its results.
+
+    ``inputs`` replace the placeholders of ``traced``.
+    """
     env: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in body.graph.nodes:
         if node.op == "output":

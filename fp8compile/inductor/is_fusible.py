@@ -1,4 +1,4 @@
-"""Whether Inductor will fuse a tensor: whether the kernel that reads the tensor can also compute it, and how."""
+"""Tests of traced tensors: whether Inductor can compute a tensor inside the kernel that reads it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.o
 
 
 def is_fusible(tensor: torch.Tensor) -> bool:
-    """Whether Inductor computes a traced tensor by pointwise code, which it fuses with the tensor's readers.
+    """Whether Inductor computes a traced tensor by pointwise code, which it fuses with the readers.
 
-    False for inputs of the graph, for results of products and other calls, and in eager mode.
+    False for inputs of the graph, for results of GEMMs and other calls, and in eager mode.
     """
     for node in nodes_of(tensor):
         while node.op == "call_function" and node.target in VIEWS:
@@ -50,7 +50,7 @@ def is_pointwise(node: torch.fx.Node) -> bool:
 
 
 def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -> bool:
-    """Whether a traced tensor is a result of a call of one of these operators, or a view of one."""
+    """Whether a traced tensor is a result of one of these operators, or a view of such a result."""
     for node in nodes_of(tensor):
         while node.op == "call_function" and node.target in VIEWS | {operator.getitem}:
             node = node.args[0]
@@ -60,9 +60,9 @@ def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -
 
 
 def is_made_by_rows(tensor: torch.Tensor) -> bool:
-    """Whether pointwise code computes a traced tensor from a number of each row, as a norm computes its output.
+    """Whether pointwise code computes a traced tensor from one number of each row, such as its norm.
 
-    The norm's gradient sums along rows, so a kernel that goes by rows reads the inputs of that code anyway.
+    The gradient of a norm sums along rows, so a kernel that goes row by row reads the inputs of that code anyway.
     """
     waiting, seen = list(nodes_of(tensor)), set()
     while waiting:

@@ -1,4 +1,4 @@
-"""Inductor lowering that makes two counts of each row, as the halves of one integer, by one reduction."""
+"""Inductor lowering of `count_cast`: two counts of each row, in one integer, by one reduction."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["lower_counts_of_rows"]
 
 
 def lower_counts_of_rows(magnitude: Any, codes: Any, limit: Any, mask: int, dtype: torch.dtype, shift: int) -> Any:
-    """Lower the counts of `fp8compile.ops.count_cast`.
+    """Lower `fp8compile.ops.count_cast`'s two counts of each row: underflows and saturations.
 
     Args:
         magnitude: Inductor IR of magnitudes, (..., n) float32.
-        codes: Codes of the values, (..., n) uint8.
+        codes: Inductor IR of the values' codes, (..., n) uint8.
         limit: The largest magnitude that does not saturate; it broadcasts against the magnitudes.
         mask: Bit mask of a code's magnitude, without its sign bit.
         dtype: Integer dtype of the result.
-        shift: Number of bits in a half.
+        shift: Number of bits in a half of that dtype.
 
     Returns:
         An integer for each row. Lower half: nonzero values with code 0; upper half: values above the limit.

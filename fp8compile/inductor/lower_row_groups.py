@@ -1,7 +1,7 @@
-"""Inductor IR that computes a matrix once, stores it, and reduces sums over groups of its rows in the same kernel.
+"""Inductor IR that stores a matrix and reduces sums over groups of its rows, in one kernel.
 
-In PyTorch the same sums would be separate kernels: Inductor stores a value that is read many times, and would read a
-group's rows again for each sum.
+A group is a fixed number of consecutive rows. In PyTorch the same sums would be separate kernels: Inductor stores a
+value that is read many times, and would read a group's rows again for each sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 def _is_made_by_inductor(x: Any) -> bool:
-    """Whether the matrix is not stored yet, so that Inductor would compute it in each of its readers."""
+    """Whether the matrix (Inductor IR) is not stored yet, so that each of its readers would compute it."""
     from torch._inductor import ir
 
     while isinstance(x, (ir.TensorBox, ir.BaseView)):
@@ -29,7 +29,10 @@ def _is_made_by_inductor(x: Any) -> bool:
 
 
 def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable[..., Any]]]:
-    """Store the matrix unless it is stored already; returns it, and for each row of a group a loader of that row."""
+    """Store the matrix (Inductor IR) unless it is stored already.
+
+    Returns the stored matrix, and a loader for each of the ``rows`` rows of a group: it takes (group, column).
+    """
     from torch._inductor import ir, lowering
 
     m, k = x.get_size()
@@ -63,16 +66,16 @@ def _sums(values: Sequence[Any], factors: Factors) -> list[Any]:
 
 
 def lower_largest_of_sums(x: Any, rows: int, kinds: Sequence[Factors]) -> tuple[Any, list[Any]]:
-    """Lower a matrix to the stored matrix and the largest magnitude of each kind of sums.
+    """Lower a matrix to the stored matrix and the largest magnitude of each kind of sums of its rows.
 
     Args:
         x: Inductor IR of a matrix (M, K), M a multiple of ``rows``.
-        rows: Number of rows in a group.
+        rows: Number of consecutive rows in a group.
         kinds: One entry for each kind of sums. An entry has a line for each sum, with the factors of a group's rows;
             terms are added in this order in float32. None stands for the rows themselves, without sums.
 
     Returns:
-        The matrix, and for each kind the largest magnitude, (1,) float32, NaN if there is one. If the matrix was not
+        The matrix, and for each kind the largest magnitude, (1,) float32, NaN if one is NaN. If the matrix was not
         stored yet, the kernel of the reduction stores it.
     """
     from torch._inductor import ir, lowering

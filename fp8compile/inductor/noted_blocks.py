@@ -1,4 +1,4 @@
-"""Notes on nodes of a traced graph: the block with which a recipe quantizes a layer's input or gradient.
+"""Block of a layer's quantizer, stored in ``node.meta["custom"]`` of the nodes of its casts.
 
 Decomposed graphs have no quantizers. Code that saves a tensor as codes takes the block of the casts beside it, because
 Inductor then packs the tensor in the kernel that computes the amaxes of these casts.
@@ -35,5 +35,5 @@ def block_noted(block: tuple[int, int] | None) -> Iterator[None]:
 
 
 def noted_block(node: Any) -> tuple[int, int] | None:
-    """The block that was noted on a node of a graph; None if there is no note."""
+    """The block that `block_noted` stored in ``node.meta["custom"]``, or None."""
     return node.meta.get("custom", {}).get(KEY)

@@ -1,4 +1,4 @@
-"""Calls that a graph makes once: while the graph is traced, equal calls share one result."""
+"""Deduplication of calls: while a graph is traced, calls with equal arguments share one result."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
     Args:
         fn: The function. Its first argument is a tensor, others are tensors or hashable values. Nothing may write to
             its results.
-        by_marks: Whether calls with different marks for the partitioner are different calls. If not, a call of the
-            backward takes the result that the forward has made, marked as the forward marked it.
+        by_marks: Whether calls under different partitioner marks (`current_marks`) are different calls. If not, a call
+            of the backward takes the result that the forward has made, with the forward's marks.
     """
 
     @wraps(fn)
@@ -46,12 +46,12 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
 
 
 def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Wrap an op and an op that returns the same results and more, so that a graph with both has one call.
+    """Wrap two ops, ``more`` returning the results of ``plain`` and others, so that a graph has one call.
 
-    A graph with calls of both for equal arguments has the call of ``more``, whichever was traced first.
+    A graph with calls of both for equal arguments keeps the call of ``more``, whichever was traced first.
 
     Args:
-        plain: The op with fewer results. It takes the same arguments, as `once_a_graph` takes them.
+        plain: The op with fewer results. Its arguments are those of ``more``, of the kinds that `once_a_graph` takes.
         more: The op with more results.
 
     Returns:
@@ -70,7 +70,11 @@ def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., A
 
 
 def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
-    """Redirect readers of an earlier call to the first results in ``found``, a call just traced; returns ``found``."""
+    """Redirect readers of the call ``key``, if traced earlier, to the first results in ``found``.
+
+    ``found`` has the results of a call that ``graph`` just got, and is returned. ``key`` names the call with fewer
+    results: its op, then its arguments.
+    """
     before: Any = vars(graph).setdefault(RESULTS, {}).get(key)
     count = len(key[0]._schema.returns)
     if before is None:
@@ -91,7 +95,10 @@ def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch
 
 
 def _place(args: tuple[Any, ...], *, by_marks: bool) -> tuple[torch.fx.Graph, tuple[Any, ...]] | None:
-    """The graph that is being traced, and a key for arguments; None if the call can't be shared."""
+    """The graph that is being traced, and a hashable key for ``args``; None if the call can't be shared.
+
+    With ``by_marks``, the partitioner marks in effect are part of the key.
+    """
     # Dynamo can't trace graph_tracer(), and while it traces there are no graph nodes to share yet
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None:
         return None
@@ -105,9 +112,9 @@ def _place(args: tuple[Any, ...], *, by_marks: bool) -> tuple[torch.fx.Graph, tu
 
 
 def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """A tensor on the device of ``like``, filled with a number and shared in the traced graph that ``like`` is in.
+    """A tensor filled with ``number``, on the device of ``like``; equal calls in a traced graph share it.
 
-    Equal calls share one tensor, because each costs a millisecond of tracing. Nothing may write to it.
+    Each creation of a tensor would cost a millisecond of tracing. Nothing may write to the result.
     """
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
         return torch.full(shape, number, dtype=dtype, device=like.device)
@@ -117,7 +124,7 @@ def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple
 
 
 def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """The result of ``make`` for a key, stored on the graph while the graph is traced."""
+    """The result of ``make()`` for ``key``, stored as an attribute of the graph while it is traced."""
     results = vars(graph).setdefault(RESULTS, {})
     if key not in results:
         results[key] = make()
@@ -125,7 +132,7 @@ def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], 
 
 
 def _nodes_below(tensor: torch.Tensor) -> list[Any]:
-    """The graph nodes of a tensor; a functional tensor is first unwrapped to its current value."""
+    """Graph nodes of a traced tensor; a functional tensor is first synced and unwrapped."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if isinstance(tensor, FunctionalTensor):
@@ -135,10 +142,10 @@ def _nodes_below(tensor: torch.Tensor) -> list[Any]:
 
 
 def _meaning(value: Any) -> Any:
-    """A key for an argument of a call, equal for arguments that stand for the same value.
+    """A hashable key for an argument of a call; arguments that stand for the same value have equal keys.
 
-    A node is its own key. For a view, part or padded copy, the key is the operation and the key of its source. An
-    alias has the key of its source.
+    The key of a node is the node. For a view, part or padded copy, the key is the operation and the key of its source.
+    The key of an alias is the key of its source.
     """
     while isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in ALIASES:
         value = value.args[0]

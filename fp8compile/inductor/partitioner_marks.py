@@ -1,4 +1,4 @@
-"""Marks that tell the partitioner where to compute traced values: in the forward, in the backward, or in both."""
+"""Marks in ``node.meta`` that tell the partitioner to compute values in forward, backward or both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
 
 
 def never_recompute(tensor: torch.Tensor) -> None:
-    """Save this tensor in the forward for a traced backward, even under checkpointing."""
+    """Mark this traced tensor's nodes as saved for the backward (MUST_SAVE), even under checkpointing."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     for node in nodes_of(tensor):
@@ -36,10 +36,10 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def repeat_in_backward(tensor: torch.Tensor) -> None:
-    """Mark copies that repeat a smaller tensor, such as heads of k and v, so that the backward makes them again.
+    """Mark all copies that repeat a smaller tensor, in this tensor's graph, for recomputation.
 
-    All such copies in the tensor's graph are marked. The partitioner would save them, because an attention's backward
-    is an opaque call.
+    An example are copies of heads of k and v. Without the mark (MUST_RECOMPUTE) the partitioner would save the copies,
+    because an attention's backward is an opaque call.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -53,7 +53,7 @@ def repeat_in_backward(tensor: torch.Tensor) -> None:
 
 
 def _repeats(copy: torch.fx.Node) -> bool:
-    """Whether a copy is larger than the tensor that it copies through views."""
+    """Whether the node ``copy`` is larger than the tensor that it copies, directly or through views."""
     source: Any = copy.args[0]
     while source.op == "call_function" and source.target in VIEWS:
         source = source.args[0]
@@ -62,14 +62,14 @@ def _repeats(copy: torch.fx.Node) -> bool:
 
 
 def make_in_backward(tensor: torch.Tensor) -> None:
-    """Compute this tensor in a traced backward, even if PyTorch's partitioner would compute it in the forward."""
+    """Mark this traced tensor's nodes for the backward; the partitioner could put them into the forward."""
     for node in nodes_of(tensor):
         node.meta.update(IN_BACKWARD)
 
 
 @contextmanager
 def _marked(marks: dict[str, Any]) -> Iterator[None]:
-    """Put marks, which PyTorch's partitioner reads, on all nodes that are traced in this context."""
+    """Put ``marks`` into ``node.meta``, for PyTorch's partitioner, of all nodes traced in this context."""
     from torch.fx import traceback
 
     meta = traceback.current_meta
@@ -84,7 +84,7 @@ def _marked(marks: dict[str, Any]) -> Iterator[None]:
 
 
 def is_repeated_in_backward() -> bool:
-    """Whether code is traced in a checkpointed region, under a policy that does not save its results."""
+    """Whether code is being traced in a checkpointed region whose policy does not save its results."""
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -93,10 +93,10 @@ def is_repeated_in_backward() -> bool:
 
 
 def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
-    """Recompute in the backward all nodes that are traced in this context, as checkpointing does.
+    """Mark all nodes that are traced in this context for recomputation in the backward (MUST_RECOMPUTE).
 
-    With ``in_backward`` they belong to the backward only. PyTorch's partitioner would put nodes that need no gradient
-    into the forward too, where a collective, which is never removed as dead code, would be sent for nothing.
+    With ``in_backward`` the nodes are in the backward only. PyTorch's partitioner would put nodes that need no
+    gradient into the forward too; a collective among them, never removed as dead code, would be sent for nothing.
     """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
@@ -110,9 +110,9 @@ def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
 def left_in_forward() -> AbstractContextManager[None]:
     """Keep in the forward all nodes that are traced in this context; the backward must not read them.
 
-    PyTorch's partitioner treats the wait for a collective as a side effect: it would repeat the wait in the backward,
-    and save the collective's operand. In a checkpointed region the backward repeats the nodes together with their
-    readers.
+    PyTorch's partitioner treats the wait for a collective as a side effect: without this mark it would repeat the wait
+    in the backward, and save the collective's operand. In a checkpointed region, the backward repeats the nodes
+    together with their readers.
     """
     from torch.fx import traceback
 
@@ -120,10 +120,10 @@ def left_in_forward() -> AbstractContextManager[None]:
 
 
 def left_in_backward() -> AbstractContextManager[None]:
-    """Keep in the backward all nodes that are traced in this context; PyTorch's partitioner might move them forward.
+    """Keep in the backward all nodes that are traced in this context.
 
-    The partitioner decides by sizes. If sizes differ between ranks, its decisions may differ too, and a rank would
-    wait in its forward for a message that another rank sends in its backward.
+    PyTorch's partitioner might move the nodes into the forward, depending on sizes. If sizes differ between ranks, a
+    rank would wait in its forward for a message that another rank sends in its backward.
     """
     return _marked(IN_BACKWARD)
 
@@ -134,7 +134,10 @@ def is_left_in_backward(tensor: torch.Tensor) -> bool:
 
 
 def current_marks() -> tuple[Any, ...]:
-    """The marks in effect where code is being traced; equal calls with different marks are not merged."""
+    """The partitioner marks that code traced now gets: forward or backward, recompute policy, and region.
+
+    Equal calls under different marks are not merged. A region is the number of a checkpointed region.
+    """
     from torch.fx import traceback
 
     place = traceback.current_meta.get("partitioner_tag")  # other tags only say that a backward is being traced

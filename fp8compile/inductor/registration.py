@@ -1,4 +1,4 @@
-"""Add entries to Inductor's tables of decompositions and lowerings, when Inductor is imported."""
+"""Add entries to Inductor's tables of decompositions and lowerings, as soon as Inductor is imported."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) ->
 def _seeks_schema() -> bool:
     """Whether PyTorch is tracing a compiled region only to learn to which inputs the region writes.
 
-    PyTorch traces twice for this at each call of the region, and discards the graphs. The schema of an op is enough
-    for it; tracing decompositions would cost a quarter of a joint graph's tracing time for nothing.
+    For each call of the region, PyTorch traces it twice for this purpose, and discards the graphs. The schema of an op
+    is enough then; tracing decompositions would cost a quarter of a joint graph's tracing time for nothing.
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 
@@ -48,7 +48,7 @@ def _seeks_schema() -> bool:
 
 
 def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
-    """Let Inductor lower ``op`` by ``fn``, a function from Inductor's IR to Inductor's IR."""
+    """Let Inductor lower ``op`` by ``fn``, which takes and returns Inductor's IR."""
 
     def register() -> None:
         from torch._inductor import lowering
@@ -59,7 +59,7 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None
 
 
 def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
-    """Let Inductor call ``op`` if it has no decomposition, or if its decomposition returned NotImplemented.
+    """Let Inductor call ``op`` if it has no decomposition, or one that returned NotImplemented.
 
     If ``contiguous``, Inductor makes the tensors that it passes contiguous.
     """

@@ -1,4 +1,4 @@
-"""TileKernel and TileLaunch: descriptions of kernels that read a matrix a tile at a time, and of their launches."""
+"""TileKernel and TileLaunch: a Triton kernel that reads a matrix a tile at a time, and its launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ COUNTS = "counts_ptr"  # the parameter of a kernel that also counts its codes, N
 
 @dataclass(frozen=True)
 class TileKernel:
-    """A ``triton.jit`` kernel that reads a whole matrix with `values`, a tile at a time."""
+    """A ``triton.jit`` kernel that reads a matrix with `values`, a tile at a time, and its arguments.
+
+    With this description, Inductor can make a template of the kernel (`fp8compile.inductor.prologue_fusion`).
+    """
 
     function: Any  # The kernel. Its first parameter is ``x_ptr``; it returns nothing.
     inputs: tuple[str, ...]  # names of the pointers to the op's input tensors, without the matrix
@@ -39,13 +42,16 @@ class TileMatrix:
 
 
 def with_counts(kernel: TileKernel) -> TileKernel:
-    """The kernel that also adds to the counts of groups, which are its last result."""
+    """The same kernel with one more result: the groups' statistics (amax, underflows, saturations).
+
+    The result has to be zeros before the launch, because the kernel adds to it.
+    """
     return replace(kernel, outputs=(*kernel.outputs, COUNTS), added_to=(*kernel.added_to, COUNTS))
 
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """A launch of a `TileKernel`."""
+    """A `TileKernel` with the grid, sizes and compile-time constants of one launch."""
 
     kernel: TileKernel  # the kernel to launch
     grid: tuple[Any, ...]  # numbers of programs along three axes, int or SymInt
@@ -56,7 +62,7 @@ class TileLaunch:
     matrices: tuple[TileMatrix, ...] = ()
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Launch the kernel on the matrix, the other inputs and the outputs."""
+        """Launch the kernel on the matrix ``x``; ``tensors`` are the other inputs, then the outputs."""
         has_counts = COUNTS in self.kernel.outputs
         *others, last = tensors
         given, counts = (others, {COUNTS: last}) if has_counts else (tensors, {})

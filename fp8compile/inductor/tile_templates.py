@@ -1,7 +1,7 @@
-"""Inductor templates that are made from a kernel's source, so that the kernel computes its input itself.
+"""Inductor templates made from a `TileKernel`'s source, so that the kernel computes its own input.
 
 Inductor's templates are not a public API; this module uses parts that are the same from 2.11 to 2.15. It imports
-Inductor, so `fp8compile.inductor.prologue_fusion` imports it only when Inductor lowers an op.
+Inductor, so `fp8compile.inductor.prologue_fusion` imports this module only when Inductor lowers an op.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
 
 
 def _computed(x: Any, made: torch.fx.Node) -> Any:
-    """The pointwise code that computes a matrix on a GPU, if nothing has stored the matrix yet; otherwise None."""
+    """Pointwise IR that computes the matrix ``x`` on a GPU; None if a node before this one read ``x``.
+
+    Also None for IR of another kind.
+    """
     if x.get_device().type != "cuda" or len(x.get_size()) != 2:
         return None
     node = V.graph.current_node
@@ -88,7 +91,7 @@ def _pointwise(like: Any, inner: Callable[..., Any]) -> Any:
 
 
 def _is_changed(buffer: Any) -> bool:
-    """Whether something wrote to a buffer, or to a buffer that its code reads, after the code was made."""
+    """Whether a buffer, or a buffer that its code reads, was written to after the code was made."""
     return any(name in V.graph.mutated_buffers for name in (buffer.get_name(), *buffer.get_read_names()))
 
 
@@ -238,14 +241,14 @@ def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
 
 
 def _body(kernel: TileKernel) -> str:
-    """The text of a kernel's function; without the code that counts, if the kernel does not count."""
+    """Text of the body of a kernel's function, without the counting code if the kernel does not count."""
     source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
     _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
     return body if COUNTS in kernel.outputs else COUNTING.sub("", f"{body}\n").rstrip("\n")
 
 
 def _imports(kernel: TileKernel) -> str:
-    """Import statements for the functions that a kernel's source calls."""
+    """Import statements for the functions that a kernel's source calls, as text of the template."""
     function, body = kernel.function.fn, _body(kernel)
     known = [name for name in function.__code__.co_names if name in function.__globals__ and name != "tl"]
     names = [name for name in known if re.search(rf"\b{name}\b", body)]
@@ -253,7 +256,7 @@ def _imports(kernel: TileKernel) -> str:
 
 
 class _Kernel(TritonTemplateKernel):
-    """The Triton kernel of a template, which also prints the code that computes the kernel's input."""
+    """Triton kernel of a template, with functions that print the code for the kernel's input."""
 
     described: TileKernel
     writes_values: bool
@@ -267,7 +270,7 @@ class _Kernel(TritonTemplateKernel):
         return f"{super().gen_common_triton_imports()}\n{_imports(cls.described)}"
 
     def size_called(self, name: str) -> str:
-        """The size with this name, as text for the template."""
+        """Value of the kernel's size ``name`` (of ``TileKernel.sizes``), as text for the template."""
         return self.kexpr(self.rename_indexing(self.call_sizes[3 + self.described.sizes.index(name)]))
 
     def computed(self, number: int, is_inside: str, indent: int) -> str:
@@ -295,7 +298,7 @@ def _rounding(dtype: torch.dtype) -> str:
 
 
 def _loop_body(computed: Any) -> Any:
-    """The pointwise code as a `LoopBody`, the graph of operators from which Inductor prints loops."""
+    """Wrap pointwise IR in a `LoopBody`, the graph of operators from which Inductor prints loops."""
     places = [sympy_index_symbol(f"p{dim}") for dim in range(len(computed.ranges))]
 
     def body(index: Any) -> None:
@@ -305,7 +308,10 @@ def _loop_body(computed: Any) -> Any:
 
 
 class _Loads(WrapperHandler):
-    """Handles loads of the pointwise code: it loads tiles with the kernel's mask. Inductor handles arithmetic."""
+    """Inductor ops handler that prints loads of pointwise code as loads of tiles with the kernel's mask.
+
+    Arithmetic is left to Inductor's own handler.
+    """
 
     def __init__(self, kernel: _Kernel, is_inside: str) -> None:
         super().__init__(V.ops)
@@ -336,7 +342,10 @@ class _Loads(WrapperHandler):
         return self._made(f"{tile}.to({triton_type(dtype)})", dtype, self.tile)
 
     def indirect_indexing(self, index: Any, size: Any, check: bool = True, wrap_neg: bool = True) -> Any:
-        """Turn an index that was loaded into a symbol; a negative index counts from the end."""
+        """Turn an index that was loaded from memory into a SymPy symbol.
+
+        With ``wrap_neg``, a negative index counts from the end of ``size`` elements.
+        """
         if wrap_neg:
             index = self._made(
                 f"tl.where({index} < 0, {index} + {self._index(size)}, {index})", index.dtype, index.shape
@@ -344,14 +353,14 @@ class _Loads(WrapperHandler):
         return sympy_index_symbol(str(index))
 
     def check_bounds(self, *args: Any) -> None:
-        """Check nothing: like other kernels without assertions, this one trusts the model's indices."""
+        """Emit no check: like other kernels without assertions, this kernel trusts the model's indices."""
 
     def store(self, name: str, index: Any, value: Any, mode: Any = None) -> None:
         self.stored = value
 
 
 class _Computing(ir.TritonTemplateBuffer):
-    """The buffer of the template's result. It also reports which elements of other buffers the fused code reads."""
+    """Buffer of the template's result, which also reports the buffers that the fused code reads."""
 
     def __init__(self, choice: Any, computed: list[Any]) -> None:
         super().__init__(choice.layout, choice.input_nodes, choice.make_kernel_render, choice.mutated_inputs)

@@ -43,7 +43,7 @@ RAM_EFFICIENT = (
 
 
 def fsdp2_plugin(state: AcceleratorState) -> Any:
-    """The plugin with accelerate's FSDP2 settings; None if this run does not use FSDP2."""
+    """Accelerate's plugin with the settings of FSDP2; None if this run does not use FSDP2."""
     return state.fsdp_plugin if state.is_fsdp2 else None
 
 
@@ -52,9 +52,10 @@ def _shards_by_version_1(state: AcceleratorState) -> bool:
 
 
 def _as_accelerate_will_cast(model: nn.Module) -> None:
-    """Cast trainable parameters to float32, as ``accelerator.prepare`` does (FSDP2, mixed precision).
+    """Cast trainable parameters to float32 in place, as ``prepare`` does for FSDP2 with mixed precision.
 
-    ``prepare`` would assign to ``data``, which fails for quantized parameters; call this before conversion.
+    ``accelerator.prepare`` would assign to ``data``, which fails for quantized parameters; call this before
+    conversion.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -68,7 +69,7 @@ def _address_of(codes: Tensor) -> Callable[[], int]:
 def _give_addresses(model: nn.Module) -> None:
     """Make ``data_ptr`` of each quantized parameter return the address of its codes.
 
-    accelerate finds an optimizer's parameters by ``data_ptr`` after `fully_shard`; a quantized parameter has no
+    After `fully_shard`, accelerate looks up an optimizer's parameters by ``data_ptr``; a quantized parameter has no
     storage of its own.
     """
     for parameter in model.parameters():
@@ -77,13 +78,14 @@ def _give_addresses(model: nn.Module) -> None:
 
 
 def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState, *, checkpointed: bool) -> nn.Module:
-    """Convert a model in place and return it, considering how accelerate will prepare it.
+    """Convert a model in place and return it, with what accelerate's FSDP2 and mixed precision need.
 
     Args:
-        conversion: The arguments of the conversion.
+        conversion: The arguments of `fp8compile.convert`, and whether weights are gathered as codes.
         model: A model that is not prepared yet.
         state: State of the accelerator.
-        checkpointed: Whether the backward repeats forwards for another reason than accelerate's FSDP plugin.
+        checkpointed: Whether the backward repeats forwards (activation checkpointing); that of accelerate's FSDP2
+            plugin is detected.
 
     Raises:
         ValueError: Weights are to be gathered as codes and the run uses FSDP1; or parameters are to be quantized and
@@ -130,8 +132,8 @@ def convert(
         The model.
 
     Raises:
-        ValueError: The accelerator has prepared an optimizer or a model already; it uses FSDP1, and
-            ``fsdp_float8_all_gather`` is True; or `fp8compile.convert` or
+        ValueError: The accelerator has prepared an optimizer or a model already; ``fsdp_float8_all_gather`` is True
+            although the accelerator uses FSDP1; or `fp8compile.convert` or
             ``fp8compile.parallel.fsdp_float8_all_gather`` refuses the model.
     """
     if accelerator._models or accelerator._optimizers:
@@ -144,7 +146,7 @@ def convert(
 
 
 class MasterWeights(EagerMasterWeights):
-    """`fp8compile.MasterWeights` that creates float32 master weights lazily, at the first step or load.
+    """`fp8compile.MasterWeights` that makes its float32 master weights only at the first step or load.
 
     With FSDP2, accelerate replaces the optimizer's parameters by shards in ``prepare``. Master weights made before
     would belong to the replaced parameters.
@@ -172,9 +174,9 @@ class MasterWeights(EagerMasterWeights):
         return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """State dict of `fp8compile.MasterWeights`; without state as long as no master weights exist.
+        """State dict of `fp8compile.MasterWeights`; its ``state`` is empty before master weights are made.
 
-        ``accelerator.prepare`` reads it before it replaces parameters, and loads it afterwards.
+        ``accelerator.prepare`` reads this dict before it replaces parameters, and loads the dict afterwards.
         """
         return Optimizer.state_dict(self) if self._to_make is not None else super().state_dict()
 

@@ -1,4 +1,4 @@
-"""Conversion of a model and setup of FSDP2's gathers of codes, for integrations with trainers."""
+"""Conversion of a model together with FSDP2's gathers of codes, for the integrations with trainers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Conversion:
     options: Mapping[str, Any]
 
     def replaces_parameters(self, *, sharded: bool) -> bool:
-        """Whether the conversion replaces parameters by objects that an existing optimizer doesn't update.
+        """Whether conversion makes new parameters, which an optimizer made before would not update.
 
         Args:
             sharded: Whether FSDP2 will shard the model.

@@ -44,7 +44,7 @@ AUTOCAST = (
 
 
 class _Converts(Precision):
-    """Base of all plugins here: ``convert_module`` runs Lightning's own plugin, then converts to FP8."""
+    """Base of the plugins here: its ``convert_module`` runs Lightning's plugin, then converts to FP8."""
 
     casts_by_autocast = False
 
@@ -153,7 +153,7 @@ class F8Monitor(pl.Callback):
         self._options = options
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach a monitor to the module, counting from the Trainer's current step."""
+        """Attach a monitor to the module; its step count starts at the Trainer's current step."""
         self.monitor = Monitor(pl_module, **self._options)
         self.monitor.steps = trainer.global_step
 

@@ -22,7 +22,7 @@ __all__ = ["finite", "to_tensorboard", "to_wandb"]
 
 
 def finite(reading: Reading) -> dict[str, float]:
-    """The finite numbers of a reading as one flat dict; drops lists, inf and NaN, which charts can't draw."""
+    """Flatten a reading to one dict of finite numbers; drops lists, inf and NaN."""
     numbers = {name: each for name, each in flat(reading).items() if not isinstance(each, list)}
     return {name: each for name, each in numbers.items() if math.isfinite(each)}
 
@@ -54,5 +54,8 @@ def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
 
 
 def to_wandb(run: Any, reading: Reading, step: int) -> None:
-    """Log a reading to Weights & Biases; ``run`` is the result of ``wandb.init``, or the module ``wandb``."""
+    """Log a reading to Weights & Biases as step ``step``.
+
+    ``run`` is the result of ``wandb.init``, or the module ``wandb``.
+    """
     run.log(finite(reading), step=step)

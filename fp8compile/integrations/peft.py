@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters on FP8 layers; quantized weights merge to codes or values, and unmerge exactly.
+"""PEFT's LoRA adapters on FP8 layers; they merge into quantized weights, and unmerge bit for bit.
 
 ```python
 import peft
@@ -52,7 +52,7 @@ SPREAD = (
 
 
 class _Base:
-    """Snapshot of a base layer before merging adapters: weight, bias, its delayed-scaling state."""
+    """Snapshot of a base layer: the weight, a copy of the bias, and the weight's delayed-scaling state."""
 
     def __init__(self, layer: Any, name: str) -> None:
         self.weight: nn.Parameter = layer._parameters[name]
@@ -62,7 +62,7 @@ class _Base:
         self.rows: list[Tensor] = [each[ROW_OF_WEIGHT].clone() for each in state]
 
     def put_back(self, layer: Any, name: str) -> None:
-        """Restore the snapshot in a layer; the weight is the same object as before, not a copy."""
+        """Restore the snapshot in ``layer``, whose weight is named ``name``; the weight is the same object."""
         setattr(layer, name, self.weight)
         with torch.no_grad():
             if self.bias is not None:
@@ -77,9 +77,9 @@ def _values_of(weight: Tensor) -> Tensor:
 
 
 def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
-    """Replace a layer's quantized weight by new values, quantized by the same quantizers as before.
+    """Replace the weight ``name`` of a layer by ``values``, quantized by the quantizers of ``weight``.
 
-    With delayed scaling the weight's scale comes from the new values, because adapters may enlarge the amax.
+    With delayed scaling, the new weight's scale comes from ``values``, because adapters may enlarge the amax.
     """
     made = copy.deepcopy(weight)
     is_frozen, made.frozen = made.frozen, False
@@ -94,7 +94,7 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """Mixin of both adapter layers: lets PEFT compute with dequantized weights, then restores codes.
+    """Mixin of both LoRA layers here: lets PEFT compute with dequantized weights, then restores the codes.
 
     It precedes PEFT's class in the list of bases. ``_base_of`` returns the FP8 layer and the name of its weight.
     """
@@ -110,7 +110,7 @@ class _OverCodes:
         raise NotImplementedError
 
     def _pefts(self) -> Any:
-        """PEFT's implementations of the methods that this class overrides."""
+        """``super()``, to call PEFT's own versions of the methods that this class overrides."""
         return super()
 
     def _whole_base(self, what: str) -> tuple[Any, str]:
@@ -121,7 +121,10 @@ class _OverCodes:
 
     @contextmanager
     def _base_with_values(self, what: str) -> Iterator[None]:
-        """Context in which the base's weight is replaced by a dequantized copy; restores the weight at exit."""
+        """Context in which the base's weight is a dequantized copy; restores the weight at exit.
+
+        ``what`` names the calling method, for an error if the weight is sharded.
+        """
         layer, name = self._whole_base(what)
         before = layer._parameters[name]
         values = nn.Parameter(_values_of(before), requires_grad=False)
@@ -136,7 +139,7 @@ class _OverCodes:
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge adapters into the base weight, which stays quantized if ``merge_to`` is ``"codes"``.
 
-        Adapters merged earlier are merged again together with the new ones, into the base from before the first merge.
+        If adapters were merged before, all are merged anew into the base as it was before the first merge.
 
         Args:
             safe_merge: Whether to raise a ValueError if a merged value is not finite, leaving the base unchanged.
@@ -168,7 +171,7 @@ class _OverCodes:
         self._before = before
 
     def unmerge(self: Any) -> None:
-        """Restore the base from before adapters were merged: the same codes, bit for bit."""
+        """Restore the base as it was before adapters were merged: the same codes, bit for bit."""
         if self._has_values:
             self._pefts().unmerge()
             return
@@ -182,7 +185,7 @@ class _OverCodes:
 
 
 class _WithValues:
-    """Stand-in for a base layer in DoRA's arithmetic: its bias, and its weight dequantized."""
+    """Base layer as PEFT's DoRA arithmetic sees it: the layer's bias, and its weight dequantized."""
 
     def __init__(self, layer: Any) -> None:
         weight = layer.weight
@@ -194,7 +197,10 @@ class _DoraOverCodes(DoraLinearLayer):
     """PEFT's DoRA layer for a base with a quantized weight; computes norms from dequantized values."""
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **others: Any) -> Tensor:
-        """DoRA's term, which is added to the base layer's output; the weight may be quantized."""
+        """Compute the term that DoRA adds to the base layer's output, for inputs ``x``.
+
+        The weight of ``base_layer`` may be quantized; ``others`` are PEFT's arguments.
+        """
         found: Tensor = super().forward(x, base_layer=_WithValues(base_layer), **others)
         return found
 
@@ -223,7 +229,7 @@ class LoraLinear(_OverCodes, lora.Linear):
         return self.get_base_layer(), "weight"
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **others: Any) -> None:
-        """Add an adapter; requantize the base's weight if its initialization changes it, as PiSSA's does."""
+        """Add an adapter of rank ``r``; requantizes the base's weight if initialization changes it (PiSSA)."""
         if not config.use_dora and not isinstance(config.init_lora_weights, str):
             super().update_layer(adapter_name, r, lora_alpha, config, **others)
             return
@@ -242,7 +248,7 @@ class LoraLinear(_OverCodes, lora.Linear):
 
 
 class ParamWrapper(_OverCodes, lora.ParamWrapper):
-    """PEFT's LoRA layer for a stack of expert weights; has PEFT's class name, by which PEFT recognizes it.
+    """PEFT's LoRA layer for a stack of expert weights; PEFT recognizes it by its class name.
 
     PEFT's own class adds the product of A and B to the whole stack of weights in each forward. This class multiplies
     each row by its expert's A and then B, and adds the result to the output, so that the base's codes do not change.
@@ -275,9 +281,9 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
         return self.get_base_layer(), self.parameter_name
 
     def _added(self, x: Tensor, offsets: Tensor) -> Tensor | None:
-        """Sum of the active adapters' outputs, (R, out_features), for rows ``x`` (R, in_features) of experts.
+        """Sum of the active adapters' outputs, (R, out_features), for R rows ``x`` (R, in_features).
 
-        ``offsets`` are the ends of the experts' row groups. Returns None if no adapter is active.
+        The rows are sorted by expert; ``offsets`` has the end of each expert's rows. None if no adapter is active.
         """
         if self.disable_adapters or self.merged:
             return None
@@ -301,7 +307,10 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """Remove the adapters, after merging them if ``merge`` is True, and return the experts."""
+        """Remove the adapters and return the experts; if ``merge`` is True, merge the adapters first.
+
+        ``safe_merge`` and ``adapter_names`` are those of `merge`.
+        """
         layer: Any = self
         found: nn.Module = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
         while isinstance(layer, ParamWrapper):

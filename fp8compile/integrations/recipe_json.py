@@ -52,7 +52,7 @@ def recipe_to_json(recipe: Any) -> Any:
 
 
 def recipe_from_json(given: Any) -> Any:
-    """Make a recipe, or a mapping to recipes, from `recipe_to_json`'s result or from a recipe's name.
+    """Make a recipe, or a mapping to recipes, from the result of `recipe_to_json` or from a recipe's name.
 
     Raises:
         ValueError: No recipe has this name, or a class or field is not known.

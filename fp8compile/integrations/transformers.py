@@ -1,4 +1,4 @@
-"""FP8 with Hugging Face's Trainer: a callback that converts, and an optimizer for quantized weights.
+"""FP8 with Hugging Face's Trainer: callbacks that convert or monitor, and an optimizer for codes.
 
 ```python
 import transformers
@@ -72,9 +72,9 @@ def _names_in(folder: Path) -> Iterator[str]:
 
 
 def _lost_expert(model: nn.Module, report: ConversionReport, folder: Path) -> str | None:
-    """First parameter of converted experts whose name a checkpoint lacks; None if it has all.
+    """Name of the first parameter of converted experts that a checkpoint lacks; None if it lacks none.
 
-    A folder without safetensors files counts as complete.
+    ``report`` lists the converted experts. A folder without safetensors files counts as complete.
     """
     experts = [row.fqn for row in report.rows if row.converted and row.experts]
     saved = set(_names_in(folder)) if experts else set()
@@ -127,7 +127,7 @@ class F8Callback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that the model is converted, warn if experts of the checkpoint are lost, and print the report."""
+        """Check that the model is converted, warn if the checkpoint lacks experts, and print the report."""
         model: nn.Module = kwargs["model"]
         report = conversion_report(model)
         if not any(row.converted for row in report.rows):
@@ -143,7 +143,7 @@ class F8Callback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Warn if the best model, loaded at the end, lacks the experts of its checkpoint."""
+        """Warn if the Trainer has loaded the best checkpoint and some experts' names were not found in it."""
         best = state.best_model_checkpoint
         if not (args.load_best_model_at_end and best and state.is_world_process_zero):
             return
@@ -153,7 +153,7 @@ class F8Callback(TrainerCallback):
 
 
 class TrainersMasterWeights(MasterWeights):
-    """`fp8compile.integrations.accelerate.MasterWeights` with a Trainer's argument order.
+    """`fp8compile.integrations.accelerate.MasterWeights` with ``params`` as the first argument.
 
     Args:
         params: Groups of parameters.
@@ -166,7 +166,7 @@ class TrainersMasterWeights(MasterWeights):
 
 
 def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Wrap the optimizer that ``args`` name, so that it keeps master weights for quantized parameters.
+    """Wrap the optimizer class that ``args`` select, to keep master weights for quantized parameters.
 
     Pass the result to a Trainer as ``optimizer_cls_and_kwargs``.
 
@@ -178,8 +178,7 @@ def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimi
         The optimizer's class, and its keyword arguments.
 
     Raises:
-        TypeError: ``args.optim`` names an optimizer that is not a class, or that is made from the model and not from
-            parameters.
+        TypeError: ``args.optim`` selects no optimizer class, or a class that takes the model in place of parameters.
     """
     optimizer, arguments = Trainer.get_optimizer_cls_and_kwargs(args)
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)) or "params" in arguments:
@@ -207,14 +206,14 @@ class MonitorCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach a monitor to the model, counting from the Trainer's current step."""
+        """Attach a monitor to the model; its step count starts at the Trainer's current step."""
         self.monitor = Monitor(kwargs["model"], **self._options)
         self.monitor.steps = state.global_step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log the monitor's statistics, if it recorded any in this step, and advance the monitor."""
+        """Log the monitor's statistics if this step was recorded, and advance the monitor's step count."""
         monitor: Any = self.monitor  # made when training began
         if monitor.is_reading:
             logs_loss = control.should_log

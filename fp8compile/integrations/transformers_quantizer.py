@@ -1,7 +1,7 @@
 """F8Config: FP8 as a quantization method of transformers, to load and save pretrained models.
 
-from_pretrained --skeleton on the meta device--> fp8compile.convert --weights of the file--> values, or codes
-save_pretrained --> the state dict, with codes where parameters are quantized; config.json with the recipe
+from_pretrained: model on the meta device --fp8compile.convert--> layers --weights of the file--> values, or codes
+save_pretrained: the state dict, with codes where parameters are quantized; config.json with the recipe
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class F8Config(QuantizationConfigMixin):
 
     Args:
         recipe: A recipe, its name such as ``"rowwise"``, or a mapping from name patterns to recipes.
-        filter: Which layers to convert: name patterns as `fp8compile.convert` takes them. By default all except those
-            that transformers keeps in high precision: output embeddings and tied weights.
+        filter: Which layers to convert: name patterns as `fp8compile.convert` takes them. By default all layers except
+            output embeddings and tied weights, which transformers keeps in high precision.
         quantized_parameters: Whether weights are quantized one by one while they are loaded, and kept as codes.
             Train them by `fp8compile.integrations.transformers.master_weights`, or freeze them.
-        share_outer_scale: The option of `fp8compile.convert`.
+        share_outer_scale: The argument of the same name of `fp8compile.convert`.
         others: Entries that transformers adds.
 
     Raises:
@@ -83,7 +83,7 @@ class F8Config(QuantizationConfigMixin):
             setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as a dict, in the form written to config.json."""
+        """The options as a JSON-serializable dict, as config.json stores them."""
         return {**super().to_dict(), "recipe": recipe_to_json(self.recipe)}
 
     def __iter__(self) -> Any:
@@ -96,7 +96,7 @@ def _names_in_state(name: str) -> list[str]:
 
 
 class _Codes(ConversionOps):
-    """Builds a quantized parameter from codes and scales read from a file.
+    """transformers' loading operation that builds a quantized parameter from a file's codes and scales.
 
     Args:
         hf_quantizer: The quantizer; because of this attribute transformers passes tensors in the file's dtypes.
@@ -109,7 +109,9 @@ class _Codes(ConversionOps):
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Join codes and scales that were read from the file; returns ``{full_layer_name: parameter}``.
+        """Join the codes and scales of one parameter; returns ``{full_layer_name: parameter}``.
+
+        ``input_dict`` has the file's tensors by key, ``full_layer_name`` is the parameter's name in ``model``.
 
         Raises:
             ValueError: The file lacks codes or a scale for one of the weight's quantizers.
@@ -128,12 +130,15 @@ class _Codes(ConversionOps):
 
 
 class _Quantize(ConversionOps):
-    """Quantizes a weight that a file stores in high precision."""
+    """transformers' loading operation that quantizes a weight stored in high precision."""
 
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Quantize the weight that was read from the file; returns ``{full_layer_name: parameter}``."""
+        """Quantize the one tensor of ``input_dict``; returns ``{full_layer_name: quantized parameter}``.
+
+        ``full_layer_name`` is the parameter's name in ``model``.
+        """
         layer, _, weight = _layer_of(model, full_layer_name)
         (values,) = input_dict.values()
         values = values[0] if isinstance(values, list) else values
@@ -145,7 +150,7 @@ class _Quantize(ConversionOps):
 
 
 def _layer_of(model: nn.Module, full_name: str) -> tuple[nn.Module, str, Tensor]:
-    """Find a parameter by full name: its layer, its name there, the parameter (on the meta device)."""
+    """Find the parameter ``full_name`` of a model; returns its layer, its name in the layer, and itself."""
     path, _, name = full_name.rpartition(".")
     layer = model.get_submodule(path)
     return layer, name, getattr(layer, name)
@@ -190,11 +195,11 @@ class F8Quantizer(HfQuantizer):
         return self._makes_codes(model, param_name)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The operation that quantizes a weight while it is loaded."""
+        """The loading operation that quantizes a weight of the file."""
         return _Quantize()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The model's own weight conversions, preceded by one for each parameter that is stored as codes."""
+        """Put a conversion for each parameter stored as codes before the model's own ``weight_conversions``."""
         if not self.pre_quantized or not self.quantization_config.quantized_parameters:
             return weight_conversions
         names = {name for each in model.modules() if is_converted(each) for name in weight_names(each)}

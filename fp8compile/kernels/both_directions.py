@@ -1,4 +1,4 @@
-"""Kernel that reads each matrix once, by tiles of 128 x 128, and makes codes along rows and along columns.
+"""Kernel that reads each matrix once, by 128 x 128 tiles, and makes codes along rows and columns.
 
 Codes and scales have the bits of `CurrentScaling`. `tl.max` drops a NaN, so the amax is computed on the int32 bits of
 magnitudes: they have the same order as the magnitudes, and NaN is the largest.
@@ -56,13 +56,17 @@ def _float(bits):
 
 @triton.jit
 def _power(byte):
-    """2**(byte - 127); a subnormal number if the byte is 0."""
+    """Compute 2**(byte - 127) as float32 from E8M0 bytes, int32 from 0 to 254; subnormal for byte 0."""
     return _float(tl.where(byte == 0, HALF, byte << MANTISSA_BITS))
 
 
 @triton.jit
 def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr, EPS: tl.constexpr):
-    """The multiplier and the stored scale of each block, by the rules of `quantizers/scale_rules.py`."""
+    """Compute each block's multiplier (1 / scale) and stored scale, as `quantizers/scale_rules.py` does.
+
+    ``amax_bits`` are amaxes as int32 bits. MAX and MAX_EXPONENT describe the format, RULE the scale rule, EPS the
+    least amax.
+    """
     amax = _float(amax_bits)
     is_finite = amax_bits < EXPONENT_MASK
     floored = amax.to(tl.float64)
@@ -92,17 +96,20 @@ def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.c
 
 @triton.jit
 def _to_odd(values):
-    """Round values to 7 mantissa bits, to odd: a dropped 1 bit sets the last bit, as in `fp8compile.formats`."""
+    """Round float32 values to 7 mantissa bits: if a dropped bit is 1, the last kept bit becomes 1.
+
+    A second rounding to float8 then gives the same codes as a single one, as in `fp8compile.formats`.
+    """
     bits = values.to(tl.int32, bitcast=True)
     sticky = ((bits & 0xFFFF) + 0xFFFF) & 0x10000
     return _float((bits | sticky) & -0x10000)
 
 
 def _rounds_once(_semantic: Any = None) -> Any:
-    """Whether the GPU that a kernel is compiled for converts float32 to float8 with one rounding: from sm_90 on.
+    """Whether the kernel's target GPU converts float32 to float8 with one rounding: NVIDIA from sm_90 on.
 
-    `triton.language.target_info` asks CUDA, which a forked process may not do, and Inductor compiles in forked
-    processes. The compiler's options know the GPU without CUDA.
+    `triton.language.target_info` asks CUDA, which is forbidden in a forked process such as Inductor's compile workers.
+    The options of Triton's compiler (``_semantic``, passed by Triton) know the GPU without CUDA.
     """
     if _semantic is None:  # the interpreter has no compiler
         return cuda_capability_geq(9)
@@ -115,7 +122,10 @@ _rounds_once.__triton_builtin__ = True  # type: ignore[attr-defined]  # else Tri
 
 @triton.jit
 def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
-    """Encode values: saturated, rounded to nearest even, with one code for NaN."""
+    """Cast float32 values to float8 codes (uint8): saturate, round to nearest even, NaN to 0x7F.
+
+    The format, whose largest number is MAX, is e4m3 with IS_E4M3, otherwise e5m2.
+    """
     saturated = tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if not _rounds_once():
         saturated = _to_odd(saturated)
@@ -128,7 +138,7 @@ def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
 
 @triton.jit
 def _value_of_scale(scale, RULE: tl.constexpr):
-    """The float32 that a stored scale stands for."""
+    """Decode stored scales to float32: E8M0 bytes if RULE is an E8M0 rule, otherwise no change."""
     if RULE == RCEIL or RULE == FLOOR:
         return _power(scale.to(tl.int32))
     else:  # noqa: RET505  # Triton compiles what is behind a return too, and asks for one type
@@ -269,14 +279,14 @@ def both_directions(
     outputs: tuple[Tensor, Tensor, Tensor, Tensor],
     counts: Tensor | None = None,
 ) -> None:
-    """Launch the kernel. The results are written to ``outputs``, in the layouts of `fp8compile.ops.quantize_both`.
+    """Launch `both_kernel`, which writes ``outputs`` in the layouts of `fp8compile.ops.quantize_both`.
 
     Args:
         x: (M, K), or a stack of matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
         rows: Quantizer along rows, block (1, n), n a divisor of 128.
         columns: Quantizer along columns, block (n, 1).
-        outputs: Codes and scales along rows, then along columns.
-        counts: `fp8compile.ops.counting_kernels` of both directions, to be written; None to count nothing.
+        outputs: Codes and scales along rows, then codes and scales along columns.
+        counts: Receives the statistics that `fp8compile.ops.counting_kernels` describes; None to compute none.
     """
     *_, m, k = x.shape
     chosen = of_one_matrix(rows, columns)

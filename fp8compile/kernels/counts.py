@@ -1,11 +1,11 @@
-"""Counts that a kernel makes of its codes, for `fp8compile.Monitor`: a number for each program.
+"""Statistics of the codes that a kernel makes, for `fp8compile.Monitor`: three for each program.
 
     amax          largest magnitude, as the bits of a float32, whose order is that of magnitudes
-    underflow     elements with code 0 that are not 0
-    saturation    elements beyond the largest code by more than half a step
+    underflow     number of elements that are not 0 and have the code 0
+    saturation    number of elements beyond the largest code by more than half a step
 
-`fp8compile.ops.counting_kernels` makes the same counts in PyTorch. A kernel without counts has none of this code. Kernels of
-groups add to the numbers of each group instead.
+`fp8compile.ops.counting_kernels` computes the same numbers in PyTorch. Kernels that quantize groups add to three
+numbers for each group instead. A kernel launched without ``counts_ptr`` is compiled without this code.
 """
 
 from __future__ import annotations
@@ -18,19 +18,28 @@ __all__ = ["add_counts", "is_beyond", "is_underflow", "store_counts"]
 
 @triton.jit
 def is_underflow(magnitude, codes, MAGNITUDE_OF_CODE: tl.constexpr):
-    """Whether each code is 0 and its value is not; magnitudes are bits, and a NaN's code is not 0."""
+    """Whether each code is 0 while its value is not 0.
+
+    ``magnitude`` has the values' magnitudes as int32 bits; MAGNITUDE_OF_CODE masks a code's sign bit out.
+    """
     return ((codes & MAGNITUDE_OF_CODE) == 0) & (magnitude != 0)
 
 
 @triton.jit
 def is_beyond(magnitude, scale, LIMIT: tl.constexpr):
-    """Whether each value is beyond the limit of its block, whose scale is float32."""
+    """Whether each value saturates: its magnitude is above LIMIT times its block's scale (float32).
+
+    ``magnitude`` has the values' magnitudes as int32 bits. A scale of 0 or NaN gives False.
+    """
     return (magnitude.to(tl.float32, bitcast=True) > scale * LIMIT) & (scale > 0)
 
 
 @triton.jit
 def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturation):
-    """Store this program's counts, in (directions, 3, programs)."""
+    """Store this program's amax, underflows and saturations in ``counts_ptr``, (directions, 3, programs).
+
+    ``direction`` is the index into the first dim: 0 for codes along rows, 1 for codes along columns.
+    """
     columns, planes = tl.num_programs(1), tl.num_programs(2)
     program = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * columns + tl.program_id(1)
     programs = tl.num_programs(0) * columns * planes
@@ -42,7 +51,11 @@ def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturatio
 
 @triton.jit
 def add_counts(counts_ptr, direction: tl.constexpr, group, E, amax, underflow, saturation, is_group):
-    """Add a program's counts to those of groups, in (directions, 3, E) int64."""
+    """Add a program's statistics to those of E groups at ``counts_ptr``, (directions, 3, E) int64.
+
+    ``group`` has indices of groups, masked by ``is_group``; ``direction`` is 0 (rows) or 1 (columns). Amaxes combine
+    by maximum.
+    """
     at = counts_ptr + 3 * direction * E + group
     tl.atomic_max(at, amax.to(tl.int64), is_group, sem="relaxed")
     tl.atomic_add(at + E, underflow.to(tl.int64), is_group, sem="relaxed")

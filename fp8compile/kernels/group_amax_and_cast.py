@@ -1,8 +1,8 @@
-"""Kernels for rows in groups: amax of each group, cast to transposed codes, and both for blocks of tokens.
+"""Kernels for rows in groups: their amaxes, a cast to transposed codes, and both steps in one.
 
-Codes come in runs of `ALIGN` columns, each of one group (`fp8compile.ops.groups.padding`). Padding is written as 0,
-and rows after the last group are never loaded. Wrong offsets give wrong results, but no access outside the tensors.
-Codes and scales have the bits of `CurrentScaling`.
+Transposed codes have a column for each token. Each group's columns are padded with codes 0 to a multiple of ``ALIGN``
+(`fp8compile.ops.groups.padding`). Rows after the last group are never loaded. Wrong offsets give wrong results, but no
+access outside the tensors. Codes and scales have the bits of `CurrentScaling`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ CAST_WARPS = 16
 
 @triton.jit
 def _sizes(offsets_ptr, e, E):
-    """Number of tokens of each group; 0 if ``e`` is no index of a group."""
+    """Load the numbers of tokens of the groups ``e``; 0 where ``e`` is not below E, the number of groups."""
     start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
     return tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
 
 
 @triton.jit
 def _groups_ended(offsets_ptr, row, E):
-    """Number of groups that end at or before a row."""
+    """Number of groups, out of E, that end at or before a row; ``offsets_ptr`` points to their ends."""
     count = 0
     for first in range(0, E, SEARCHED):
         e = first + tl.arange(0, SEARCHED)
@@ -70,7 +70,10 @@ def amax_kernel(
     x_ptr, offsets_ptr, amax_ptr, R, K, E, stride_m, stride_k,
     TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Update the groups' amaxes with one tile: a group has one amax if IS_WHOLE, otherwise one for each column."""
+    """Update the amaxes of E groups of rows with one tile, TILE x TILE, of ``x``, (R, K), atomically.
+
+    A group has one amax if IS_WHOLE, otherwise one for each of the K columns.
+    """
     first = tl.program_id(0) * TILE
     m, k = first + tl.arange(0, TILE), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_token = m < tl.minimum(tl.load(offsets_ptr + E - 1), R)
@@ -90,9 +93,10 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """Find the group of each run of ALIGN columns of codes, from column ``first`` on; E for runs after the last group.
+    """Find the group of each of UNITS runs of ALIGN columns of transposed codes, from ``first`` on.
 
-    Returns for each run its group, the row of x that its first column is made from, and the end of the group's rows.
+    Returns for each run its group (E after the last one), the row of x for its first column, and the row where the
+    group ends.
     """
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
@@ -109,9 +113,10 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """Find the row of x that each of TILE columns of transposed codes is made from.
+    """Find the row of x for each of TILE columns of transposed codes, in runs of ALIGN columns.
 
-    Returns the rows, (TILE, 1) int64, and a mask that is False for padding.
+    ``row`` and ``end`` come from `_units`; x has R rows. Returns the rows, (TILE, 1) int64, and a mask, False for
+    padding.
     """
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
     is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
@@ -120,9 +125,10 @@ def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
-    """Transpose codes, and set padding to 0, even if a multiplier is NaN.
+    """Transpose a tile of codes, with 0 where ``is_token`` is False, even if a multiplier is NaN.
 
-    Returns rows and columns of the codes in (K, C), the transposed codes, and the mask with which they are stored.
+    ``first`` is the tile's first column and ``k`` its rows in the result, (K, C). Returns the indices of rows and of
+    columns, the transposed tile, and the mask with which it is stored.
     """
     at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
     return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
@@ -133,9 +139,11 @@ def _count_units(
     counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
     UNITS: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Count each run of columns, and add the counts to those of the run's group; only tokens of groups count.
+    """Add the statistics (amax, underflows, saturations) of a tile of codes to those of its groups.
 
-    ``scale`` is float32, for each code of the tile.
+    The tile has UNITS runs of columns; ``group`` has each run's group, E for none. ``magnitude`` has the values'
+    magnitudes as int32 bits, ``scale`` a float32 scale for each code; only elements under ``is_token`` count.
+    ``direction`` is 0 (rows) or 1 (tokens).
     """
     split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
     magnitude = tl.where(is_token, magnitude, 0)
@@ -147,7 +155,7 @@ def _count_units(
 
 @triton.jit
 def _scale_of(multiplier, RULE: tl.constexpr):
-    """The float32 that the scale of a multiplier stands for."""
+    """Compute as float32 the scale that is stored for a multiplier; RULE is the number of the scale rule."""
     if RULE == RCEIL or RULE == FLOOR:
         return _power(254 - (multiplier.to(tl.int32, bitcast=True) >> MANTISSA_BITS))
     return (tl.full(multiplier.shape, 1.0, tl.float64) / multiplier.to(tl.float64)).to(tl.float32)
@@ -160,7 +168,10 @@ def cast_kernel(
     TILE: tl.constexpr, ALIGN: tl.constexpr,
     Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, counts_ptr=None,
 ):  # fmt: skip
-    """Cast one tile of codes by the multipliers of groups."""
+    """Cast one tile of ``x``, (R, K), by its groups' multipliers (1 / scale) to transposed codes (K, C).
+
+    C counts tokens after each of E groups is padded to a multiple of ALIGN. Constants Q_* describe the quantizer.
+    """
     UNITS: tl.constexpr = TILE // ALIGN
     first = tl.program_id(0) * TILE
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
@@ -187,7 +198,10 @@ def quantize_kernel(
     TILE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
     Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Make one tile of codes, and the scales of its blocks."""
+    """Quantize one tile of ``x``, (R, K), in blocks of BLOCK tokens, to transposed codes (K, C).
+
+    C counts tokens after each of E groups is padded to a multiple of ALIGN. Constants Q_* describe the quantizer.
+    """
     BLOCKS: tl.constexpr = TILE // BLOCK
     first = tl.program_id(0) * TILE
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
@@ -207,25 +221,26 @@ def quantize_kernel(
 
 
 def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of `amax_kernel`."""
+    """Compile-time constants of `amax_kernel` for a quantizer with the block (-1, -1) or (-1, 1)."""
     return {"TILE": TILE, "IS_WHOLE": quantizer.block[1] == -1}
 
 
 def cast_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of `cast_kernel`."""
+    """Compile-time constants of `cast_kernel`; each group starts at a multiple of ``align`` columns."""
     fmt = _of_direction("Q", quantizer)
     return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3", "Q_RULE")}
 
 
 def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of `quantize_kernel`."""
+    """Compile-time constants of `quantize_kernel`; each group starts at a multiple of ``align`` columns."""
     return {"TILE": TILE, "ALIGN": align, "BLOCK": quantizer.block[0], **_of_direction("Q", quantizer)}
 
 
 def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: Tensor) -> None:
-    """Launch the kernel that computes the amax of each group, from ``x`` with any strides and no size 0.
+    """Launch `amax_kernel`, which writes the amax of each of E groups of rows of ``x`` to ``amax``.
 
-    ``amax`` is the result, (E, K) or (E, 1), contiguous; it must be zeros before the launch.
+    ``x`` is (R, K) with any strides and no size 0; ``offsets``, (E,) int32, are the ends of the groups. ``amax`` is
+    contiguous float32, zeros before the launch: (E, 1) for the block (-1, -1) of ``quantizer``, otherwise (E, K).
     """
     (rows, k), groups = x.shape, offsets.shape[0]
     constants = amax_constants(quantizer)
@@ -243,11 +258,12 @@ def cast_groups(
     codes: Tensor,
     counts: Tensor | None = None,
 ) -> None:
-    """Launch the kernel that casts groups to transposed codes in padded columns.
+    """Launch `cast_kernel`, which casts groups of rows of ``x``, (R, K), to transposed codes.
 
-    Groups begin at multiples of ``align`` columns, a divisor of 128. ``x`` and ``multiplier``, (E, K) or (E, 1), have
-    any strides. ``codes`` is the result, (K, C), contiguous; no size is 0. The groups' counts are added to ``counts``,
-    see `fp8compile.ops.counting_kernels`; None to count nothing.
+    ``offsets``, (E,) int32, are the ends of the groups. Groups begin at multiples of ``align`` columns, a divisor of
+    128. ``multiplier`` (1 / scale) is (E, K) or (E, 1); ``x`` and ``multiplier`` have any strides. The result is
+    ``codes``, (K, C), contiguous, with C tokens after padding; no size is 0. Statistics of groups are added to
+    ``counts``, see `fp8compile.ops.counting_kernels`; None to compute none.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
@@ -260,10 +276,11 @@ def cast_groups(
 def quantize_groups(
     x: Tensor, offsets: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor, scale: Tensor
 ) -> None:
-    """Launch the kernel that makes transposed codes in padded columns, and scales of blocks of tokens.
+    """Launch `quantize_kernel`, which makes transposed codes and scales of blocks of tokens.
 
-    Blocks are (n, 1), with n a divisor of 128; ``align`` is a divisor of 128 and a multiple of n. The results are
-    ``codes``, (K, C), and ``scale``, (C / n, K), both contiguous; no size is 0.
+    ``x`` is (R, K); ``offsets``, (E,) int32, are the ends of its groups of rows. Blocks are (n, 1), with n a divisor
+    of 128; each group begins at a multiple of ``align`` columns, a divisor of 128 and a multiple of n. Results, both
+    contiguous: ``codes``, (K, C) with C tokens after padding, and ``scale``, (C / n, K). No size is 0.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))

@@ -1,8 +1,7 @@
 """Kernel that reads groups of tokens once, and makes codes along rows and along tokens.
 
-A program makes 128 columns of codes along tokens. It finds their rows, loads a tile of 128 x 128, and also makes the
-codes along these rows. Columns after those of the last group stand for rows that are in no group: these rows get
-codes along rows only.
+A program makes 128 columns of transposed codes. It finds the rows of x that belong to these columns, loads a tile of
+128 x 128, and also makes the codes along these rows. Rows after the last group get codes along rows only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,11 @@ def groups_both_kernel(
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Quantize one tile of columns of codes; columns without a row count as zeros, which change no amax."""
+    """Quantize one tile of ``x``, (R, K), along rows and, to transposed codes (K, C), along tokens.
+
+    C counts tokens after each of E groups is padded with zeros to a multiple of ALIGN. BLOCK is the blocks' length;
+    constants R_* and C_* describe the quantizers along rows and along tokens.
+    """
     BLOCKS: tl.constexpr = TILE // BLOCK
     UNITS: tl.constexpr = TILE // ALIGN
     first, first_k = tl.program_id(0) * TILE, tl.program_id(1).to(tl.int64) * TILE
@@ -79,7 +82,7 @@ GROUPS_BOTH_COUNTED = with_counts(GROUPS_BOTH)
 
 
 def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of `groups_both_kernel`."""
+    """Compile-time constants of `groups_both_kernel`; groups start at multiples of ``align`` columns."""
     return {**constants(rows, columns), "ALIGN": align}
 
 
@@ -93,12 +96,13 @@ def groups_both_directions(
     *,
     counts: bool = False,
 ) -> TileLaunch:
-    """The launch of `groups_both_kernel`. Call it with ``x``, the offsets and four contiguous outputs.
+    """Returns the launch of `groups_both_kernel`; call it with ``x``, ``offsets`` and four outputs.
 
-    Outputs are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K, C) and scales (C / n, K) along
-    tokens. Blocks are (1, n) and (n, 1), with n a divisor of 128. Groups begin at multiples of ``align`` columns, a
-    divisor of 128 and a multiple of n. ``length`` is C. With ``counts``, a fifth output has the numbers of
-    `fp8compile.ops.counting_kernels` for groups, zeros before the launch.
+    ``x`` is (R, K). The outputs, contiguous, are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K,
+    C) and scales (C / n, K) along tokens; C, the number of tokens after padding, is ``length``. Blocks are (1, n) and
+    (n, 1), n a divisor of 128. Groups begin at multiples of ``align`` columns, a divisor of 128 and a multiple of n.
+    With ``counts``, a fifth output receives the groups' statistics (`fp8compile.ops.counting_kernels`); it must be
+    zeros before the launch.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     # padded groups and the rows after them need at most this many columns, possibly more than the codes have

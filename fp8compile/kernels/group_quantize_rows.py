@@ -1,4 +1,4 @@
-"""Kernel that reads rows in groups once: codes of each row, and the amax of each column of each group.
+"""Kernel that reads rows in groups once: codes of each row, and each group's amax of each column.
 
 A program quantizes its rows in batches, and keeps the largest magnitude of each column in registers.
 """
@@ -30,7 +30,10 @@ def _counts_of_rows(
     x, codes,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Count underflows and saturations of each column of some whole rows."""
+    """Count the underflows and the saturations in each column of some rows; two int32 (1, columns).
+
+    ``codes`` are the codes of the values ``x``; constants R_* describe the quantizer.
+    """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     _, scale = _scales(tl.max(magnitude, 1)[:, None], R_MAX, R_EXPONENT, R_RULE, R_EPS)
     beyond = is_beyond(magnitude, _value_of_scale(scale, R_RULE), LIMIT_E4M3 if R_E4M3 else LIMIT_E5M2)
@@ -45,7 +48,10 @@ def group_rows_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Quantize ROWS whole rows, group by group; rows after the last group come last, and are in no amax."""
+    """Quantize ROWS whole rows of ``x``, (R, K), and update the amax of each column of each of E groups.
+
+    Rows after the last group are in no amax. Rows go in batches of BATCH; WIDTH is K rounded up to a power of two.
+    """
     k = tl.arange(0, WIDTH)[None, :]
     first = tl.program_id(0) * ROWS
     last = tl.minimum(first + ROWS, R)
@@ -72,7 +78,7 @@ def group_rows_kernel(
 
 
 def group_row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
-    """Compile-time constants of `group_rows_kernel`."""
+    """Compile-time constants of `group_rows_kernel` for rows of ``k`` elements."""
     constants: dict[str, Any] = row_constants(quantizer, k)
     return {**constants, "BATCH": max(1, BATCH // constants["WIDTH"])}
 
@@ -91,13 +97,13 @@ GROUP_ROWS_COUNTED = with_counts(GROUP_ROWS)
 
 
 def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, *, counts: bool = False) -> TileLaunch:
-    """The launch of `group_rows_kernel`, for block (1, -1).
+    """Returns the launch of `group_rows_kernel`; call it with ``x``, ``offsets`` and three outputs.
 
-    Call it with ``x``, the offsets and three contiguous outputs.
+    ``x`` is (R, K), with any strides and no size 0, in E groups of rows; the quantizer's block is (1, -1).
 
-    Outputs are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
-    which must be zeros before the launch. ``x`` has any strides; no size is 0. With ``counts``, a fourth output is
-    `fp8compile.ops.counting_kernels` of groups, zeros before the launch.
+    The outputs, contiguous, are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group,
+    (E, K) float32, zeros before the launch. With ``counts``, a fourth output receives the groups' statistics
+    (`fp8compile.ops.counting_kernels`); it is also zeros before the launch.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     rows = triton.cdiv(size, PROGRAMS)

@@ -1,11 +1,11 @@
-"""Kernels that make four-bit codes of groups of tokens along rows and along tokens; a program has 64 rows.
+"""Kernels that make four-bit codes of groups of tokens along rows and along tokens.
 
     amaxes    tile of 64 tokens x 128 --largest value, and largest Hadamard sum--> atomic maxima, two for each group
-    codes     the same tile, with the outer amaxes of its group --> codes and scales of both directions
+    codes     the same tile, with the outer amaxes of its group --> codes and scales along rows and along tokens
 
-Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.four_bit_tiles`). Padding, and codes of
-rows after the last group, are written as zeros. Codes and scales have the bits of `TwoLevelScaling` on each group
-alone.
+A program has 64 rows. Transposed codes have a column for each token; each tile of 128 columns belongs to one group
+(`fp8compile.ops.groups.four_bit_tiles`). Padding, and codes of rows after the last group, are written as zeros. Codes
+and scales have the bits that `TwoLevelScaling` makes of each group alone.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
 
 @triton.jit
 def _tiles(size, e, E):
-    """Number of tiles of columns of each group, at least one; 0 if ``e`` is no index of a group."""
+    """Number of 128-column tiles, at least 1, of groups ``e`` with ``size`` tokens; 0 from ``e`` = E on."""
     return tl.where(e < E, tl.maximum(tl.cdiv(size, TILE), 1), 0)
 
 
 @triton.jit
 def _group_of(offsets_ptr, tile, E):
-    """Find the group of a tile of columns; E after the last group.
+    """Find which of E groups a tile of 128 columns of transposed codes is in; E after the last group.
 
-    Returns the group, the group's first tile and first row, and the number of groups without tokens before it.
+    Returns the group, the group's first tile and first row, and the number of groups before it without tokens.
     """
     group, first, start, empty, tiles = 0, 0, 0, 0, 0
     for first_e in range(0, E, SEARCHED):
@@ -86,13 +86,16 @@ def _group_of(offsets_ptr, tile, E):
 
 @triton.jit
 def _end(offsets_ptr, group, R, E):
-    """Where a group's rows end; the number of all rows, R, if ``group`` is E, which stands for rows after the last."""
+    """Row at which a group ends; R, the number of all rows, for ``group`` E (rows after the last group)."""
     return tl.minimum(tl.load(offsets_ptr + group, group < E, other=R), R)
 
 
 @triton.jit
 def _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group):
-    """Load blocks of sixteen rows, which begin at ``row``, as sixteen tensors; zeros beyond the end of the group."""
+    """Load blocks of sixteen rows as sixteen float32 tensors; tensor i holds row i of every block.
+
+    ``row`` has the blocks' first rows, ``k`` the columns. Zeros from row ``end`` on, or if ``is_group`` is False.
+    """
     xs = ()
     for i in tl.static_range(SIXTEEN):
         m = row + i
@@ -108,7 +111,11 @@ def amaxes_kernel(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Update a group's amaxes with the largest magnitudes of one tile; rows after the last group are left out."""
+    """Update the two amaxes of one whole group with one tile of ``x``, (R, K), atomically.
+
+    Amaxes, (2, E) for E groups, are those of values (HAS_ROWS) and of Hadamard sums along tokens (HAS_COLUMNS). The
+    tile has GROUPS * 16 tokens and COLUMNS columns. C_NEGATIVE has the sums' signs.
+    """
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
     end = _end(offsets_ptr, group, R, E)
@@ -147,9 +154,11 @@ def _along_tokens(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in blocks of sixteen tokens of one feature, and store its codes and scales transposed.
+    """Quantize a tile in blocks of sixteen tokens of one feature; store codes and scales transposed.
 
-    Padding gets zeros. Returns codes and scales.
+    ``xs`` and ``outer`` come from `_sixteen` and `_outer`; ``column`` and ``tile`` are the tile's place among C
+    columns, ``first`` and ``size`` its group's first tile and tokens. Blocks without ``is_block`` are padding, 0.
+    Constants are those of `codes_kernel`. Returns codes and scales.
     """
     BLOCKS: tl.constexpr = TILE // SIXTEEN
     packed, scale = _packed_columns(
@@ -174,9 +183,11 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows in blocks along the rows, and store codes and scales; rows after the last group get zeros.
+    """Quantize rows ``m`` in blocks of 16 along rows, and store codes and scales; 0 without ``is_group``.
 
-    Returns the values of each block, its codes and its scale.
+    ``outer`` comes from `_outer`; ``inside`` has the rows' positions in the group, which ends at row ``end``,
+    ``scale_row`` the rows of their scales. Constants are those of `codes_kernel`. Returns the values of each block,
+    its codes and its scale.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
@@ -204,7 +215,11 @@ def codes_kernel(
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Make the codes of one tile in both directions; sixteen codes are one number of 64 bits."""
+    """Quantize one tile of ``x``, (R, K), along rows (HAS_ROWS) and along tokens (HAS_COLUMNS).
+
+    A tile has GROUPS * 16 tokens of one of E groups and COLUMNS columns; sixteen codes are one int64. C is the number
+    of columns of transposed codes. IS_TE chooses TransformerEngine's rule; R_* and C_* are for rows and tokens.
+    """
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     tile = column // TILE
     group, first, start, empty = _group_of(offsets_ptr, tile, E)
@@ -256,13 +271,13 @@ def codes_kernel(
 
 
 def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """Compile-time constants of `amaxes_kernel`."""
+    """Compile-time constants of `amaxes_kernel`; a quantizer that is None leaves out its amaxes."""
     chosen = code_constants(rows, columns, target)
     return {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
 
 
 def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """Compile-time constants of `codes_kernel`."""
+    """Compile-time constants of `codes_kernel`; a quantizer that is None leaves out its codes."""
     first, second = rows or columns, columns or rows
     assert first is not None, "rows, columns or both have a quantizer"
     assert second is not None, "rows, columns or both have a quantizer"
@@ -270,7 +285,10 @@ def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 
 
 def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
-    """Numbers of programs along both axes; rows after the last group need one tile more than the codes have."""
+    """Launch grid (programs along tokens, programs along columns) for a matrix (rows, columns) in groups.
+
+    Along tokens there is one tile more than the codes have, for rows after the last group.
+    """
     tiles = rows // TILE_ROWS + groups + 1
     return tiles * (TILE_ROWS // (GROUPS * GROUP)), triton.cdiv(columns, COLUMNS)
 
@@ -289,10 +307,10 @@ AMAXES = TileKernel(
 def amaxes_of_groups(
     x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 ) -> TileLaunch:
-    """The launch of `amaxes_kernel`, which finds the largest magnitudes of each group; no size of ``x`` is 0.
+    """Returns the launch of `amaxes_kernel`, which computes the amaxes of E whole groups of rows.
 
-    Call it with x, the offsets and the amaxes, (2, E) float32, which must be zeros before the launch. A quantizer that
-    is None leaves out its amaxes.
+    Call the launch with ``x`` (no size 0), ``offsets`` and the result, (2, E) float32, which must be zeros before the
+    launch. Its rows are the amaxes for codes along rows and along tokens; a quantizer that is None leaves out its row.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     chosen = amax_constants(rows, columns, target_of(x.device))
@@ -308,11 +326,12 @@ def codes_of_groups(
     outputs: tuple[Tensor, ...],
     counts: Tensor | None = None,
 ) -> None:
-    """Launch `codes_kernel`, which writes codes, scales in tiles and outer scales.
+    """Launch `codes_kernel`, which writes codes, scales in tiles and outer scales of E groups of rows.
 
-    ``amaxes`` are the outer amaxes along rows and along tokens, (2, E). A quantizer that is None leaves out its
-    direction. ``outputs`` are those of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
-    The groups' counts are added to ``counts``, see `fp8compile.ops.counting_kernels`; None to count nothing.
+    ``offsets`` are the ends of the groups of ``x``; ``amaxes``, (2, E), are those of whole groups for codes along rows
+    and along tokens. Nothing is written for a quantizer that is None. ``outputs`` are those of
+    `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64. The groups' statistics are added to
+    ``counts``, see `fp8compile.ops.counting_kernels`; None to compute none.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS

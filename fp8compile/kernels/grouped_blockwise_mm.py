@@ -1,14 +1,15 @@
-"""Kernels for grouped products that PyTorch lacks: with one scale for each 128 summed values, or for each whole sum.
+"""Kernels for grouped GEMMs that PyTorch lacks: a scale for 128 summed products, or for a whole sum.
 
     product                             tile of a program
     rows     y_RN  = a_RK @ b_e,NK^T    128 columns by 128 rows of one group, or of rows after the last group
     tokens   d_eNK = a_NC @ b_KC^T      128 x 128 of one group's matrix
 
-Subscripts are sizes. Hopper's tensor cores sum 128 products with about 14 bits of precision. These short sums are
-added in float32, so the error does not grow with the length of the whole sum (DeepSeek-V3 technical report,
-arXiv:2412.19437, 3.3.2). Scales of blocks of 128 multiply each short sum; scales of rows multiply the whole sum, once.
+Subscripts are sizes: R rows in groups e, C tokens after padding. Hopper's tensor cores sum 128 products with about 14
+bits of precision. These short sums are added in float32, so the error does not grow with the length of the whole sum
+(DeepSeek-V3 technical report, arXiv:2412.19437, 3.3.2). Scales of blocks of 128 multiply each short sum; scales of
+rows multiply the whole sum, once.
 
-The tile of a program depends on the sizes of groups, which only the device knows. The grid of `rows` therefore has
+A program's tile depends on the sizes of the groups, which only the device knows. The grid of `rows` therefore has
 enough programs for every split of the rows into groups.
 
 This module needs Triton; `fp8compile.ops.groups.grouped_blockwise_mm` imports it for tensors on a GPU.
@@ -85,7 +86,10 @@ def rows_kernel(
     a_scale_stride_m, a_scale_stride_k, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the product; programs without a group take rows after the last group, and write zeros."""
+    """Compute a tile of y, (R, N): rows of ``a``, (R, K), times their group's matrix of ``b``, (E, N, K).
+
+    Rows after the last group get zeros. IS_EVEN, HAS_TILES and IS_WHOLE are those of `_summed`.
+    """
     columns = tl.cdiv(N, TILE)
     tile = tl.program_id(0) // columns
     first_n = tl.program_id(0) % columns * TILE
@@ -111,7 +115,7 @@ def rows_kernel(
 
 @triton.jit
 def _blocks_before(offsets_ptr, group, ALIGN: tl.constexpr):
-    """Number of runs of ALIGN columns in all groups before ``group``."""
+    """Number of runs of ALIGN columns of transposed codes in all groups before ``group``."""
     blocks = 0
     for first in range(0, group, SEARCHED):
         blocks += tl.sum(tl.cdiv(_sizes(offsets_ptr, first + tl.arange(0, SEARCHED), group), ALIGN), 0)
@@ -124,10 +128,11 @@ def tokens_kernel(
     a_scale_stride_c, a_scale_stride_n, b_scale_stride_c, b_scale_stride_k,
     TILE: tl.constexpr, ALIGN: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of one group's matrix.
+    """Compute one TILE x TILE tile of one group's matrix, (N, K): the product over the group's tokens.
 
-    The padding after a group's tokens adds nothing, because it is 0. Unless groups begin at multiples of TILE, the
-    last block is masked, because the next group begins in it.
+    Codes are (N, C) and (K, C), with C tokens after padding; groups begin at multiples of ALIGN. Padding adds nothing,
+    because its codes are 0. If ALIGN is not TILE, the last block is masked, because the next group begins in it.
+    IS_WHOLE is that of `_summed`.
     """
     columns = tl.cdiv(K, TILE)
     n = tl.program_id(0) // columns * TILE + tl.arange(0, TILE)
@@ -152,24 +157,26 @@ def tokens_kernel(
 
 
 def stages(target: Target) -> int:
-    """How many blocks of codes a program holds at a time: 3 where it has 99 KiB of shared memory, else 4."""
+    """Number of blocks of codes in shared memory at a time: 3 for 99 KiB of shared memory, at most 4."""
     return min(4, target.shared_memory // STAGE_BYTES)
 
 
 def multiply_rows(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, y: Tensor, *, is_whole: bool
 ) -> None:
-    """Multiply each row by the matrix of its group; rows after the last group become zeros.
+    """Multiply each row of ``a`` by its group's transposed matrix in ``b``.
+
+    Rows after the last group become zeros.
 
     Args:
-        a: (R, K), contiguous, float8.
-        b: (E, N, K), contiguous, float8.
+        a: Codes (R, K), contiguous, float8.
+        b: Codes (E, N, K), a matrix for each group, contiguous, float8.
         a_scale: (R, ceil(K / 128)), or (R, 1) with ``is_whole``; any strides, float32.
         b_scale: One scale for each 128 x 128 tile, (E, ceil(N / 128), ceil(K / 128)), or for each row,
             (E, N, ceil(K / 128)), or (E, N, 1) with ``is_whole``; any strides, float32.
-        offsets: Ends of the groups, (E,), contiguous, int32.
+        offsets: Ends of the groups among the rows of ``a``, (E,), contiguous, int32.
         y: The result, (R, N), contiguous; R and N are not 0.
-        is_whole: Whether a scale is that of a whole row of codes.
+        is_whole: Whether one scale holds for a whole row of codes.
     """
     (rows, k), (groups, n, _) = a.shape, b.shape
     # the largest number of tiles that a split into groups and remaining rows can have
@@ -184,10 +191,10 @@ def multiply_rows(
 def multiply_tokens(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, d: Tensor, *, align: int, is_whole: bool
 ) -> None:
-    """Multiply and sum over the tokens of each group; a group without tokens gets zeros.
+    """Multiply ``a`` by ``b`` transposed, summed over the tokens of each group; zeros without tokens.
 
     Args:
-        a: Transposed codes (N, C), contiguous, float8.
+        a: Transposed codes (N, C), with C tokens after padding, contiguous, float8.
         b: Transposed codes (K, C), contiguous, float8.
         a_scale: (C / 128, N), or (E, N) with ``is_whole``; any strides, float32.
         b_scale: (C / 128, K), or (E, K) with ``is_whole``; any strides, float32.

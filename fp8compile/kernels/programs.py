@@ -1,4 +1,4 @@
-"""Launch grids of kernels that quantize a matrix: numbers of programs along each axis. Needs no Triton."""
+"""Launch grids of kernels that quantize a matrix, as numbers of programs; Triton is not imported."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.qua
 
 
 def row_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """The grid of a kernel whose programs each take some whole rows."""
+    """Launch grid of a kernel whose programs each take some whole rows of a matrix of this shape."""
     return (-(-shape[0] // rows_of_program(shape)),)
 
 
 def rows_of_program(shape: Sequence[int]) -> int:
-    """How many rows a program takes in the grid of `row_programs`."""
+    """Number of rows that each program takes in the grid of `row_programs`, at least 1."""
     return max(1, -(-shape[0] // PROGRAMS))
 
 
 def tile_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """The grid of a kernel whose programs each take one tile, of a matrix or of a stack of matrices."""
+    """Launch grid of a kernel whose programs each take a 128 x 128 tile of a matrix or of a stack."""
     *matrices, m, k = shape
     return (-(-m // TILE), -(-k // TILE), *matrices)
 
@@ -50,6 +50,9 @@ def several_programs(shape: Sequence[int], block: int) -> tuple[int, int, int]:
 
 
 def packed_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """The grid of a kernel whose programs each take 64 rows and 128 columns; it covers whole tiles of scales."""
+    """Launch grid of a kernel whose programs each take 64 rows and 128 columns of a matrix of this shape.
+
+    Rows are rounded up to 128, so that programs also fill the last tiles of scales.
+    """
     m, k = shape
     return (-(-m // TILE) * (TILE // PACKED_ROWS), -(-k // PACKED_COLUMNS))

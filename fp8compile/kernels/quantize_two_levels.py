@@ -1,6 +1,6 @@
 """Kernel that reads a matrix once, and makes four-bit codes along rows and along columns.
 
-A program loads four groups of sixteen rows as sixteen tiles, so that one thread has the sixteen rows of a column, and
+A program loads four groups of sixteen rows as sixteen tensors. One thread then holds the sixteen rows of a column, so
 sums and codes need no shared memory. Codes and scales have the bits of `TwoLevelScaling`, except for codes that a
 GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales are in tiles (`fp8compile.scale_layouts`).
 """
@@ -86,7 +86,11 @@ def _decoded(scale):
 
 @triton.jit
 def _outer_multiplier(outer_amax):
-    """The multiplier of the whole tensor by TransformerEngine's rule: largest code times largest scale, over amax."""
+    """Compute a tensor's multiplier by TransformerEngine's rule: 6 * 448 / the whole tensor's amax.
+
+    6 is the largest code, 448 the largest scale. float32, at most the largest float32; NaN for an amax that is not
+    finite.
+    """
     largest = tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32)
     found = _at_most(_quotient(largest, outer_amax), LARGEST)
     return tl.where(_bits(outer_amax) < EXPONENT_MASK, found, _float(tl.full(outer_amax.shape, NAN_BITS, tl.int32)))
@@ -103,9 +107,9 @@ def _outer_scale(outer_amax, IS_TE: tl.constexpr):
 
 @triton.jit
 def _scales(amax, outer, IS_TE: tl.constexpr):
-    """Multipliers of values and e4m3 scales of blocks, by the rules of `quantizers/two_level_rules.py`.
+    """Compute blocks' multipliers (1 / scale) and e4m3 scales, as `quantizers/two_level_rules.py` does.
 
-    ``outer`` has the two numbers of the whole tensor that `_outer` returns.
+    ``outer`` is the pair that `_outer` returns; IS_TE chooses TransformerEngine's rule, otherwise torchao's.
     """
     first, second = outer
     if IS_TE:
@@ -120,7 +124,10 @@ def _scales(amax, outer, IS_TE: tl.constexpr):
 
 @triton.jit
 def _outer(outer_amax, IS_TE: tl.constexpr):
-    """Compute from the outer amax the pair of numbers that `_scales` takes as ``outer``."""
+    """Compute the pair of numbers that `_scales` takes as ``outer``, from the whole tensor's amax.
+
+    IS_TE chooses TransformerEngine's rule, otherwise torchao's.
+    """
     outer_scale = _outer_scale(outer_amax, IS_TE)
     if IS_TE:
         return _outer_multiplier(outer_amax) * SIXTH, outer_scale
@@ -136,14 +143,17 @@ def _mixed(h):
 
 @triton.jit
 def _noise(values, position, SEED: tl.constexpr):
-    """Noise in [0, 1), equal to that of `quantizers/stochastic_rounding.py`, which masks int64 to 32 bits."""
+    """Compute noise in [0, 1) for stochastic rounding, equal to `quantizers/stochastic_rounding.py`.
+
+    ``position`` is each value's index in the whole matrix, int64; SEED is the quantizer's seed.
+    """
     h = _word(values.to(tl.uint32, bitcast=True), position, SEED)
     return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
 
 
 @triton.jit
 def _word(bits, position, SEED: tl.constexpr):
-    """A 32-bit hash of a value's bits, its position and the seed."""
+    """Compute a 32-bit hash of a value's bits (uint32), its position in the matrix (int64) and the seed."""
     start: tl.constexpr = (SEED * STEP) & MASK
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     return _mixed(_mixed(low + start) ^ high ^ bits)
@@ -151,7 +161,10 @@ def _word(bits, position, SEED: tl.constexpr):
 
 @triton.jit
 def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
-    """Codes of four neighbours in 16 bits, rounded by the GPU's instruction; the first value is at `position`."""
+    """Round neighbours a, b, c, d to codes in the low 16 bits of an int64, by the GPU's instruction.
+
+    ``position``, the index of ``a`` in the whole matrix, and SEED decide the noise.
+    """
     bits = a.to(tl.uint32, bitcast=True)  # combines the bits of all four values, so that their order matters
     bits = bits * 3 + b.to(tl.uint32, bitcast=True)
     bits = bits * 3 + c.to(tl.uint32, bitcast=True)
@@ -161,7 +174,10 @@ def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
 
 @triton.jit
 def _to_a_neighbour(values, noise):
-    """Round each value down or up to a neighbouring code's value, depending on the noise; as in `formats.py`."""
+    """Round each value to the e2m1 number below or above: away from 0 if ``noise`` is below its fraction.
+
+    The noise is in [0, 1); `formats.py` rounds in the same way.
+    """
     saturated = tl.clamp(values, -LARGEST_CODE, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
     field = (_bits(saturated) & EXPONENT_MASK) >> MANTISSA_BITS
     exponent = tl.maximum(field, BIAS) - 1 - BIAS
@@ -174,7 +190,7 @@ def _to_a_neighbour(values, noise):
 
 @triton.jit
 def _products(x, multiplier, IS_TE: tl.constexpr):
-    """Multiply values by their multipliers; the products are then rounded. With IS_TE, zeros lose their sign."""
+    """Multiply values by their multipliers (1 / scale), before rounding. With IS_TE, zeros become +0."""
     values = x * multiplier
     if IS_TE:
         values = tl.where(x == 0, 0.0, values)
@@ -183,7 +199,10 @@ def _products(x, multiplier, IS_TE: tl.constexpr):
 
 @triton.jit
 def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """e2m1 codes of scaled values, as int32 from 0 to 15."""
+    """Round multiplied values to e2m1 codes, as int32 from 0 to 15; a NaN gets the code 0.
+
+    ROUNDING is NEAREST or BY_HASH; SEED and each value's index in the matrix, ``position``, decide the noise.
+    """
     rounded = _to_a_neighbour(values, _noise(values, position, SEED)) if ROUNDING == BY_HASH else values
     magnitude = _at_most(_float(_magnitude(rounded)), LARGEST_CODE)
     bits = _bits(magnitude)
@@ -195,7 +214,10 @@ def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
 
 @triton.jit
 def _place_in_tiles(row, block, blocks):
-    """The position of a block's scale in tiles; each row has ``blocks`` blocks."""
+    """Index of a block's scale in the layout of 128 x 4 tiles of scales (`fp8compile.scale_layouts`).
+
+    ``row`` and ``block`` are the block's position in the grid; ``blocks`` is the number of blocks in a row.
+    """
     tile = (row // ROWS_OF_TILE) * tl.cdiv(blocks, BLOCKS_OF_TILE) + block // BLOCKS_OF_TILE
     inside = (row % 32) * 16 + (row % ROWS_OF_TILE // 32) * 4 + block % BLOCKS_OF_TILE
     return tile * (ROWS_OF_TILE * BLOCKS_OF_TILE) + inside
@@ -203,7 +225,7 @@ def _place_in_tiles(row, block, blocks):
 
 @triton.jit
 def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Whether term i of sum j of the transform is subtracted."""
+    """Whether term i of sum j of the Hadamard transform is subtracted; bit i of NEGATIVE is sign i."""
     both = i & j
     both = both ^ (both >> 2)
     return ((both ^ (both >> 1)) & 1) ^ ((NEGATIVE >> i) & 1)
@@ -211,7 +233,10 @@ def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Compute sum j of the transform of sixteen rows, term after term; without a transform, return row j."""
+    """Compute sum j of the Hadamard transform of sixteen rows ``xs``, term after term.
+
+    Bits of NEGATIVE are the transform's signs. Without TRANSFORM, returns row j.
+    """
     if TRANSFORM:
         total = xs[0] * (-0.25 if _is_negative(0, j, NEGATIVE) else 0.25)
         for i in tl.static_range(1, SIXTEEN):
@@ -222,7 +247,11 @@ def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """Quantize values (rows, blocks, 16); returns each block's sixteen codes as one int64, and the blocks' scales."""
+    """Quantize values (rows, blocks, 16); returns sixteen codes of a block as one int64, and the scales.
+
+    ``position`` has each value's index in the matrix for the noise, ``outer`` is from `_outer`, ROUNDING from
+    `rounding_of`.
+    """
     multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
     values = _products(x, multiplier[:, :, None], IS_TE)
     if ROUNDING == BY_INSTRUCTION:
@@ -236,7 +265,7 @@ def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr
 
 @triton.jit
 def _nonzero_codes(packed):
-    """How many of the sixteen codes of each int64 are not 0, whatever their sign."""
+    """Count the codes other than +0 and -0 among the sixteen codes in each int64 of ``packed``."""
     codes = packed.to(tl.uint64, bitcast=True) & 0x7777777777777777
     found = ((codes + 0x7777777777777777) >> 3) & 0x1111111111111111
     found = (found & 0x0F0F0F0F0F0F0F0F) + ((found >> 4) & 0x0F0F0F0F0F0F0F0F)
@@ -245,7 +274,10 @@ def _nonzero_codes(packed):
 
 @triton.jit
 def _counted(x, scale, outer_scale):
-    """Count some values: returns their amax, how many are not 0, and how many are beyond their block's limit."""
+    """Count a tile: returns its amax (int32 bits), how many values are not 0, and how many saturate.
+
+    ``scale`` has the e4m3 scales of the blocks, broadcast to ``x``; ``outer_scale`` is the whole tensor's.
+    """
     magnitude = _magnitude(x)
     is_value = (magnitude != 0) & (magnitude <= EXPONENT_MASK)  # the code of a NaN is 0, which is no underflow
     beyond = is_beyond(magnitude, _decoded(scale) * outer_scale, LIMIT)
@@ -254,7 +286,11 @@ def _counted(x, scale, outer_scale):
 
 @triton.jit
 def _counted_columns(xs, packed, scale, outer_scale, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Count the casts along columns: returns the amax, underflows and saturations."""
+    """Compute the amax, underflows and saturations of codes along columns.
+
+    ``xs`` are sixteen rows; ``packed`` and ``scale`` are their codes and scales from `_packed_columns`,
+    ``outer_scale`` is the tensor's. TRANSFORM and NEGATIVE are those of `_sum`.
+    """
     amax, nonzero, beyond = 0, 0, 0
     for j in tl.static_range(SIXTEEN):
         of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
@@ -267,9 +303,10 @@ def _quantized_rows(
     x, m, k, M, K, codes_ptr, scales_ptr, outer,
     COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows in blocks along the rows; blocks beyond M and K get zeros as scales.
+    """Quantize rows ``m`` of an (M, K) matrix in blocks of 16 along rows, and store codes and scales.
 
-    Returns the values of each block, its codes and its scale.
+    ``k`` are the columns, ``outer`` is from `_outer`; constants are those of `both_packed_kernel`. Scales beyond M and
+    K are 0. Returns the values of each block, its codes and its scale.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
@@ -284,7 +321,10 @@ def _quantized_rows(
 
 @triton.jit
 def _store_scales(scales_ptr, scale, row, block, rows, blocks):
-    """Store scales of blocks in tiles; the last tiles are filled with 0."""
+    """Store scales of blocks in tiles of 128 x 4; the rest of the last tiles is filled with 0.
+
+    ``row`` and ``block`` are positions in the grid of scales, (``rows``, ``blocks``).
+    """
     is_tile = (row < tl.cdiv(rows, ROWS_OF_TILE) * ROWS_OF_TILE) & (
         block < tl.cdiv(blocks, BLOCKS_OF_TILE) * BLOCKS_OF_TILE
     )
@@ -298,7 +338,11 @@ def _packed_columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize sixteen rows of each group along columns, from row ``row`` on; returns codes in 64 bits, and scales."""
+    """Quantize blocks of sixteen rows of one column; returns sixteen codes as one int64, and scales.
+
+    ``xs`` has the sixteen rows of GROUPS blocks, which start at ``row``; ``k`` are the columns, ``outer`` is from
+    `_outer`. TRANSFORM and NEGATIVE are those of `_sum`, other constants those of `both_packed_kernel`.
+    """
     amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
     for j in tl.static_range(SIXTEEN):
         amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
@@ -326,7 +370,11 @@ def _columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr, counts_ptr, outer_scale,
 ):  # fmt: skip
-    """Quantize sixteen rows of each group along columns, and store codes and scales."""
+    """Quantize blocks of sixteen rows of one column, and store codes, scales and statistics.
+
+    ``xs`` has the blocks' sixteen rows, ``group`` their indices along M, ``k`` their columns. Codes and scales are
+    stored transposed. Other arguments are those of `_packed_columns` and `_counted_columns`.
+    """
     packed, scale = _packed_columns(
         xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
     )
@@ -348,7 +396,11 @@ def both_packed_kernel(
     C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr, C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Quantize one tile in both directions; M and K are multiples of 16, and elements beyond them count as zeros."""
+    """Quantize one tile of an (M, K) matrix along rows and along columns; M and K are multiples of 16.
+
+    A tile has GROUPS * 16 rows and COLUMNS columns; elements beyond M and K count as 0. IS_TE chooses
+    TransformerEngine's rule; R_* and C_* describe the quantizers along rows and columns.
+    """
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     is_inside = (group[:, None] * SIXTEEN < M) & (k[None, :] < K)
@@ -384,7 +436,7 @@ def both_packed_kernel(
 
 
 def constants(rows: TwoLevelScaling, columns: TwoLevelScaling, target: Target) -> dict[str, object]:
-    """Compile-time constants of `both_packed_kernel`."""
+    """Compile-time constants of `both_packed_kernel` for two quantizers and the device ``target``."""
     return {
         "GROUPS": GROUPS,
         "COLUMNS": COLUMNS,
@@ -406,11 +458,12 @@ def both_packed(
     outputs: tuple[Tensor, ...],
     counts: Tensor | None = None,
 ) -> None:
-    """Launch the kernel for blocks (1, 16) and (16, 1); sizes of ``x`` are multiples of 16, and not 0.
+    """Launch `both_packed_kernel` for blocks (1, 16) and (16, 1).
 
-    ``outer_amaxes`` are for codes along rows and for codes along columns; they differ if columns are transformed.
-    ``outputs`` are codes, scales in tiles and outer scale along rows, then along columns; contiguous, codes as int64.
-    ``counts`` receives the counts of both directions, see `fp8compile.ops.counting_kernels`; None to count nothing.
+    Sizes of ``x`` are multiples of 16, and not 0. ``outer_amaxes`` are amaxes of the whole tensor, for codes along
+    rows and along columns; they differ if columns are transformed. ``outputs`` are codes, scales in 128 x 4 tiles and
+    outer scale along rows, then the same along columns; contiguous, codes as int64. ``counts`` receives statistics
+    along rows and columns, see `fp8compile.ops.counting_kernels`; None to compute none.
     """
     m, k = x.shape
     chosen = constants(rows, columns, target_of(x.device))

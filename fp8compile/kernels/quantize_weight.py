@@ -1,7 +1,7 @@
-"""Kernels that read a weight once, and make codes for the forward and the amaxes for the backward's cast.
+"""Kernels that read a weight once, and make the forward's codes and amaxes for the backward's cast.
 
     rows     row by row      --amax--> multiplier --> codes, scale;  keeps the largest magnitude of each column
-    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  amaxes for the backward too
+    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  stores these amaxes too
 
 Codes and scales have the bits of `CurrentScaling`. Atomic maxima have the same bits in whatever order programs run.
 """
@@ -39,9 +39,10 @@ def _quantized_rows(
     x, scales_ptr, m, is_row,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize whole rows, and store the scale of each; columns beyond K count as zeros, which change no amax.
+    """Quantize whole rows ``m`` with values ``x``, and store each row's scale where ``is_row`` is True.
 
-    Returns codes, and the bits of the largest magnitude of each column among these rows.
+    Columns beyond K hold zeros. Returns codes, and the largest magnitude of each column, (1, columns) int32 bits.
+    Constants R_* describe the quantizer.
     """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     multiplier, scale = _scales(tl.max(magnitude, 1)[:, None], R_MAX, R_EXPONENT, R_RULE, R_EPS)
@@ -56,7 +57,10 @@ def rows_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Quantize ROWS whole rows, one after the other."""
+    """Quantize ROWS whole rows of an (M, K) matrix one by one, and update the amax of each column.
+
+    WIDTH is K rounded up to a power of two. Constants R_* describe the quantizer.
+    """
     k = tl.arange(0, WIDTH)[None, :]
     largest = tl.zeros((1, WIDTH), tl.int32)
     underflow, beyond = 0, 0
@@ -85,7 +89,10 @@ def tiles_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Quantize one tile of square blocks; rows beyond M and columns beyond K count as zeros."""
+    """Quantize one tile, TILE x TILE, of an (M, K) matrix in square blocks, and store the blocks' amaxes.
+
+    Blocks are BLOCK x BLOCK; elements beyond M and K count as 0. Constants R_* describe the quantizer.
+    """
     BLOCKS: tl.constexpr = TILE // BLOCK
     first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
     m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
@@ -109,22 +116,22 @@ def tiles_kernel(
 
 
 def row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
-    """Compile-time constants of `rows_kernel`."""
+    """Compile-time constants of `rows_kernel` for rows of ``k`` elements."""
     return {"WIDTH": triton.next_power_of_2(k), **_of_direction("R", quantizer)}
 
 
 def tile_constants(quantizer: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of `tiles_kernel`."""
+    """Compile-time constants of `tiles_kernel` for a quantizer with a square block."""
     return {"TILE": TILE, "BLOCK": quantizer.block[0], **_of_direction("R", quantizer)}
 
 
 def rows_and_columns(
     x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor, counts: Tensor | None = None
 ) -> None:
-    """Launch the kernel for block (1, -1) that writes codes and scales of rows, and the amax of each column.
+    """Launch `rows_kernel` for block (1, -1): codes and scales of rows, and the amax of each column.
 
-    ``x`` is contiguous, with no size 0. ``amax``, (1, K) float32, must be zeros before the launch. ``counts`` receives
-    the counts of the codes, see `fp8compile.ops.counting_kernels`; None to count nothing.
+    ``x`` is (M, K), contiguous, with no size 0. ``amax``, (1, K) float32, must be zeros before the launch. ``counts``
+    receives the statistics that `fp8compile.ops.counting_kernels` describes; None to compute none.
     """
     m, k = x.shape
     rows, bits, chosen = rows_of_program(x.shape), amax.view(torch.int32), row_constants(quantizer, k)
@@ -136,9 +143,10 @@ def rows_and_columns(
 def square_blocks(
     x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor, counts: Tensor | None = None
 ) -> None:
-    """Launch the kernel for block (n, n), n a divisor of 128, that writes codes, scales and amaxes of square blocks.
+    """Launch `tiles_kernel`, which writes codes, scales and amaxes of square blocks.
 
-    ``x`` is contiguous, with no size 0. ``counts`` is the same as in `rows_and_columns`.
+    The quantizer's block is (n, n), n a divisor of 128. ``x`` is (M, K), contiguous, with no size 0. ``counts``
+    receives statistics as in `rows_and_columns`.
     """
     m, k = x.shape
     bits, chosen = amax.view(torch.int32), tile_constants(quantizer)

@@ -1,8 +1,8 @@
-"""Stochastic rounding to four-bit codes by a GPU's own instruction.
+"""Stochastic rounding to four-bit codes by the instruction ``cvt.rs`` (compute capability 10.x).
 
     values a, b, c, d --cvt.rs--> codes d c b a of four bits each; rounded up if adding 8 bits of noise carries
 
-Four values share a word of hashed noise. Each has 8 bits instead of 24, so codes differ from those of
+Four values share one 32-bit hash as noise: each gets 8 bits instead of 24, so codes differ from those of
 `fp8compile.quantizers.stochastic_rounding`. Source: NVIDIA, PTX ISA 8.7, ``cvt`` with ``.rs``.
 """
 
@@ -21,9 +21,9 @@ NEAREST, BY_HASH, BY_INSTRUCTION = tl.constexpr(0), tl.constexpr(1), tl.constexp
 
 
 def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
-    """How a kernel for a target rounds: NEAREST, BY_HASH or BY_INSTRUCTION.
+    """How a kernel for ``target`` rounds values of this quantizer: NEAREST, BY_HASH or BY_INSTRUCTION.
 
-    Compute capability 12.x does not have the instruction: ptxas refuses it for ``sm_120a``.
+    Compute capability 12.x does not have the instruction ``cvt.rs``: ptxas refuses it for ``sm_120a``.
     """
     if quantizer.rounding == "nearest":
         return NEAREST.value
@@ -33,7 +33,10 @@ def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
 
 @triton.jit
 def _four_codes(a, b, c, d, word):
-    """Round four float32 values to codes in one int32, the first in the lowest bits; NaN gets the largest code."""
+    """Round four float32 values to codes in one int32, ``a`` lowest; NaN gets the largest code.
+
+    ``word`` is a 32-bit hash, 8 bits of noise for each value.
+    """
     return tl.inline_asm_elementwise(
         "{ .reg .b16 codes; cvt.rs.satfinite.e2m1x4.f32 codes, {$4, $3, $2, $1}, $5; cvt.u32.u16 $0, codes; }",
         "=r,r,r,r,r,r",
@@ -46,7 +49,7 @@ def _four_codes(a, b, c, d, word):
 
 @triton.jit
 def _in_fours(values):
-    """Split (R, B, 16) into four tensors (R, B, 4): the first, second, third and last of each four neighbours."""
+    """Split (R, B, 16) into four (R, B, 4): first, second, third and last of every four neighbours."""
     even, odd = tl.split(tl.reshape(values, (values.shape[0], values.shape[1], 4, 2, 2)))
     first, third = tl.split(even)
     second, last = tl.split(odd)

@@ -1,7 +1,7 @@
 """How kernels load values and store codes, so that Inductor can compute the values inside the kernel.
 
-`fp8compile.inductor.tile_templates` makes a template of a kernel's source: code that computes the elements replaces
-the call of `values`, and the store of the template's output replaces the call of `write`.
+`fp8compile.inductor.tile_templates` turns a kernel's source into a template. There, code that computes the elements
+replaces the call of `values`, and the store of the template's output replaces the call of `write`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ __all__ = ["values", "write"]
 
 @triton.jit
 def values(x_ptr, m, k, is_inside, stride_m, stride_k):
-    """Load the elements at rows ``m``, (T, 1) int64, and columns ``k``, (1, T), as float32; 0 outside the matrix."""
+    """Load elements at rows ``m``, (T, 1) int64, and columns ``k``, (1, T), as float32.
+
+    Elements are 0 where ``is_inside`` is False.
+    """
     return tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def write(codes_ptr, m, k, codes, is_inside, stride):
-    """Store codes at rows ``m`` and columns ``k``; consecutive rows are ``stride`` elements apart."""
+    """Store codes at rows ``m`` and columns ``k`` where ``is_inside`` is True.
+
+    Consecutive rows are ``stride`` elements apart.
+    """
     tl.store(codes_ptr + m * stride + k, codes, is_inside)

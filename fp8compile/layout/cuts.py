@@ -1,10 +1,10 @@
 """Where one rank's shard of a tensor lies among the scale blocks of the whole tensor.
 
-    block along the sharded dim    what the amax needs                                kind, the same on all ranks
-    1                              nothing                                            "aligned"
-    -1                             a maximum over the ranks                           "spanning"
-    n, cut between blocks          nothing                                            "aligned"
-    n, cut through blocks          a maximum over the ranks of all blocks' amaxes     "split"
+    block size along the sharded dim   what a block's amax needs                           kind, the same on all ranks
+    1                                  nothing from other ranks                            "aligned"
+    -1, the whole dim                  the maximum over the ranks                          "spanning"
+    n, shards end at block ends        nothing from other ranks                            "aligned"
+    n, shards end inside of blocks     the maximum over the ranks, for all blocks          "split"
 
 If blocks are split, a rank pads its elements with zeros in front, so that they begin at a block boundary. The padded
 part is called a window. Zeros change no amax, and their codes add nothing to a product.
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DimSharding:
-    """How one dim of a tensor is sharded over the ranks of a group, in their order."""
+    """How one dim of a tensor is sharded over the ranks of a process group, in the order of the ranks."""
 
     # the process group, or its name; None on the meta device, if only shapes are asked
     group: ProcessGroup | str | None
@@ -66,18 +66,21 @@ class DimSharding:
         return all(size == self.sizes[0] for size in self.sizes)
 
     def by_name(self) -> DimSharding:
-        """This sharding with the process group's name in place of the group, so that it can be copied and pickled."""
+        """The same sharding with the process group's name in place of the group; can be copied and pickled."""
         if isinstance(self.group, str):
             return self
         return replace(self, group=self.group.group_name)  # type: ignore[union-attr]  # cuts that travel have one
 
     def matches(self, other: DimSharding | None) -> bool:
-        """Whether another tensor's dim is sharded into the same sizes; False if ``other`` is None."""
+        """Whether ``other`` has the same shard sizes, possibly of another tensor; False if it is None."""
         return other is not None and self.sizes == other.sizes
 
 
 def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of the shards that DTensor and FSDP2 make of a dim: full ones, then a smaller one, then empty ones."""
+    """Sizes of the shards that DTensor and FSDP2 make of a dim of ``total`` elements, by rank.
+
+    They are full ones, then at most one smaller, then empty ones.
+    """
     if total % ranks == 0:
         return (total // ranks,) * ranks
     full = -(-total // ranks)
@@ -90,9 +93,10 @@ ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, or of each matrix of a sta
 
 @dataclass(frozen=True)
 class AxisBlocks:
-    """The position of a rank's rows or columns among the blocks of the whole matrix, or of each matrix of a stack.
+    """Position of a rank's rows, or of its columns, among the scale blocks of the whole matrix.
 
-    The argument ``dim`` of methods is the side of the matrix that this object describes, ``ROWS`` or ``COLUMNS``.
+    In a stack this holds for each matrix. Methods take as ``dim`` the side that this object describes: ``ROWS`` or
+    ``COLUMNS``.
     """
 
     kind: str  # ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them
@@ -103,17 +107,17 @@ class AxisBlocks:
 
     @property
     def length(self) -> int:
-        """Number of elements along this side on this rank."""
+        """Number of this rank's rows, or of its columns, whichever this object describes."""
         return math.prod([length for _, length, _ in self.sizes])
 
     @property
     def total(self) -> int:
-        """Number of elements of the whole tensor along this side, over all ranks."""
+        """Number of the whole tensor's rows, or of its columns, whichever this object describes."""
         return math.prod([total for _, _, total in self.sizes])
 
     @property
     def first(self) -> int | None:
-        """Index of this rank's first element if its elements are contiguous in the whole tensor; else None."""
+        """Index of this rank's first row or column in the whole tensor; None if they are not contiguous there."""
         run, first, inner = True, 0, 1
         for start, length, total in reversed(self.sizes):
             if not run and length != 1:
@@ -124,14 +128,14 @@ class AxisBlocks:
         return first
 
     def _positions(self, device: torch.device) -> Tensor:
-        """The index in the whole tensor of each of this rank's elements along this side, (elements,) int64."""
+        """Index in the whole tensor of each of this rank's rows or columns, (elements,) int64."""
         found = torch.zeros((1,), dtype=torch.int64, device=device)
         for start, length, total in self.sizes:
             found = (found.unsqueeze(1) * total + torch.arange(start, start + length, device=device)).flatten()
         return found
 
     def embed(self, matrix: Tensor, dim: int) -> Tensor:
-        """Pad this rank's part with zeros along ``dim`` to a window, which begins at a block boundary.
+        """Pad this rank's ``matrix`` with zeros along ``dim`` to a window that begins at a block boundary.
 
         If the elements are not contiguous in the whole tensor, the window is the whole tensor.
         """
@@ -145,7 +149,7 @@ class AxisBlocks:
         return pad(matrix, (0, 0, before, 0) if dim == ROWS else (before, 0)) if before else matrix
 
     def extract(self, window: Tensor, dim: int) -> Tensor:
-        """Undo `embed`: take this rank's elements out of a window."""
+        """Undo `embed`: take this rank's elements along ``dim`` out of a window."""
         if self.kind == "aligned":
             return window
         if self.first is None:
@@ -153,7 +157,10 @@ class AxisBlocks:
         return window.narrow(dim, self.first % self.block, self.length)
 
     def _blocks(self) -> tuple[int, int, int]:
-        """The index of the window's first block, the number of blocks in the window, and in the whole tensor."""
+        """Index of the window's first block, number of blocks in the window, and number in the whole tensor.
+
+        The window is what `embed` returns.
+        """
         every = -(-self.total // self.block)
         if self.first is None:
             return 0, every, every
@@ -162,7 +169,7 @@ class AxisBlocks:
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def window_positions(self, device: torch.device) -> Tensor:
-        """The index in the whole tensor of each element of the window that `embed` returns, (elements,) int64."""
+        """Index in the whole tensor of each row or column of the window (see `embed`), (elements,) int64."""
         if self.kind != "split":
             return self._positions(device)
         if self.first is None:
@@ -170,7 +177,7 @@ class AxisBlocks:
         return torch.arange(self.first - self.first % self.block, self.first + self.length, device=device)
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
-        """Pad a grid of this rank's blocks with zeros to the grid of all blocks of the whole tensor."""
+        """Pad a grid of this rank's blocks with zeros along ``dim`` to the grid of the whole tensor's blocks."""
         first, count, every = self._blocks()
         if self.kind == "aligned" and self.first is None:
             shape = list(grid.shape)
@@ -181,7 +188,7 @@ class AxisBlocks:
         return pad(grid, (0, 0, first, after) if dim == ROWS else (first, after)) if first or after else grid
 
     def window(self, grid: Tensor, dim: int) -> Tensor:
-        """Select the scales of the blocks in this rank's window (see `embed`) from the whole tensor's grid."""
+        """Take the scales of this rank's window (see `embed`) out of the whole tensor's grid, along ``dim``."""
         if self.kind == "aligned" and self.first is None:
             return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
         first, count, _ = self._blocks()
@@ -219,7 +226,7 @@ def _side(dims: range, shape: Sequence[int], cuts: Sharding, block: int) -> Axis
 def axis_blocks(
     shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0
 ) -> tuple[AxisBlocks, AxisBlocks]:
-    """Find where a rank's rows and columns lie among the blocks of the whole matrix, or of each matrix of a stack.
+    """Find where a rank's rows and columns lie among the scale blocks of the whole matrix.
 
     Args:
         shape: Shape of this rank's part, with one dim or more.
@@ -247,7 +254,10 @@ _known = lru_cache(maxsize=1024)(_axis_blocks)  # cached, because an eager call 
 
 
 def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0) -> tuple[bool, bool]:
-    """(rows, columns): whether shards cut through blocks along that side. Arguments are those of `axis_blocks`."""
+    """Whether shards end inside of blocks: an answer for rows and one for columns.
+
+    Arguments are those of `axis_blocks`.
+    """
     if not any(cuts):
         return False, False
     rows, columns = axis_blocks(shape, cuts, block, batch)

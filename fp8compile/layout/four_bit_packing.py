@@ -1,4 +1,4 @@
-"""Convert four-bit codes between two per byte, for messages, and one per byte, which can be sharded anywhere."""
+"""Conversion of 4-bit codes between two per byte, for messages, and one per byte, to shard anywhere."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ DIMS = {"rows": -1, "columns": -2}  # the dim whose neighbours share a byte, in 
 
 
 def packed_dim(quantizer: Quantizer) -> int | None:
-    """The dim, -1 or -2, along which two codes share a byte; None unless a `TwoLevelScaling` packs them."""
+    """The dim, -1 or -2, along which two neighbouring codes share a byte; None if each has its own byte."""
     return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
 
 
 def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
     """Return a quantizer that makes the same codes, packed along rows if ``shape`` allows it.
 
-    With square blocks, packing along rows or along columns gives the same codes.
+    A quantizer of square blocks that packs along columns changes to rows, because its codes do not depend on the
+    packing.
     """
     if (
         isinstance(quantizer, TwoLevelScaling)
@@ -36,19 +37,22 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Unpack the codes of a matrix or of a stack to one per byte; also returns the quantizer that makes such codes."""
+    """Unpack codes of a matrix or stack to one per byte; also returns the quantizer that makes such codes.
+
+    ``quantizer`` made the packed codes; without packing both arguments are returned.
+    """
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
     return unpack(codes, dim), quantizer.unpacked() or quantizer
 
 
 def two_a_byte(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Pack codes of a matrix or of a stack as the quantizer stores them; unchanged if the quantizer does not pack."""
+    """Pack codes, one per byte, as ``quantizer`` stores them; returns them unchanged if it does not pack."""
     return codes if (dim := packed_dim(quantizer)) is None else pack(codes, dim)
 
 
 def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
-    """Whether two quantizers make the same codes; whether the codes are packed two per byte does not count."""
+    """Whether two quantizers make the same codes, packed or not; two Nones count as the same."""
     if one is None or other is None:
         return one is other
     return one == other or (one.unpacked() or one) == (other.unpacked() or other)
@@ -56,7 +60,10 @@ def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
 
 @cache
 def with_a_code_a_byte(recipe: Recipe) -> Recipe:
-    """The recipe with its one-level quantizers unpacked, for ops whose shards may cut a packed byte in two."""
+    """The recipe with one code per byte, for ops whose shards may end inside of a packed byte.
+
+    Quantizers with an outer scale stay as they are.
+    """
     slots = {slot: getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)}
     packs = {slot: each for slot, each in slots.items() if each is not None and not each.has_outer_scale()}
     changed = {slot: own for slot, each in packs.items() if (own := each.unpacked()) is not None and own != each}

@@ -1,4 +1,4 @@
-"""The two kinds of operands of a layer's products, `Plain` and `Quantized`, and their layout."""
+"""`Plain` and `Quantized`, the two kinds of operands of a layer's GEMMs, and their layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["STACK", "WHOLE", "Plain", "Quantized", "TensorLayout", "as_operand"]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How an operand is divided into matrices, into groups of rows, and over ranks."""
+    """How an operand is divided into matrices (of a stack), into groups of rows, and over ranks."""
 
     # An entry for each group of ranks, with the same groups in the same order for all tensors of a layer. An entry is
     # None if the group's ranks have the same elements. Empty if nothing is spread over ranks.
@@ -37,14 +37,14 @@ STACK = TensorLayout(batch=1)
 
 @dataclass(frozen=True)
 class Plain:
-    """This rank's part of a tensor that is not quantized."""
+    """This rank's part of a tensor that is not quantized, and how the whole tensor is sharded."""
 
     local: Tensor  # the elements of the part
     layout: TensorLayout = WHOLE  # how the whole tensor is divided, and which part of it this is
 
     @property
     def cuts(self) -> Sharding:
-        """How ranks shard the whole tensor, one entry for each group of ranks; taken from the layout."""
+        """How ranks shard the whole tensor: an entry of the layout for each group of ranks."""
         return self.layout.cuts
 
     @property
@@ -53,7 +53,7 @@ class Plain:
         return self.local.ndim
 
     def whole_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape of this part after a gather over the groups of ``cuts[index:]``; index 0 gives the whole shape."""
+        """Shape after a gather over the groups of ``cuts[index:]``; index 0 gives the whole tensor's shape."""
         shape = list(self.local.shape)
         for cut in reversed(self.cuts[index:]):
             if cut is not None:
@@ -61,20 +61,21 @@ class Plain:
         return tuple(shape)
 
     def with_cuts(self, cuts: Sharding) -> Plain:
-        """A copy whose layout has these ``cuts``; the elements stay the same."""
+        """The same elements with a layout that has these ``cuts``."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A quantized operand of a product: codes and scales, the quantizer that made them, and their layout.
+    """A quantized operand of a GEMM: codes and scales, the quantizer that made them, and their layout.
 
-    If the tensor is sharded, the fields are those of this rank's shard.
+    If the tensor is sharded, the fields are those of this rank's shard. E is the number of matrices of a stack, or of
+    groups of rows (the tokens of each expert).
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
-            with blocks along the tokens of groups are (features, C); `fp8compile.ops.groups.padding` defines the C
-            columns.
+            with blocks along the tokens of groups are (features, C), with C tokens after each group is padded
+            (`fp8compile.ops.groups.padding`).
         scale: Grid of the quantizer's blocks, with one more dim for a stack. It is 1-D if it was written in tiles
             (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups it is (C /
             block, features), or (E, features) or (E, 1) if each group is one block.
@@ -83,9 +84,9 @@ class Quantized:
             quantizer has one level.
         layout: How the operand is divided into matrices, groups of rows and shards.
         has_scales_of_whole: (rows, columns): whether ``scale`` has the whole tensor's grid along that side, because
-            shards cut through blocks there.
-        counts: What the kernel that made the codes counted, if it was asked to: (3, programs) int32, or (3, E) int64
-            for groups; see `fp8compile.ops.counting_kernels`.
+            shards end inside of blocks there.
+        counts: Statistics (amax, underflows, saturations) of a kernel that was asked for them: (3, programs) int32, or
+            (3, E) int64 for groups; see `fp8compile.ops.counting_kernels`. Else None.
     """
 
     codes: Tensor
@@ -98,17 +99,17 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The scales of blocks, and then the outer scale if there is one."""
+        """The block scales, and then the outer scale if there is one."""
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether ``scale`` has scales of blocks whose elements are on other ranks."""
+        """Whether ``scale`` also has scales of blocks that lie on other ranks, along rows or columns."""
         return any(self.has_scales_of_whole)
 
     @property
     def cuts(self) -> Sharding:
-        """How ranks shard the whole tensor, one entry for each group of ranks; taken from the layout."""
+        """How ranks shard the whole tensor: an entry of the layout for each group of ranks."""
         return self.layout.cuts
 
     @property
@@ -125,7 +126,7 @@ class Quantized:
         return (*codes[:batch], *shape_said(self.quantizer, "values_shape", codes[batch:]))
 
     def grid(self) -> Tensor:
-        """The scales of a matrix's blocks as a 2-D grid; scales stored in tiles are taken out of them."""
+        """The block scales of a matrix as a 2-D grid; undoes the tiled layout, if they are stored in it."""
         if self.scale.ndim == 2:
             return self.scale
         rows, columns = self.shape
@@ -134,7 +135,7 @@ class Quantized:
         return untiled(self.scale, columns, rows // self.quantizer.block[0]).t()
 
     def t(self) -> Quantized:
-        """The transposed matrix, or the stack of transposed matrices, as a view."""
+        """The operand with each matrix transposed, as a view."""
         codes, scale = self.codes, self.scale
         is_matrix = codes.ndim == 2
         return Quantized(
@@ -146,7 +147,7 @@ class Quantized:
         )
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The plain tensors: codes, scales of blocks, and the outer scale if there is one."""
+        """The plain tensors: codes, block scales, and the outer scale if there is one."""
         return self.codes, *self.scales
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
@@ -155,7 +156,10 @@ class Quantized:
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
-        """A copy with other codes; its scales are views of this operand's scales unless given."""
+        """A copy with other codes; ``scale``, if None, and the outer scale are aliases of this operand's.
+
+        ``others`` are further fields to replace.
+        """
         alias = torch.ops.aten.alias.default
         scale = alias(self.scale) if scale is None else scale
         outer = None if self.outer_scale is None else alias(self.outer_scale)
@@ -163,18 +167,18 @@ class Quantized:
         return replace(self, **changed)
 
     def scale_values(self) -> Tensor:
-        """The scales of blocks as float32 numbers."""
+        """The block scales as float32 numbers."""
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """A copy whose layout has these ``cuts``; codes and scales stay the same."""
+        """The same codes and scales with a layout that has these ``cuts``."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
-    """Turn a shard into an operand that a GEMM takes: a matrix or a stack without cuts.
+    """Turn a shard into an operand that a GEMM takes: a matrix or a stack that is not sharded.
 
-    If shards cut through blocks, the codes are padded with zeros in front, to begin at a block boundary.
+    If shards end inside of blocks, the codes are padded with zeros in front, to begin at a block boundary.
 
     Returns:
         The operand. Then, for its rows and for its columns, the `AxisBlocks` whose ``extract`` cuts this rank's

@@ -1,4 +1,4 @@
-"""Shapes of the codes and scales of a weight: one matrix, or a stack of matrices, each quantized by itself.
+"""Shapes of the codes and scales of a weight: one matrix, or a stack of E separately quantized ones.
 
 weight       codes                      scale                        outer scale (two levels only)
 (N, K)       quantizer.codes_shape      quantizer.scale_shape        (1,)
@@ -15,21 +15,24 @@ __all__ = ["codes_shape", "scale_shape", "scale_shapes", "values_shape"]
 
 
 def codes_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
-    """The shape of the codes of a weight of shape ``size``."""
+    """Shape of the codes of a weight with the shape ``size``, (N, K) or (E, N, K)."""
     return (*size[:-2], *quantizer.codes_shape(size[-2:]))
 
 
 def values_shape(codes: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
-    """The shape of the weight whose codes have the shape ``codes``."""
+    """Shape of the weight whose codes have the shape ``codes``; differs from it if codes are packed."""
     return (*codes[:-2], *quantizer.values_shape(codes[-2:]))
 
 
 def scale_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
-    """The shape of the block scales of a weight of shape ``size``."""
+    """Shape of the block scales of a weight with the shape ``size``, (N, K) or (E, N, K)."""
     return (*size[:-2], *quantizer.scale_shape(size[-2:]))
 
 
 def scale_shapes(size: Sequence[int], quantizer: Quantizer) -> tuple[tuple[int, ...], ...]:
-    """The shape of each level of a weight's scales: scales of blocks, then outer scales if there are two levels."""
+    """Shapes of a weight's scales: block scales and, if the quantizer has two levels, outer scales.
+
+    ``size`` is the shape of the weight.
+    """
     blocks = scale_shape(size, quantizer)
     return (blocks, tuple(size[:-2]) or (1,)) if quantizer.has_outer_scale() else (blocks,)

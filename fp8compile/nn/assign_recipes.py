@@ -1,6 +1,7 @@
-"""Decide the recipe of each layer when a model is converted: one for all layers, recipes by name, or a function.
+"""Decide each layer's recipe when a model is converted.
 
-Recipes by name have fnmatch patterns as keys (``*`` matches dots too). The first pattern that matches a name decides.
+The caller gives one recipe for all layers, a mapping from name patterns to recipes, or a function. Patterns are
+fnmatch's (``*`` matches dots too), and the first pattern that matches a name decides.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigne
 
 
 def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
-    """Make a function that takes a layer and its names, and returns its recipe or None for high precision.
+    """Make a function that takes a layer and its names, and returns its recipe; None is high precision.
 
-    ``recipe`` is what `convert` takes; ``fqns`` are the names of the model's linears. Each pattern must match at least
-    one of these names.
+    ``recipe`` is the argument of `convert`; ``fqns`` are the names of the model's layers. Each pattern in ``recipe``
+    must match at least one of these names.
     """
     if isinstance(recipe, Mapping):
         return _by_pattern(recipe, fqns)
@@ -76,7 +77,10 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The entries of the module list with the most layers; empty if the model has no such list."""
+    """Return a model's blocks: the entries of the ``ModuleList`` or ``Sequential`` that has most layers.
+
+    Empty if the model has none.
+    """
 
     def count(module: nn.Module) -> int:
         return sum(map(is_layer, module.modules()))
@@ -88,9 +92,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Recipe | None) -> Recipes:
-    """Extend ``recipe``: a model's last blocks, and all layers after them, get ``tail_recipe`` (None: not FP8).
+    """Extend ``recipe`` so that a model's last blocks, and all layers after them, get ``tail_recipe``.
 
-    ``share`` is the share of all blocks that get it, rounded up to whole blocks; 0 returns ``recipe`` unchanged.
+    ``share`` is the share of all blocks that get it, rounded up to whole blocks; 0 returns ``recipe`` unchanged. None
+    as ``tail_recipe`` leaves these layers in high precision.
     """
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"convert: tail is {share!r}; it is the share of the last blocks, a number from 0 to 1.")
@@ -115,7 +120,7 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
 
 
 def ends(model: nn.Module, count: int) -> set[nn.Module]:
-    """The layers in the first and the last ``count`` blocks of a model, and those before and after all blocks.
+    """Return the layers in the first and last ``count`` blocks, and those before and after all blocks.
 
     If the model has no blocks, each layer counts as a block.
     """

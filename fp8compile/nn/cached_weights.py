@@ -1,8 +1,9 @@
-"""Codes of plain weights, kept from one optimizer step to the next if the recipe has ``cache_weights``.
+"""Keep codes of plain weights between optimizer steps, if the recipe has ``cache_weights``.
 
 eager      the first forward after a change of the weight makes the codes
-compiled   tracing makes the first codes, and the end of `optimizer.step` all later ones. If something else writes to a
-           weight, another graph runs until the next step, and makes codes itself
+compiled   tracing makes the first codes, and the end of `optimizer.step` all later ones
+
+If something else writes to a weight, compiled code runs another graph, which makes codes itself, until the next step.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ SHARED_SCALE = "layers share an outer scale, which changes with the weights of a
 
 
 def check_caches(recipe: Recipe, module: nn.Module, *, shares_scale: bool = False) -> None:
-    """Raise a ValueError if the recipe asks for cached weights, and a layer with this recipe can't cache them."""
+    """Raise a ValueError if ``recipe`` has ``cache_weights`` and the layer ``module`` can't keep codes.
+
+    ``shares_scale`` says whether the layer shares an outer scale with other layers, which rules it out.
+    """
     reason = SHARED_SCALE if shares_scale else why_not_cached(recipe, module)
     if recipe.cache_weights and reason is not None:
         raise ValueError(f"recipe: cache_weights, and {reason}. {OTHERWISE}")
 
 
 def why_not_cached(recipe: Recipe, module: nn.Module) -> str | None:
-    """The reason why the codes of a layer's weights can't be kept for a step with a recipe, or None."""
+    """Return why codes of the weights of a layer, ``module``, can't be kept for a step; None if they can."""
     if recipe.delayed()[1] is not None:
         return "the weight has delayed scaling, whose multiplier changes with each backward, and codes with it"
     if None in (recipe.weight, recipe.quantizer_read("weight_for_grad_input")):
@@ -52,26 +56,28 @@ def why_not_cached(recipe: Recipe, module: nn.Module) -> str | None:
 
 
 class KeepsCodes(Module):
-    """Mixin of layers that may keep the codes of their weights for a step."""
+    """Mixin of layers whose weights' codes are kept for a step if the recipe has ``cache_weights``."""
 
     recipe: Recipe
     _caches_weights = False  # as the recipe says, of which PyTorch 2.11 traces no attribute
 
     def _set_caching(self, recipe: Recipe) -> None:
-        """Note whether a recipe caches weights; raise a ValueError if this layer can't."""
+        """Store whether the recipe has ``cache_weights``; raise a ValueError if it has and this layer can't."""
         check_caches(recipe, self)
         self._caches_weights = recipe.cache_weights
 
     def cached_weights(self) -> Mapping[str, bool]:
-        """Names of the parameters whose codes may be kept for a step; True if the matrices are stored transposed."""
+        """Return the parameters whose codes may be kept for a step, as ``{name: is stored transposed}``."""
         raise NotImplementedError
 
     def step_codes(self, name: str, *, is_turned: bool = False) -> Sets | None:
-        """The kept codes of a weight; None if the layer's products make codes, or if the weight itself is codes.
+        """Return the codes of a weight that are kept for this step, for the output and for grad_input.
+
+        None if no codes are kept, so that the GEMM's op quantizes the weight, or if the weight itself is codes.
 
         Args:
             name: The name of the parameter.
-            is_turned: Whether the products read the weight's matrices transposed.
+            is_turned: Whether GEMMs read the parameter's matrices transposed.
 
         Raises:
             ValueError: The weight is sharded in a way for which codes can't be kept.
@@ -113,7 +119,10 @@ class KeepsCodes(Module):
                 forget_codes(weight)
 
     def check_gathered_as_codes(self, weight: Tensor) -> None:
-        """Raise a ValueError if weights are cached, and a method gets values without the name of their parameter."""
+        """Raise a ValueError if codes of weights are to be kept, and ``weight`` is values.
+
+        For layers whose method gets weights without the parameter's name, by which kept codes would be found.
+        """
         if self._caches_weights and not has_codes(_compat.local_itself(weight)):
             raise ValueError(
                 f"cache_weights: the codes of weights of {type(self).__name__} are not kept, because the method that "
@@ -138,12 +147,12 @@ def _autocast(weight: Tensor) -> torch.dtype | None:
 
 
 def _can_count(weight: Tensor) -> bool:
-    """Whether a weight has data and a version that counts the writes to it."""
+    """Whether a weight has data, and a version counter that counts the writes to it."""
     return not (weight.is_meta or weight.is_inference() or _compat.is_traced(weight) or _compat.is_transformed(weight))
 
 
 def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
-    """Yield the weights of layers whose codes may be kept for a step: layer, parameter, whether it is transposed."""
+    """Yield (layer, parameter, whether it is stored transposed) for weights whose codes may be kept."""
     for module in layers:
         # a layer may have been reverted since
         if not getattr(module, "_caches_weights", False) or _compat.is_fsdp_managed(module):
@@ -186,10 +195,10 @@ def _are_read(weight: Tensor, codes: Any, recipe: Recipe, dtype: torch.dtype, is
 
 
 def renew_weight_codes(model: Model) -> Model:
-    """Make the codes of all weights of layers with ``cache_weights`` again, now.
+    """Quantize all weights of layers with ``cache_weights`` again, and replace the codes that are kept.
 
-    Call it if something wrote to weights past PyTorch's version counters, outside of `optimizer.step`: through
-    ``.data``, or by a kernel of your own. Under FSDP2 the next gather makes them.
+    Call it if something wrote to weights past PyTorch's version counters and outside of `optimizer.step`: through
+    ``.data``, or by a kernel of your own. Under FSDP2 codes are dropped, and the next gather makes new ones.
 
     Args:
         model: A converted model.

@@ -1,4 +1,4 @@
-"""calibrate: set static scales of layers' inputs from the largest magnitudes in a pass over data."""
+"""calibrate: set static scales of layers' inputs from their largest magnitudes in a pass over data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ __all__ = ["calibrate", "set_row"]
 
 
 def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
-    """The DelayedScaling that makes the same codes from a stored scale; None if there is no such quantizer."""
+    """Return the DelayedScaling whose codes are those of ``quantizer`` if the stored scale is the same.
+
+    None if there is no such DelayedScaling.
+    """
     if isinstance(quantizer, DelayedScaling):
         return quantizer
     if not isinstance(quantizer, CurrentScaling) or quantizer != CurrentScaling(format=quantizer.format):
@@ -30,7 +33,10 @@ def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
 
 
 def _static(recipe: Recipe) -> Recipe | None:
-    """The recipe with stored scales (DelayedScaling) for input and weight; None if one of them can't have any."""
+    """Return the recipe with DelayedScaling, which stores scales, for input and weight.
+
+    None if one of the two can't have a stored scale.
+    """
     if recipe.dequantized_output or recipe.dequantized_gradients:
         return None  # these read codes by current scaling
     own: dict[str, Any] = {}
@@ -45,7 +51,7 @@ def _static(recipe: Recipe) -> Recipe | None:
 
 @contextmanager
 def _amaxes_of_inputs(layers: list[Linear]) -> Iterator[dict[Linear, Tensor]]:
-    """Context that yields, for each layer, the largest magnitude of its inputs in all calls inside, () float32."""
+    """Context that yields a dict: for each layer, the amax of its inputs in all calls so far, () float32."""
     found: dict[Linear, Tensor] = {}
 
     def seen(layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -83,7 +89,10 @@ def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module
 
 
 def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
-    """Set one row of a layer's state: ``amax`` becomes the only entry of the history, and decides the multiplier."""
+    """Set one row (input or weight) of a layer's state of delayed scaling from an amax.
+
+    ``amax`` becomes the only entry of the history, from which ``quantizer`` computes the multiplier (1 / scale).
+    """
     history, multiplier = torch.zeros_like(layer.amax_history[row]), torch.ones_like(layer.multiplier[row])
     history[0] = layer.amax_history[row, 0]  # that of a quantized weight
     history, multiplier = quantizer.next_state(history, multiplier, amax)
@@ -92,15 +101,15 @@ def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) ->
 
 
 def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
-    """Give the layers of a model static scales of their inputs, in place, from the values in a pass over data.
+    """Set static scales of the inputs of a model's layers, in place, from the values in a pass over data.
 
     A layer whose recipe has one scale for the whole input and one for the whole weight gets delayed scaling. Its
-    multipliers come from the largest magnitude of its inputs in this pass, and of its weight. A forward does not
-    change them. A later backward does, because training goes on with delayed scaling. Experts, and layers with scales
-    of blocks, stay as they are.
+    multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. A forward
+    does not change them. A later backward does, because training goes on with delayed scaling. Experts, and layers
+    with scales of blocks, stay as they are.
 
-    Call `freeze_weights` after this to replace the weights by codes. ``fp8compile.export.save_pretrained`` writes
-    the static scales in formats that have them.
+    Call `freeze_weights` after this to replace the weights by codes. ``fp8compile.export.save_pretrained`` writes the
+    static scales, if the format has them.
 
     Args:
         model: A converted model, not compiled and not spread over ranks.

@@ -19,7 +19,10 @@ __all__ = ["called_layers"]
 
 @contextmanager
 def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
-    """Context that records calls of a layer's method that multiplies, even those that bypass ``__call__``."""
+    """Context that adds ``layer`` to ``called`` if the layer's method that multiplies is called inside.
+
+    Calls that bypass ``__call__`` count too.
+    """
     name = method_of(layer)
     method, own = getattr(layer, name), vars(layer).get(name)
 
@@ -38,10 +41,10 @@ def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
 
 
 def called_layers(model: nn.Module, forward: Callable[[], object]) -> tuple[set[nn.Module], Uses]:
-    """Run a forward; returns the converted layers that it calls, and its uses of parameters in high precision.
+    """Run a forward; return the converted layers that it calls, and how it used parameters elsewhere.
 
-    A module of experts counts as called if its FP8 products are called. The forward runs in eager mode, because calls
-    inside a compiled graph can't be recorded.
+    A module of experts counts as called if its FP8 GEMMs run. `Uses` has the parameters that operators in high
+    precision read. The forward runs in eager mode, because calls inside a compiled graph can't be recorded.
     """
     called: set[nn.Module] = set()
     with ExitStack() as stack:

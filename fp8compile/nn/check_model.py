@@ -1,4 +1,4 @@
-"""The type of a ``model`` argument that a function changes in place and returns, and the check of this argument."""
+"""The type of a ``model`` argument that a function changes in place and returns, and its check."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_model(function: str, model: object) -> None:
-    """Raise a TypeError that names ``function``, unless ``model`` is a module."""
+    """Raise a TypeError that names ``function``, the caller, unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: model is a {type(model).__name__}; it is a torch.nn.Module.")

@@ -32,7 +32,10 @@ ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the seco
 
 
 def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], Sequence[int]]:
-    """The placements and the shape over all ranks of one part of a DTensor: its codes, scale or outer scale."""
+    """Return the placements, and the shape over all ranks, of one part of a DTensor of codes.
+
+    ``part`` is ``"codes"``, ``"scale"`` or ``"outer_scale"``; ``own`` is this rank's codes with their scales.
+    """
     if part == "codes":
         return weight.placements, codes_shape(weight.shape, own.quantizer)
     if part == "scale":
@@ -41,9 +44,10 @@ def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], 
 
 
 def _part(weight: Any, part: str, index: int) -> Tensor | None:
-    """One part of a quantized parameter, ``"codes"``, ``"scale"`` or ``"outer_scale"``; None if it has no such part.
+    """Return the codes, scale or outer scale of a quantized parameter, as ``part`` names it, or None.
 
-    ``index``: 0 the output's codes, 1 grad_input's. A DTensor's part is a DTensor, except scales that all ranks have.
+    ``index`` is 0 for the output's codes and 1 for grad_input's. For a DTensor the result is a DTensor too, except
+    scales that are the same on all ranks.
     """
     sets = local_itself(weight).sets()
     local = getattr(sets[index], part) if index < len(sets) else None
@@ -59,7 +63,10 @@ def _part(weight: Any, part: str, index: int) -> Tensor | None:
 
 
 def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The codes and scales of a quantized parameter, by their names in a state dict."""
+    """Return the codes and scales of a quantized parameter, by their keys in a state dict.
+
+    ``name`` is the parameter's name, with which the keys begin.
+    """
     found = {}
     for index, end in enumerate(ENDS):
         for part in PARTS:
@@ -69,10 +76,10 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 class PartOfCodes:
-    """A descriptor that makes an entry of the state dict, such as ``weight_codes``, an attribute of the module.
+    """Descriptor that gives a module an attribute for a state dict's entry, such as ``weight_codes``.
 
-    PyTorch's checkpoints read each key of a state dict with ``getattr``. A ``__getattr__`` would do too, but compiled
-    code would trace it for each parameter.
+    PyTorch's checkpoints read each key of a state dict with ``getattr``. A ``__getattr__`` would serve too, but
+    compiled code would trace it for each parameter.
     """
 
     def __init__(self, parameter: str, part: str, index: int) -> None:
@@ -91,7 +98,10 @@ class PartOfCodes:
 
 
 def reach_codes(cls: type[CodesInState], parameter: str) -> None:
-    """Add attributes to a module class for the state dict's keys that replace a parameter."""
+    """Give a module class attributes such as ``weight_codes`` for the parameter named ``parameter``.
+
+    They are the state dict's keys if the parameter is quantized, and checkpoints read the keys by ``getattr``.
+    """
     for index, end in enumerate(ENDS):
         for part in PARTS:
             if not hasattr(cls, f"{parameter}_{part}{end}"):
@@ -99,15 +109,18 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
 
 
 class CodesInState(KeepsCodes, Observed):
-    """Base of modules whose state dict has codes and scales for quantized parameters; they load values too."""
+    """Base of modules whose state dict has codes and scales of quantized parameters, not values.
+
+    A state dict with values loads too: the values are quantized.
+    """
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
-        """The parameters that are kept as codes and scales, by name."""
+        """Return the parameters that are kept as codes and scales, by name."""
         own = {name: each for name, each in self._parameters.items() if each is not None}
         return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
 
     def reach_codes(self) -> None:
-        """Add attributes to this module's class for the state dict's keys that replace its quantized parameters."""
+        """Give this module's class attributes such as ``weight_codes`` for its quantized parameters."""
         for name in self._quantized_parameters():
             reach_codes(type(self), name)
 
@@ -122,7 +135,7 @@ class CodesInState(KeepsCodes, Observed):
         CONVERTED.add(self)
 
     def extra_repr(self) -> str:
-        """The text that ``print`` shows: the text of the base class, and the recipe, by its name if it has one."""
+        """Return what ``print`` shows of the module: the base class's text, and the recipe's name or repr."""
         recipe: Any = self.recipe
         name, own = describe(recipe), super().extra_repr()
         return f"{own}{', ' if own else ''}recipe={shown(recipe) if name == 'custom' else name}"

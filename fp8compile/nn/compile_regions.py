@@ -1,8 +1,8 @@
 """compile: compile a model as one graph, in which repeated blocks are compiled once.
 
-Dynamo inlines blocks by default, so 32 equal blocks take 32 times as long as one. If a block's forward is a region
-(`torch.compiler.nested_compile_region`), it is traced and compiled once, and the graph calls it. Code is fused only
-within a block. A region can't return a tensor that it was given, so such outputs bypass it.
+Dynamo inlines blocks by default, so 32 equal blocks take 32 times as long to compile as one. If a block's forward is a
+region (`torch.compiler.nested_compile_region`), it is traced and compiled once, and the graph calls it. Code is fused
+only within a block. A region can't return a tensor that it was given, so outputs that are inputs bypass it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def compile(
 
 
 def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str, Any]:
-    """Add to options of ``torch.compile`` the partitioner with which Inductor saves tensors as ``saved`` says."""
+    """Add a partitioner to options of ``torch.compile``; Inductor then saves tensors as ``saved`` says.
+
+    Raises a ValueError if the backend is not Inductor, or if the options have a partitioner already.
+    """
     if not isinstance(saved, SavedAsCodes):
         raise TypeError(f"compile: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or None.")
     if (backend := options.get("backend", "inductor")) != "inductor":
@@ -127,7 +130,7 @@ def _outermost_repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, n
 
 
 def _found(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks that can be regions; warns about the others."""
+    """Return the repeated blocks that can be regions; warn about those that can't."""
     blocks = repeated_blocks(model)
     reasons = {name: reason for name, block in blocks.items() if (reason := _why_no_region(block)) is not None}
     if reasons:
@@ -141,7 +144,7 @@ def _found(model: nn.Module) -> list[nn.Module]:
 
 
 def _why_no_region(block: nn.Module) -> str | None:
-    """Why a block can't be a region, as the end of a sentence that begins "block 'name'"; None if it can be one."""
+    """Return why a block can't be a region, as the end of a sentence that begins "block 'name'", or None."""
     if "forward" in vars(block):
         return "has a forward of its own instance, which stands before that of its class"
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())
@@ -173,7 +176,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 class _Region(MadeClass, nn.Module):
-    """Base of the classes that `_region_class` makes: their forward runs the plain class's forward as a region."""
+    """Base of the classes that `_region_class` makes; their forward runs the user's forward as a region."""
 
 
 @cache
@@ -183,7 +186,10 @@ def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
 
 
 def _as_region(forward: Callable[..., Any], often: int) -> Callable[..., Any]:
-    """Wrap a forward so that its body is a region that returns only new tensors."""
+    """Wrap a block's forward so that compiled code runs it as a region that returns only new tensors.
+
+    ``often`` is the number of blocks with this forward, for each of which one compiled version is allowed.
+    """
 
     def body(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[list[Any], list[int | None], Any]:
         given = pytree.tree_leaves((args, kwargs))

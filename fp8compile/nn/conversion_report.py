@@ -28,7 +28,7 @@ __all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
 
 
 def _why_no_gemm(recipe: Recipe | None) -> str:
-    """The reason why a converted layer has no GEMM in FP8."""
+    """Return why a converted layer with this recipe runs no GEMM in FP8."""
     if recipe is None or not recipe.dequantized_output:
         return "every slot of the recipe is None"
     read = " and ".join(slot for slot in ("input", "weight") if getattr(recipe, slot) is not None)
@@ -45,10 +45,12 @@ class ConversionRow:
         converted: Whether the layer is in FP8.
         reason: The reason why the layer is not in FP8; empty if it is.
         recipe: The layer's recipe; None if it is not in FP8.
-        in_features: K. For experts, K of their first matrix. For a stack outside of known experts, the last dim.
-        out_features: N of the same matrix. For a stack outside of known experts, the dim before the last.
+        in_features: Columns of the matrix; for experts, of their first matrix. For a stack outside of known experts,
+            the last dim.
+        out_features: Rows of the same matrix. For a stack outside of known experts, the dim before the last.
         experts: Number of experts; 0 for a linear.
-        matrices: (out_features, in_features) of each matrix that a row is multiplied by; for experts, of one expert.
+        matrices: (out_features, in_features) of each matrix by which a row is multiplied; for experts, those of one
+            expert.
         gathered: What FSDP2 gathers for the weight: ``"codes"``, or ``"param_dtype: "`` and the reason. Empty before
             ``fp8compile.parallel.fsdp_float8_all_gather`` was called.
         sharded: Whether ``fully_shard`` was called for the layer. If not, ``gathered`` tells what it will gather.
@@ -56,8 +58,8 @@ class ConversionRow:
             ``fp8compile.convert``.
         past_forward: The method that multiplies a converted layer's weight without calling the layer, so that the
             product is not in FP8. Empty if neither the first forward nor the report's forward had such a product.
-        called: Whether the report's forward called a converted layer, or the products of converted experts. None if
-            the report was given no forward.
+        called: Whether the report's forward called a converted layer, or the GEMMs of converted experts. None if the
+            report was given no forward.
     """
 
     fqn: str
@@ -80,13 +82,17 @@ class ConversionRow:
         return tuple(g.name for g in GEMMS if self.recipe is not None and self.recipe.quantizers(g))
 
     def _size(self) -> str:
-        """The sizes of the matrices: "64 x 32", or for experts "8 x (64 x 32, 32 x 32)"."""
+        """Return the sizes of the matrices as text: "64 x 32", or for experts "8 x (64 x 32, 32 x 32)"."""
         if not self.experts:
             return f"{self.out_features} x {self.in_features}"
         return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
 
     def _gathered_cell(self) -> Cell:
-        """The cell that says what FSDP2 gathers; before sharding, also the reason if it will not gather codes."""
+        """Return the table's cell that says what FSDP2 gathers.
+
+        Before ``fully_shard``, it says that the layer is not sharded yet, and why values will be gathered, if they
+        will.
+        """
         if self.sharded or not self.gathered:
             kind, *why = re.split("; |: ", self.gathered, maxsplit=1)
             return Note(why[0], kind) if why else kind
@@ -94,7 +100,7 @@ class ConversionRow:
         return Note(f"then {'; then '.join(plain)}", NOT_SHARDED) if plain else NOT_SHARDED
 
     def _gemms_cell(self) -> Cell:
-        """The cell that names the GEMMs in FP8, or gives the reason why there are none."""
+        """Return the table's cell that names the GEMMs in FP8, or says why there are none."""
         if not self.converted:
             return Note(self.reason)
         if self.called is False:
@@ -109,14 +115,14 @@ class ConversionRow:
         return Note(f"{self.past_forward} {PAST_FORWARD}", text) if self.past_forward else text
 
     def _cells(self) -> tuple[Cell, ...]:
-        """All cells of the row in the report's table, without the name."""
+        """Return all cells of the row in the report's table except the layer's name."""
         recipe = recipes.describe(self.recipe) if self.recipe else "-"
         return self.module, self._size(), recipe, self._gemms_cell(), self._gathered_cell()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """The result of `conversion_report`. ``print`` shows it as a table, in which equal layers share a line.
+    """The result of `conversion_report`; ``print`` shows a table, in which equal layers share a line.
 
     Attributes:
         rows: One row for each layer, in the order of the model.
@@ -168,9 +174,10 @@ NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
-    """The reason why a matrix that is multiplied without an nn.Linear can't be converted; None for other parameters.
+    """Return why a matrix that other code multiplies can't be converted; None for other parameters.
 
-    If no forward has shown how the parameter is used (``kind`` is None or `Kind.HANDED`), its name and dims decide.
+    ``kind`` is how forwards used the parameter ``name`` of ``module``. If no forward has shown this (None or
+    `Kind.HANDED`), the name and the number of dims decide.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):
@@ -185,9 +192,10 @@ def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.P
 def _weight_rows(
     fqn: str, module: nn.Module, uses: Uses, own: set[tuple[nn.Module, str]], *, is_router: bool
 ) -> list[ConversionRow]:
-    """Rows for a module's matrices that are multiplied outside of layers, such as those of attention or routers.
+    """Make rows for matrices of a module that are multiplied outside of layers, such as attention's.
 
-    ``own`` has the weights of layers, as pairs of a module and a name in it; they get no row here.
+    ``fqn`` is the module's name, ``uses`` is how forwards used parameters, and ``is_router`` whether the module is
+    part of a router. ``own`` has the weights of layers, as pairs of a module and a name in it; they get no row here.
     """
     rows = []
     for name, parameter in module.named_parameters(recurse=False):
@@ -214,11 +222,11 @@ def _weight_rows(
 def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None = None) -> ConversionReport:
     """Report which layers of a model run in FP8, which GEMMs of each, and why the others do not.
 
-    The report has each ``nn.Linear`` and each module of experts that ``convert`` knows. It also has the parameters
-    that the first forward after ``convert``, or the given ``forward``, has multiplied outside of these modules: those
-    of other experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, or an embedding that is the head too. If no
-    forward has run, it lists 3-D parameters, and 2-D ones with "weight" in their name, unless they belong to an
-    embedding or a convolution.
+    The report has each ``nn.Linear`` and each module of experts that ``convert`` knows. It also has matrices that a
+    forward has multiplied outside of these modules, such as weights of other experts, routers, ``Conv1D`` and
+    ``nn.MultiheadAttention``, or an embedding that is the head too. The forward is the first one after ``convert``, or
+    the given ``forward``. If none has run, the report lists 3-D parameters, and 2-D ones with "weight" in their name,
+    unless they belong to an embedding or a convolution.
 
     A converted layer runs in FP8 only if the model calls it, which a forward shows::
 

@@ -1,4 +1,4 @@
-"""convert and revert: turn the linears and the experts of a model into FP8 layers and back, in place."""
+"""convert and revert: turn linears and experts of a model into FP8 layers and back, in place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXPORTED_LINEAR = torch.ops.aten.linear.default
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
+    """Whether calls of the module run compiled code, after ``torch.compile(m)`` or ``m.compile()``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
@@ -50,7 +50,7 @@ def _check_not_compiled(model: nn.Module) -> None:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """Whether TorchScript or `torch.export` turned the module's linears into calls of a graph."""
+    """Whether the module is a graph of TorchScript or `torch.export`, with linears as calls in the graph."""
     graph = getattr(module, "graph", None)
     exported = isinstance(graph, torch.fx.Graph) and graph.find_nodes(op="call_function", target=EXPORTED_LINEAR)
     return isinstance(module, torch.jit.ScriptModule) or bool(exported)
@@ -81,7 +81,11 @@ def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
 def _groups(
     model: nn.Module, recipes: dict[nn.Module, Recipe], given: Groups, *, quantized_parameters: bool
 ) -> list[tuple[nn.Module, ...]]:
-    """The groups of layers that share an outer scale, from convert's argument ``share_outer_scale``."""
+    """Return the groups of layers that share an outer scale, from convert's ``share_outer_scale``.
+
+    ``given`` is that argument, and ``recipes`` has each layer's recipe. Raise a ValueError if both it and
+    ``quantized_parameters`` are given.
+    """
     if given is False:
         return []
     if quantized_parameters:
@@ -106,11 +110,12 @@ def convert(
     share_outer_scale: Groups = False,
     strict: bool = False,
 ) -> Model:
-    """Turn the ``nn.Linear`` layers of a model into ``fp8compile.Linear``, and its experts into FP8, in place.
+    """Turn the ``nn.Linear`` layers of a model, and its experts, into FP8 layers, in place.
 
-    Modules and parameters stay the same objects, so optimizers, hooks, tied weights and state dicts keep working.
-    Subclasses of ``nn.Linear`` that inherit its forward are converted too, and so are the experts of transformers and
-    torchtitan (see ``docs/experts.md``), but not their routers. Convert before ``torch.compile``.
+    An ``nn.Linear`` becomes a ``fp8compile.Linear``. Modules and parameters stay the same objects, so optimizers,
+    hooks, tied weights and state dicts keep working. Subclasses of ``nn.Linear`` that inherit its forward are
+    converted too, and so are the experts of transformers and torchtitan (see ``docs/experts.md``), but not their
+    routers. Convert before ``torch.compile``.
 
     ``fp8compile.conversion_report(model)`` tells which layers were left out and why. The first forward warns if the
     model multiplies a converted layer's weight without calling the layer.
@@ -126,16 +131,16 @@ def convert(
         keep_ends: Number of blocks at each end of the model that stay in high precision, together with the layers
             before the first block and after the last one. Blocks are the entries of the ``ModuleList`` or
             ``Sequential`` that has the most layers; in a model without one, each layer is a block.
-        tail: The share of the last blocks, rounded up, that get ``tail_recipe``, together with all layers after them.
-            NVIDIA trains in four bits with 0.15.
+        tail: The share of the model's blocks, counted from the end and rounded up, that get ``tail_recipe``, together
+            with all layers after them. NVIDIA trains in four bits with 0.15.
         tail_recipe: Recipe of the tail, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
         quantized_parameters: Whether the weights of layers and experts are kept as codes and scales, without a copy in
             high precision. The parameters are new objects then. If forward and backward multiply different codes
             (rowwise, MX), a weight has the codes of both; see ``docs/parameters.md``.
         keep_initial: Whether to keep the values of quantized weights on the CPU, until ``fp8compile.MasterWeights``
-            takes them. Under FSDP2 each rank keeps those of its shards. For a weight on the meta device, the values
-            that are written to it later are kept.
+            takes them. Under FSDP2 each rank keeps the values of its shards. For a weight on the meta device, the
+            values that are written to it later are kept.
         share_outer_scale: Groups of names, such as ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``. The
             layers of one parent that have the names of a group share one outer scale, or one scale for the whole
             tensor, computed from the largest magnitude of their weights. Servers multiply such layers as one and have
@@ -153,8 +158,8 @@ def convert(
             matches no layer. A layer is converted already with another recipe. The model was compiled, scripted or
             exported. An amax group is given without delayed scaling. A recipe has ``cache_weights``, and its layer
             can't keep codes. With ``quantized_parameters``: a recipe needs a weight's values, a weight is shared with
-            a layer that is not converted, experts share a weight, or a weight is a DTensor whose parts cut blocks,
-            which FSDP2 has sharded or which belongs to experts. Nothing is changed then.
+            a layer that is not converted, experts share a weight, or a weight is a DTensor that belongs to experts,
+            that FSDP2 has sharded, or whose shards end within blocks. Nothing is changed then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     check_model("convert", model)
@@ -190,7 +195,7 @@ def convert(
 
 
 def revert(model: Model) -> Model:
-    """Turn each ``fp8compile.Linear`` back into a ``nn.Linear``, and experts back into their own class, in place.
+    """Turn ``fp8compile.Linear`` layers into ``nn.Linear``, and experts into their own class, in place.
 
     Args:
         model: Any module.

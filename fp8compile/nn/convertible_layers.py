@@ -1,4 +1,7 @@
-"""The layers that `convert` can convert: ``nn.Linear``, and modules that a `Host` describes, such as experts."""
+"""The layers that `convert` can convert: ``nn.Linear``, and modules such as experts with a `Host`.
+
+A `Host` describes how a module of another library multiplies.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +42,17 @@ __all__ = [
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer for `convert`: a linear, another library's linear layer, or experts."""
+    """Whether a module is a linear, another library's linear, or experts, as `convert` converts them."""
     return isinstance(module, nn.Linear) or is_hosted(module)
 
 
 def is_converted(module: nn.Module) -> TypeGuard[Linear | ConvertedModule]:
-    """Whether a module is converted to FP8."""
+    """Whether a module is an FP8 layer: a `Linear`, or a converted module of another library."""
     return isinstance(module, (Linear, ConvertedModule))
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """All layers of a model as `is_layer` defines them, each with all its fully qualified names."""
+    """Yield each layer of a model that `is_layer` accepts, with all its fully qualified names."""
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if is_layer(module):
@@ -58,42 +61,51 @@ def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters that a layer multiplies by; ``"mlp.w1"`` is a child's parameter."""
+    """Return the names of the parameters that a layer multiplies by; ``"mlp.w1"`` is a child's parameter."""
     return ("weight",) if isinstance(layer, nn.Linear) else tuple(layout_of(layer).weights)
 
 
 def weight_slots(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """For each weight of a layer, the module that holds it (the layer or a child) and its name there."""
+    """Return (module, name) for each weight of a layer; the module is the layer itself or a child."""
     paths = (name.rpartition(".") for name in weight_names(layer))
     return [(layer.get_submodule(path), name) for path, _, name in paths]
 
 
 def matrices(layer: nn.Module) -> list[tuple[int, int]]:
-    """(out_features, in_features) of each matrix that multiplies a row: one for a linear, several for an expert."""
+    """Return (out_features, in_features) of each matrix by which a layer multiplies one row.
+
+    A linear has one matrix, an expert several.
+    """
     if isinstance(layer, nn.Linear):
         return [(layer.out_features, layer.in_features)]
     return list(layout_of(layer).matrices)
 
 
 def method_of(layer: nn.Module) -> str:
-    """Name of the method that computes a layer's products; for experts it may be another one than ``forward``."""
+    """Return the name of the method that runs a layer's GEMMs; for experts not always ``forward``."""
     return "forward" if isinstance(layer, nn.Linear) else method_that_multiplies(layer)
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Device of a layer's weights."""
+    """Return the device of a layer's weights."""
     return attrgetter(weight_names(layer)[0])(layer).device
 
 
 def converted_class(layer: nn.Module) -> type[Any]:
-    """The class that a layer gets when it is converted. This may raise, and changes no layer."""
+    """Return the FP8 class that a layer gets when it is converted, without changing the layer.
+
+    Raises if the class can't be made.
+    """
     if isinstance(layer, nn.Linear):
         return float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
     return hosted_class(type(layer))
 
 
 def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Convert a layer in place by replacing its class, so that all references to the module see the FP8 layer."""
+    """Convert a layer in place by replacing its class, so that references to it see the FP8 layer.
+
+    ``amax_group`` are the ranks that reduce amaxes for delayed scaling, or None.
+    """
     if isinstance(layer, nn.Linear):
         converted: Any = layer
         converted.__class__ = float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
@@ -103,12 +115,12 @@ def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | N
 
 
 def cannot_go_back(layer: nn.Module) -> str | None:
-    """The reason why a converted layer can't be reverted, or None."""
+    """Return why a converted layer can't be reverted; None if it can."""
     return cannot_revert(layer) if isinstance(layer, Linear) else cannot_revert_hosted(layer)
 
 
 def go_back(layer: nn.Module) -> None:
-    """Undo `put_in_float8` for a layer, in place."""
+    """Revert a converted layer in place, to the class that it had before `put_in_float8`."""
     if isinstance(layer, Linear):
         become_plain(layer)
         plain: Any = layer._plain

@@ -1,4 +1,4 @@
-"""DelayedState: the amax histories and multipliers that delayed scaling keeps for a layer from step to step."""
+"""DelayedState: the amax histories and multipliers (1 / scale) of a layer with delayed scaling."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ __all__ = ["DelayedState", "RowOfWeight", "check_amax_group", "check_state", "gr
 
 
 class DelayedState(NamedTuple):
-    """Amax histories and multipliers of a layer with delayed scaling, one row each for input, weight and grad_output.
+    """Amax histories and multipliers (1 / scale) of a layer with delayed scaling.
+
+    There is one row each for input, weight and grad_output.
 
     Attributes:
         amax_history: Shape (3, history), float32: the amaxes of the last steps, in the order of ``DelayedScaling``.
-        multiplier: Shape (3,), float32: the factors of the values in the next step.
+        multiplier: Shape (3,), float32: what values are multiplied by in the next step.
         group: Name of the process group over which amaxes are reduced; None for this process alone.
     """
 
@@ -35,7 +37,7 @@ class DelayedState(NamedTuple):
     def initial(
         cls, recipe: Recipe, *, device: torch.device | str | None = None, group: ProcessGroup | None = None
     ) -> Self:
-        """The state before the first step: no amaxes, and multipliers of 1.
+        """Make the state before the first step: amaxes of 0, and multipliers of 1.
 
         Args:
             recipe: A recipe with delayed scaling.
@@ -53,20 +55,23 @@ class DelayedState(NamedTuple):
         return cls(history, torch.ones(rows, dtype=torch.float32, device=device), group_name("DelayedState", group))
 
     def reset(self) -> None:
-        """Reset the state to that before the first step, in place."""
+        """Reset the state in place to that before the first step; a quantized weight's amax is kept."""
         with torch.no_grad():
             self.amax_history[:, 1:].zero_()  # entry 0 is kept: a quantized weight's amax, else 0
             self.multiplier.fill_(1.0)
 
 
 class RowOfWeight:
-    """A callable that returns the weight's row of a layer's state, read from the buffers at the time of the call."""
+    """Callable that reads the weight's row of a layer's DelayedState; its reference to the layer is weak."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)
 
     def __call__(self) -> tuple[Tensor, Tensor] | None:
-        """The weight's history (L,) and multiplier (), as views of the buffers; None if the layer was freed."""
+        """Return the weight's amax history (L,) and multiplier (), views of the buffers, for L steps.
+
+        None if the layer was freed.
+        """
         if (layer := self._layer()) is None:
             return None
         history, multiplier, _ = layer.delayed_state()
@@ -74,7 +79,9 @@ class RowOfWeight:
 
 
 def group_name(function: str, group: object) -> str | None:
-    """The name of a process group, which graphs, copies and checkpoints can hold, unlike the group; None for None.
+    """Return the name of a process group, which graphs, copies and checkpoints can hold; None for None.
+
+    ``function`` names the caller in the error.
 
     Raises:
         TypeError: ``group`` is neither a process group nor None.
@@ -88,7 +95,10 @@ def group_name(function: str, group: object) -> str | None:
 
 
 def check_state(state: object) -> None:
-    """Raise if `fp8compile.linear` was given something else than a state. The op checks that it fits the recipe."""
+    """Raise if the ``state`` that `fp8compile.linear` was given is no DelayedState, or requires grad.
+
+    The op checks later whether the state fits the recipe.
+    """
     if not isinstance(state, DelayedState):
         raise TypeError(f"linear: state is {shown(state)}; it is a fp8compile.DelayedState, or None.")
     if state.amax_history.requires_grad or state.multiplier.requires_grad:
@@ -98,7 +108,7 @@ def check_state(state: object) -> None:
 def check_amax_group(
     function: str, recipes: Iterable[Recipe], amax_group: object, *, none_has: str = "the recipe has no"
 ) -> None:
-    """Raise an error that names ``function`` if an amax group is given and none of the recipes has delayed scaling.
+    """Raise an error that names ``function`` if an amax group is given and no recipe has delayed scaling.
 
     ``none_has`` is the part of the error's text before "delayed scaling".
     """

@@ -1,4 +1,4 @@
-"""Record the order in which observed layers run, so that a report can name the first operand with a NaN.
+"""Record the order in which observed layers run, to name the first operand that has a NaN.
 
 Eager calls are recorded as they run. For compiled code, the order is that of the nodes in the graph that Dynamo made.
 """
@@ -21,7 +21,7 @@ EVERY: WeakSet[ExecutionOrder] = WeakSet()
 
 
 class ExecutionOrder:
-    """Records the order in which layers first run; a layer is identified by the buffer of its statistics.
+    """Records the order in which layers first run; each layer is known by the buffer of its statistics.
 
     Args:
         buffers: The buffers that statistics are added to, one for each observed weight.
@@ -34,20 +34,20 @@ class ExecutionOrder:
         EVERY.add(self)
 
     def note(self, buffer: Any) -> None:
-        """Record that the layer with this buffer runs now, unless it has run before."""
+        """Record that the layer with this statistics buffer runs now, unless it has run before."""
         index = next((index for index, each in enumerate(self._buffers) if each is buffer), None)
         if index is not None:
             self._places.setdefault(index, len(self._places))
 
     def sorted(self) -> list[int]:
-        """Indices of the buffers in the order in which their layers ran; layers that never ran come last."""
+        """Return the buffers' indices in the order in which their layers ran, with unused layers last."""
         behind = len(self._buffers)
         return sorted(range(behind), key=lambda index: (self._places.get(index, behind), index))
 
 
 @cache
 def _watch() -> None:
-    """Record the layers of each graph that Dynamo makes in this process from now on."""
+    """Register a function that records the observed layers in each graph that Dynamo makes from now on."""
     _compat.when_graph_is_made(_note_graph)
 
 
@@ -57,7 +57,10 @@ def _note_graph(graph: fx.GraphModule, inputs: Sequence[Any], _: object) -> None
 
 
 def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
-    """Record the observed layers that a graph runs, also inside of its regions; ``inputs`` are the graph's inputs."""
+    """Record the observed layers that a graph, or a region inside it, runs, in the order of its nodes.
+
+    ``inputs`` are the graph's inputs, among them the layers' statistics buffers.
+    """
     known: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -77,7 +80,7 @@ def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
 
 
 def note_call(buffer: Any) -> None:
-    """Record a call of the layer with this buffer; do nothing if the buffer is None."""
+    """Record a call of the layer with this statistics buffer; do nothing if the buffer is None."""
     if buffer is not None:
         for order in EVERY:
             order.note(buffer)

@@ -1,4 +1,4 @@
-"""Routes: how rows of tokens reach the ranks of their experts, and come back."""
+"""Routes: how rows of tokens are sent to the ranks of their experts, and back."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ OUTPUT = GEMMS[0]
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """How this rank's rows reach the ranks of their experts and come back. `expert_routes` makes it.
+    """How this rank's rows are sent to the ranks of their experts and back. `expert_routes` makes it.
 
     Attributes:
         offsets: (E,), int32, the end of the rows of each of this rank's E experts, for `fp8compile.grouped_linear`.
         overflow: (), int64, the number of this rank's rows that did not fit; 0 if there is no capacity.
-        sent: (R, E), int64, the number of rows that this rank has for each expert of each of the R ranks.
+        sent: (R, E), int64, the number of rows that this rank has for each of the E experts of each of the R ranks.
         received: (R, E), int64, the number of rows that each rank has for each expert of this rank.
         sizes: (2, R), int64, on the host: the number of rows sent to each rank, and received from each rank. None if
             there is a capacity.
@@ -51,10 +51,10 @@ class Routes:
         """Send rows to the ranks of their experts, and receive the rows for this rank's experts.
 
         Args:
-            rows: (N, K), sorted by expert as the counts given to `expert_routes` tell. Rows after the last expert are
-                not sent.
-            recipe: Recipe of the layer that reads the rows. Codes of its input quantizer are sent, unless a product
-                reads the input in high precision. None sends the rows unquantized.
+            rows: (N, K), N rows of K features, sorted by expert as the counts given to `expert_routes` tell. Rows
+                after the last expert are not sent.
+            recipe: Recipe of the layer that reads the rows. Codes of its input quantizer are sent, unless a GEMM reads
+                the input in high precision. None sends the rows unquantized.
 
         Returns:
             (M, K), the dtype of ``rows``, sorted by this rank's experts. If codes were sent, these are their values.
@@ -66,10 +66,10 @@ class Routes:
         return dispatch(rows, self.sent, self.received, self.sizes, length, OUTPUT.a, how, self.group)
 
     def combine(self, grouped: Tensor, length: int, *, recipe: Recipe | None = None) -> Tensor:
-        """Send rows back to the ranks that they came from, unquantized.
+        """Send rows back, unquantized, to the ranks from which `dispatch` has received them.
 
         Args:
-            grouped: (M, K), in the order of `dispatch`'s result.
+            grouped: (M, K), the experts' results of K features, in the order of `dispatch`'s result.
             length: N, the number of rows that this rank gave to `dispatch`.
             recipe: Recipe of the layer that made the rows. In the backward, codes of its gradient quantizer are sent.
                 None sends the gradient unquantized.
@@ -82,7 +82,7 @@ class Routes:
 
 
 def check_capacity(function: str, capacity: object) -> None:
-    """Raise a ValueError that names ``function``, unless a capacity is a positive number of rows or None."""
+    """Raise a ValueError that names ``function`` unless ``capacity`` is None or a positive int of rows."""
     if capacity is not None and (type(capacity) is not int or capacity < 1):
         raise ValueError(
             f"{function}: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an int of at "
@@ -103,12 +103,16 @@ def _check(counts: object, ranks: int, capacity: object) -> None:
 
 
 def _is_read(counts: Tensor) -> bool:
-    """Whether the host can read these numbers: in eager mode, unless the tensor is fake."""
+    """Whether the host can read ``counts``: in eager mode, unless the tensor is fake."""
     return not torch.compiler.is_compiling() and not _compat.is_fake(counts)
 
 
 def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
-    """The number of rows that do not fit. In eager mode all ranks raise if a rank has such rows, so no rank waits."""
+    """Return how many of this rank's rows exceed ``capacity``; in eager mode raise if any rank has some.
+
+    ``sent`` and ``received`` are numbers of rows for each expert of each rank, and ``error`` is one that this rank
+    found. All ranks of ``group`` raise together, so that none waits for another.
+    """
     found = sent.sum() - fitting(sent, capacity).sum()
     if not _is_read(found):
         return found
@@ -126,7 +130,11 @@ def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | 
 
 
 def _sizes(sent: Tensor, received: Tensor, error: Exception | None, group: str) -> Tensor:
-    """The numbers of rows that go to each rank and that come from each rank, on the host, (2, R)."""
+    """Return, on the host, (2, R) numbers of rows that go to each of R ranks, and that come from each.
+
+    ``sent`` and ``received`` have these numbers for each expert. If a rank has an ``error``, all ranks of ``group``
+    raise.
+    """
     sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
     if _is_read(sizes):
         _raise_found(int(sizes.min()), error, group)
@@ -144,8 +152,8 @@ def expert_routes(
     """Exchange the numbers of rows that each rank has for each expert. All ranks of the group call this.
 
     Without a capacity, messages have exactly the rows that there are. The host reads their numbers once, and waits for
-    the device to compute them. With a capacity, the host reads nothing: each rank sends that many rows to each other
-    rank, padded with zeros.
+    the device to compute them. With a capacity, the host reads nothing: each rank sends ``capacity`` rows to each
+    other rank, padded with zeros.
 
     Args:
         counts: (R * E,), int64 or int32, the number of rows that this rank has for each expert. The E experts of the

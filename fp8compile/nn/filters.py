@@ -1,7 +1,7 @@
 """Filters: which linears and experts `convert` converts.
 
 A filter is a function ``(module, fqn) -> bool``, or name patterns of fnmatch (``*`` matches dots too). A pattern that
-begins with ``!`` leaves out what it matches; if all patterns begin so, all other layers are converted.
+begins with ``!`` leaves out layers. If all patterns begin with ``!``, all other layers are converted.
 """
 
 from __future__ import annotations
@@ -45,12 +45,18 @@ LEAST_GAINING: dict[tuple[int, int] | str, int] = {
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
-    """K N / (K + N), which is proportional to the time that FP8 GEMMs save, divided by the time of the casts."""
+    """Return K N / (K + N), for K in_features and N out_features: the greater, the more FP8 saves.
+
+    It is proportional to the time that FP8 GEMMs save, divided by the time of the casts.
+    """
     return in_features * out_features // (in_features + out_features)
 
 
 def default_filter_reason(module: nn.Module, fqn: str) -> str | None:
-    """The reason why FP8 can't speed up this layer on the device of its weights; None if it can."""
+    """Return why FP8 can't speed up a layer on the device of its weights; None if it can.
+
+    ``fqn`` is not used; all filters take it.
+    """
     sizes = matrices(module)
     smallest = min(min(size) for size in sizes)
     if smallest < SMALLEST_DIM:
@@ -75,7 +81,7 @@ def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
 
 
 def _did_you_mean(pattern: str, fqns: list[str]) -> str:
-    """The text " Did you mean ...?" with a similar pattern that matches a name; empty if there is none."""
+    """Return " Did you mean ...?" with a pattern like ``pattern`` that matches one of ``fqns``, or ""."""
     known = sorted({part for fqn in fqns for part in fqn.split(".")})
     parts = pattern.split(".")
     mended = [
@@ -88,7 +94,10 @@ def _did_you_mean(pattern: str, fqns: list[str]) -> str:
 
 
 def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
-    """Raise a ValueError if a pattern matches none of the names. ``given`` is the argument that the error shows."""
+    """Raise a ValueError if a pattern matches none of ``fqns``, the names of the model's layers.
+
+    ``given`` is the pattern as the caller wrote it, for the error's text.
+    """
     if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
         shown = ", ".join(fqns[:5]) + (", ..." if len(fqns) > 5 else "")
         raise ValueError(
@@ -98,10 +107,10 @@ def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
 
 
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
-    """Make a function that returns why a layer is left out, or None if it is converted.
+    """Make a function that returns why the filter leaves out a layer, given the layer and its name.
 
-    Without a filter it leaves out layers that FP8 can't speed up. ``fqns`` are the names of the model's linears. Each
-    pattern must match at least one of these names.
+    It returns None for a layer that is converted. Without a filter, layers that FP8 can't speed up are left out.
+    ``fqns`` are the names of the model's layers; each pattern must match at least one of them.
     """
     if filter is None:
         return default_filter_reason

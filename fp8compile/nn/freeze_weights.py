@@ -22,9 +22,10 @@ FUNCTION = "freeze_weights"
 
 
 def _frozen(recipe: Recipe) -> Recipe | None:
-    """The recipe for a layer that keeps only the codes that its forward reads; None if the forward reads no codes.
+    """Return the recipe for a layer that keeps only the codes that its forward reads.
 
-    If grad_input would read other codes of the weight, it multiplies the values of the forward's codes instead.
+    None if the forward reads no codes. If grad_input would read other codes of the weight, the returned recipe has it
+    multiply the dequantized codes of the forward.
     """
     if recipe.weight is None:
         return None
@@ -46,7 +47,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
 
 
 def _forward_set(weight: QuantizedParameter) -> QuantizedParameter:
-    """A quantized weight with only the codes that the forward reads."""
+    """Return a quantized weight without its separate codes for grad_input, if it has such."""
     if weight.quantizer_for_grad_input is None:
         return weight
     found = QuantizedParameter.of_sets(weight.sets()[:1], weight.dtype, batch=weight.batch)
@@ -78,15 +79,15 @@ def _freeze(layer: nn.Module) -> None:
 
 
 def freeze_weights(model: Model) -> Model:
-    """Replace the weights of all FP8 layers by their codes for good: for inference, or as the base of adapters.
+    """Replace the weights of all FP8 layers by their codes for good, for inference or below adapters.
 
     Each weight then has only the codes that the forward reads, with the same codes and scales as in training. Nothing
     quantizes it again, and its values are gone. Outputs have the same bits. The weights require no gradient, and a
     write of values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A state dict with
     codes loads.
 
-    Gradients still flow to the inputs of the layers. If a recipe has other codes of the weight for grad_input, such as
-    ``fp8compile.recipes.rowwise()``, that GEMM multiplies the values of the forward's codes in high precision.
+    Gradients still flow to the inputs of the layers. If a recipe has separate codes of the weight for grad_input, such
+    as ``fp8compile.recipes.rowwise()``, that GEMM multiplies the values of the forward's codes in high precision.
 
     Layers with delayed scaling keep the scale of their input, because no forward changes it. For static scales without
     delayed scaling in training see `calibrate`.
@@ -99,9 +100,9 @@ def freeze_weights(model: Model) -> Model:
 
     Raises:
         TypeError: The model is not a module.
-        ValueError: The model has no FP8 layer; or a weight can't be kept as one set of codes: it is shared with a
-            layer that is not converted, FSDP2 has sharded it, or its recipe has delayed scaling for one product only.
-            Nothing is changed then.
+        ValueError: The model has no FP8 layer; or a weight can't be kept as the forward's codes alone: it is shared
+            with a layer that is not converted, FSDP2 has sharded it, or its recipe has delayed scaling for one GEMM
+            only. Nothing is changed then.
     """
     check_model(FUNCTION, model)
     found: list[Any] = [module for module in model.modules() if is_converted(module)]

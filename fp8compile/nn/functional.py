@@ -24,7 +24,7 @@ TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
 
 def check_recipe(function: str, recipe: object) -> None:
-    """Raise a TypeError that names ``function``, unless ``recipe`` is a recipe."""
+    """Raise a TypeError that names ``function``, the caller, unless ``recipe`` is a Recipe."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{function}: recipe is {shown(recipe)}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() "
@@ -33,7 +33,10 @@ def check_recipe(function: str, recipe: object) -> None:
 
 
 def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
-    """Raise an error that names ``function``, unless an operand is dense and has the dtype and device of ``x``."""
+    """Raise an error unless the operand ``tensor`` is dense, with the dtype and device of ``x``.
+
+    ``function`` and ``name`` are the caller and the operand, for the error's text.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it is a tensor.")
     if has_codes(tensor) and (name, function) not in TAKE_CODES:
@@ -90,7 +93,10 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cast the operands of a layer, among them ``"x"`` and ``"weight"``, to autocast's dtype if autocast is on."""
+    """Cast a layer's operands, such as ``"x"`` and ``"weight"``, to autocast's dtype if autocast is on.
+
+    ``operands`` maps their names to the tensors; ``function`` names the caller in errors.
+    """
     x = operands["x"]
     if not isinstance(x, Tensor) or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return operands
@@ -104,9 +110,9 @@ def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str
 def checked_operands(
     function: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check the operands of a linear layer, and cast them to autocast's dtype if autocast is on.
+    """Check the operands ``x``, ``weight`` and ``bias`` of a linear layer, and apply autocast to them.
 
-    Raises the same errors as `linear`, with the name of ``function``.
+    Raises the same errors as `linear`, with ``function`` as the caller's name.
     """
     if torch.jit.is_tracing():
         raise RuntimeError(
@@ -137,7 +143,10 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
 
 
 def only_given(**options: Any) -> dict[str, Any]:
-    """Drop the keyword arguments that are None, because modes of other packages may not know them."""
+    """Return ``options``, keyword arguments, without those that are None.
+
+    PyTorch modes of other packages, which see the call, may not know these arguments.
+    """
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -166,7 +175,8 @@ def linear(
         recipe: Quantizers for the operands of each GEMM.
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
         outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's one scale, or its
-            outer scale, is computed from it. Weights that share the scale get the same amax. Other scales ignore it.
+            outer scale, is computed from it. Weights that share the scale get the same amax. It is ignored if the
+            weight has neither.
         weight_codes: The codes of ``weight`` that output and grad_input multiply, if the layer keeps them
             (``Recipe.cache_weights``). They must be the codes that the recipe makes from ``weight``.
         observer: Buffers to which the backward adds statistics of the operands, from a `fp8compile.Monitor`.
@@ -179,7 +189,7 @@ def linear(
             and that of a quantized weight.
         ValueError: Shapes or devices do not fit. The recipe has delayed scaling, and the state is missing or does not
             fit it. ``outer_amax`` has another shape, or is given with a state or a quantized weight. A quantized
-            weight has other codes than the recipe asks for, or is a shard that cuts blocks.
+            weight has other codes than the recipe asks for, or is a shard that ends within a block.
         RuntimeError: This device has no GEMM for the recipe, or ``torch.jit.trace`` is running.
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way

@@ -1,4 +1,4 @@
-"""fp8compile.grouped_linear, and grouped_mm with the arguments of PyTorch's function, which it can replace."""
+"""fp8compile.grouped_linear, and grouped_mm with the arguments of PyTorch's function of that name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def _check_ungathered(x: Tensor, weight: Any) -> None:  # an UngatheredStack
 def checked_groups(
     x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Any, Tensor | None]:
-    """Check the operands of a grouped layer, and cast them to one dtype."""
+    """Check the operands of a grouped linear layer, and cast them to autocast's dtype if that is on.
+
+    For the arguments see `grouped_linear`.
+    """
     if torch.jit.is_tracing():
         raise RuntimeError(
             "grouped_linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export."
@@ -111,7 +114,7 @@ def grouped_linear(
     weight_codes: Sets | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """Apply a linear layer to each group of rows, such as the experts of a model, with FP8 GEMMs as the recipe says.
+    """Apply a linear layer to each group of rows, such as those of one expert, with FP8 GEMMs.
 
     For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, from the end of the
     group before to the group's own end in ``offsets``. Each group has the codes and scales that ``fp8compile.linear``
@@ -124,7 +127,7 @@ def grouped_linear(
         x: (rows, in_features), bfloat16, float16 or float32, rows sorted by group.
         weight: (groups, out_features, in_features), the dtype of ``x``.
         offsets: (groups,), int32, the end of each group. A group may be empty. Rows after the last group belong to no
-            group, and no amax or product reads them.
+            group, and no amax or GEMM reads them.
         bias: (groups, out_features), the dtype of ``x``, or None. It is added in that dtype.
         recipe: Quantizers for the operands: ``rowwise_bf16_wgrad``, ``rowwise``, ``tensorwise``, ``blockwise``,
             ``mxfp8``, on a CPU ``nvfp4``, or another recipe whose blocks lie within a row or along the tokens of one

@@ -1,4 +1,7 @@
-"""All layers in FP8, and facts about modules: in tables instead of attributes, because Dynamo may guard on those."""
+"""Tables of all FP8 layers and of how forwards used their parameters.
+
+They are tables and not attributes of modules, because Dynamo may guard on attributes.
+"""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ class Linear(CodesInState, nn.Linear):
     codes and a scale instead of the weight. It still loads a state dict with values, and quantizes them.
 
     With delayed scaling the layer has two more buffers, the fields of ``fp8compile.DelayedState``, which each backward
-    updates. Loading a state dict without them, such as that of a ``nn.Linear``, resets them. They stay float32 when
-    the layer is cast to another dtype.
+    updates. Loading a state dict without these buffers, such as that of a ``nn.Linear``, resets them. They stay
+    float32 when the layer is cast to another dtype.
 
     Args:
-        in_features: K.
-        out_features: N.
+        in_features: Size of the last dim of the input.
+        out_features: Size of the last dim of the output.
         bias: Whether there is a bias.
         recipe: Quantizers for the operands of the three GEMMs.
         amax_group: The ranks that reduce their amaxes for delayed scaling, with one message in each backward. All of
@@ -91,7 +91,7 @@ class Linear(CodesInState, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe, *, amax_group: ProcessGroup | None = None) -> Self:
-        """Make an FP8 layer with a linear's parameters (not copies), hooks and mode.
+        """Make an FP8 layer with a linear's parameters (not copies), hooks and training mode.
 
         Args:
             linear: A ``nn.Linear``, not a subclass of it.
@@ -122,7 +122,9 @@ class Linear(CodesInState, nn.Linear):
         return module
 
     def to_linear(self) -> nn.Linear:
-        """Make a ``torch.nn.Linear``, or the subclass that `convert` was given, with the same parameters and hooks.
+        """Make a ``torch.nn.Linear`` with the same parameters and hooks.
+
+        If `convert` was given a subclass of ``nn.Linear``, the result has that class.
 
         Raises:
             TypeError: The layer's class is a user's subclass, or its weight is parametrized or quantized, or its
@@ -138,7 +140,7 @@ class Linear(CodesInState, nn.Linear):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe: quantizers for the operands of the three GEMMs. It can be set to another recipe."""
+        """Quantizers for the operands of the three GEMMs. It can be set to another recipe."""
         return self._recipe
 
     @recipe.setter
@@ -167,13 +169,13 @@ class Linear(CodesInState, nn.Linear):
         return linear(input, self.weight, self.bias, recipe=recipe, observer=observer, **given)
 
     def cached_weights(self) -> dict[str, bool]:
-        """The parameter whose codes may be kept for a step: the weight; False, because it is not stored transposed."""
+        """Return the parameters whose codes may be kept for a step, as ``{name: is stored transposed}``."""
         return {"weight": False}
 
     def outer_amax(self) -> Tensor | None:
-        """The amax of all weights that share this layer's outer scale, (1,) float32.
+        """Return the amax of all weights that share this layer's outer scale, (1,) float32.
 
-        Returns None if the layer shares no outer scale, or if the weights are kept as codes.
+        None if the layer shares no outer scale, or if the weights are kept as codes.
         """
         if not self.scale_group or self.scale_quantizer is None:
             return None
@@ -181,7 +183,7 @@ class Linear(CodesInState, nn.Linear):
         return shared_outer_amax([layer.weight for layer in layers], self.scale_quantizer)
 
     def delayed_state(self) -> DelayedState | None:
-        """The state of delayed scaling, which holds the layer's buffers; None if the recipe has no delayed scaling."""
+        """Return the layer's buffers of delayed scaling as a DelayedState; None without delayed scaling."""
         if "amax_history" not in self._buffers:
             return None
         return DelayedState(self.amax_history, self.multiplier, self.amax_group)
@@ -214,7 +216,7 @@ class Linear(CodesInState, nn.Linear):
         self.own_weight()
 
     def own_weight(self) -> None:
-        """Make a quantized weight with delayed scaling read its multiplier from this layer's buffers."""
+        """Let a quantized weight with delayed scaling read its multiplier from this layer's buffers."""
         if self._delays_codes():
             local_itself(self.weight).state = RowOfWeight(self)
 
@@ -232,7 +234,10 @@ class Linear(CodesInState, nn.Linear):
             warnings.warn(ONE_RANK, stacklevel=2)
 
     def _state_is_of_one_rank(self) -> bool:
-        """Whether other ranks have the same layer with a different state of delayed scaling."""
+        """Whether other ranks have the same layer with a different state of delayed scaling.
+
+        They do if FSDP shards the layer and no process group reduces amaxes.
+        """
         if (state := self.delayed_state()) is None or state.group is not None:
             return False
         is_sharded = is_fsdp_managed(self) or hasattr(self, "graph_fsdp")
@@ -263,12 +268,18 @@ reach_codes(Linear, "weight")
 
 @cache  # the same object for all layers, because graphs have guards on its identity
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """The recipe without ``keep_weight_codes``: FSDP frees weights after the forward, and kept codes would stay."""
+    """Return the recipe without ``keep_weight_codes``, for layers under FSDP.
+
+    FSDP frees weights after the forward, and kept codes would stay in memory.
+    """
     return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Give a layer the attributes of a `Linear`: the recipe, and the state of delayed scaling if the recipe has it."""
+    """Give a layer the attributes of a `Linear`: the recipe, and buffers if this has delayed scaling.
+
+    ``amax_group`` are the ranks that reduce amaxes for delayed scaling, or None.
+    """
     layer.recipe = recipe
     CONVERTED.add(layer)
     if recipe.history():
@@ -296,12 +307,12 @@ def become_plain(layer: nn.Linear) -> None:
 
 
 def _bypasses_class(layer: nn.Linear) -> bool:
-    """Whether a call of the layer runs a function stored on the instance instead of its class's forward."""
+    """Whether calling the layer runs a forward stored on the instance, or compiled, not the class's."""
     return "forward" in vars(layer) or layer._compiled_call_impl is not None
 
 
 def cannot_revert(layer: Linear) -> str | None:
-    """The reason why a layer can't be reverted, or None."""
+    """Return why a `Linear` can't be reverted to a ``nn.Linear``; None if it can."""
     if "_plain" not in vars(type(layer)):
         return f"this is a {type(layer).__name__}, and its own forward or parametrization would be lost. Undo that."
     if _bypasses_class(layer):

@@ -1,4 +1,4 @@
-"""Classes that are made at run time to replace a module's class; their instances can be copied and pickled."""
+"""Classes made at run time to replace a module's class; their instances can be copied and pickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MadeClass", "made_class"]
 class MadeClass:
     """Base of a class that a function makes from a user's class, to replace the class of an instance.
 
-    Pickle can't find such a class by name. Pickles of its instances name the function instead.
+    Pickle can't find a made class by name. Pickles of its instances name the function instead.
 
     Attributes:
         made_by: The function that made the class, and its arguments: ``made_by[0](*made_by[1:])`` is the class. Each
@@ -24,7 +24,10 @@ class MadeClass:
     made_by: ClassVar[tuple[Callable[..., type[Any]], Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Skip the user's own ``__init_subclass__``, because a registry of subclasses must not find a made class."""
+        """Skip the user's ``__init_subclass__``, so that a registry of subclasses gets no made class.
+
+        ``kwargs`` are ignored.
+        """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         reduced: Any = super().__reduce_ex__(max(operator.index(protocol), 2))
@@ -36,14 +39,20 @@ class MadeClass:
 
 
 def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
-    """Make an empty instance, which pickle and copy fill."""
+    """Make an empty instance of the class that ``made_by`` makes, for pickle and copy to fill.
+
+    ``arguments`` are those of the class's ``__new__``.
+    """
     function, *given = made_by
     cls = function(*given)
     return cls.__new__(cls, *arguments)
 
 
 def made_class(base: type[Any], plain: type[Any], made_by: tuple[Any, ...], **attributes: Any) -> type[Any]:
-    """Make a subclass of ``base`` and ``plain`` with the name and docstring of ``plain``, and these attributes."""
+    """Make a subclass of ``base`` and ``plain``, with the name and docstring of ``plain``.
+
+    ``made_by`` is a function with its arguments that makes this class again. ``attributes`` become the class's.
+    """
     named = {"__module__": base.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     names: dict[str, Any] = {**named, "made_by": made_by, **attributes}
     return types.new_class(plain.__name__, (base, plain), exec_body=lambda space: space.update(names))

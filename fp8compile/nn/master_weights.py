@@ -1,8 +1,8 @@
-"""MasterWeights: run an optimizer of torch.optim on float32 masters, and round quantized weights once in each step.
+"""MasterWeights: a torch.optim optimizer on float32 masters, which are rounded to codes once a step.
 
 p.grad --to float32--> master.grad --torch.optim--> master float32 --(one amax message for all)--> codes, scale
 
-MasterWeights and the inner optimizer share the dicts of their parameter groups, in which schedulers write. While the
+MasterWeights and the inner optimizer share the dicts of their parameter groups, to which schedulers write. While the
 inner optimizer runs, the groups hold masters instead of weights.
 """
 
@@ -39,16 +39,16 @@ STOCHASTIC = CurrentScaling, TwoLevelScaling  # quantizers that support stochast
 
 
 class MasterWeights(Optimizer):
-    """An optimizer that updates float32 masters of quantized weights, and rounds them to codes once in each step.
+    """An optimizer that updates float32 masters of quantized weights, and rounds these once a step.
 
-    Codes and scales are then made from the masters by the weights' own quantizers; ranks that share scales exchange
-    one amax message for all weights. If something else wrote to a weight, such as ``load_state_dict`` of the model
-    alone, its master is reset to the values of the codes. Other parameters are updated directly.
+    The weights' own quantizers make codes and scales from the masters; ranks that share scales exchange one amax
+    message for all weights. If something else wrote to a weight, such as ``load_state_dict`` of the model alone, its
+    master is reset to the values of the codes. Other parameters are updated directly.
 
-    Learning rate schedulers work with it; ``add_param_group`` does not. The state dict is that of the optimizer, with
-    the master next to each weight's moments. It has ``train`` and ``eval`` if the optimizer has them, as schedule-free
-    ones do. A deep copy or a pickle has copies of the weights; a copy of ``(model, optimizer)`` has the weights of the
-    copied model.
+    Learning rate schedulers work with it; ``add_param_group`` does not. The state dict is that of the inner optimizer,
+    with the master next to each weight's moments. Methods ``train`` and ``eval`` exist if the optimizer has them, as
+    schedule-free ones do. A deep copy or a pickle has copies of the weights; a copy of ``(model, optimizer)`` has the
+    weights of the copied model.
 
     Args:
         optimizer: A class of ``torch.optim``, or one like it, whose step needs no closure.
@@ -127,7 +127,10 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step of the optimizer, then round each quantized weight that has a gradient."""
+        """Run one step of the optimizer, then round the masters of quantized weights that have a gradient.
+
+        ``closure``, if given, is called once before the step, and its result is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -138,16 +141,16 @@ class MasterWeights(Optimizer):
         return loss
 
     def _stands_still(self) -> bool:
-        """Whether all learning rates are 0, as in the step by which `torch.distributed.checkpoint` initializes states.
+        """Whether all learning rates are 0, as when `torch.distributed.checkpoint` initializes states.
 
-        Such a step must not round codes that were just loaded: if a weight has separate codes for grad_input, they
-        would be computed from the values of the forward's codes.
+        Such a step must not round codes that were just loaded: separate codes for grad_input would then be computed
+        from the values of the forward's codes.
         """
         rates = [group.get("lr") for group in self.param_groups]
         return all(not (isinstance(rate, Tensor) and not rate.is_cpu) and rate == 0 for rate in rates)
 
     def __getattr__(self, name: str) -> Any:
-        """Find ``train`` and ``eval`` of the optimizer. Because they change weights, they run on the masters."""
+        """Return the inner optimizer's ``train`` or ``eval``, run on the masters because they change weights."""
         inner = vars(self).get("inner")
         if name in ("train", "eval") and hasattr(inner, name):
             return partial(self._switch, name)
@@ -160,9 +163,9 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _computing(self, params: list[Tensor], *, rounds: bool = True) -> Iterator[None]:
-        """Context in which the inner optimizer runs on the masters of ``params``.
+        """Context in which the inner optimizer can run on the masters of ``params``, with their gradients.
 
-        If ``rounds`` is True, the masters are rounded to codes afterwards.
+        If ``rounds`` is True, the masters are rounded to codes when the context ends.
         """
         for p in params:
             local_itself(p).check_writable("a step")
@@ -186,7 +189,10 @@ class MasterWeights(Optimizer):
         self._show_state()
 
     def _check_exchanged(self) -> None:
-        """Raise a RuntimeError if something has put quantized parameters without masters into the groups."""
+        """Raise a RuntimeError if the parameter groups have quantized parameters without masters.
+
+        They do if other code has put new parameters into the groups.
+        """
         if any(_is_quantized(p) and p not in self._masters for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "MasterWeights: quantized parameters of its groups are not those it was made of. Make it after "
@@ -197,7 +203,7 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _lent(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Context in which the groups hold masters instead of weights, for the inner optimizer."""
+        """Context in which the parameter groups hold masters instead of weights, for the inner optimizer."""
         weights = [group["params"] for group in groups]
         for group in groups:
             group["params"] = [self._masters.get(p, p) for p in group["params"]]
@@ -208,13 +214,19 @@ class MasterWeights(Optimizer):
                 group["params"] = params
 
     def _share_groups(self, weights: list[list[Tensor]]) -> None:
-        """Use the inner optimizer's group dicts as this optimizer's, and put the weights into them."""
+        """Use the inner optimizer's dicts of parameter groups as this optimizer's own.
+
+        ``weights`` has the parameters of each group, which are put into the dicts instead of masters.
+        """
         for group, params in zip(self.inner.param_groups, weights, strict=True):
             group["params"] = params
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
 
     def _as_written(self, params: list[Tensor]) -> tuple[Any, ...]:
-        """The arguments of `assign`: local weights, their masters, dtypes, rounding and shardings."""
+        """Return the arguments of `assign`, which rounds masters to codes, for ``params``.
+
+        They are local weights, their masters, dtypes, rounding and shardings.
+        """
         weights = [local_itself(p) for p in params]
         # nearest: first round to the weight's dtype, as `copy_` of the master does. Stochastic: keep all its digits.
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
@@ -222,10 +234,10 @@ class MasterWeights(Optimizer):
         return weights, values, dtypes, self._rounding_of, [sharding_of(p) for p in params]
 
     def _take_over(self, params: list[Tensor]) -> None:
-        """Reset the masters of weights that something else wrote to, to the values of the weights' codes.
+        """Reset the masters of those ``params`` that other code wrote to, to the values of their codes.
 
-        A master stays if it rounds to the weight's codes. So masters from a checkpoint stay, whether the model or the
-        optimizer was loaded first.
+        A master that rounds to the weight's codes stays. Masters from a checkpoint therefore stay, whether the model
+        or the optimizer was loaded first.
         """
         written = [p for p in params if self._keep and local_itself(p).written]
         for p, is_same in zip(written, stand_for(*self._as_written(written)), strict=True):
@@ -240,12 +252,12 @@ class MasterWeights(Optimizer):
         return replace(quantizer, **rounding)
 
     def _fill(self, params: list[Tensor]) -> None:
-        """Fill masters that are not kept with the values of the codes."""
+        """Set the masters of ``params`` to the values of their codes, if masters are not kept between steps."""
         for p in params if not self._keep else ():
             set_local_itself(self._masters[p], local_itself(p).dequantize(torch.float32))
 
     def _free(self) -> None:
-        """Free masters that are not kept: replace them by empty tensors, which can be saved, unlike freed memory."""
+        """Replace masters by empty tensors, if they are not kept between steps, to free their memory."""
         for master in self._masters.values() if not self._keep else ():
             set_local_itself(master, torch.empty(0, device=master.device))
 
@@ -260,7 +272,10 @@ class MasterWeights(Optimizer):
                     self.state[p] = {**self.inner.state[master], **kept}
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the masters of quantized weights next to their moments, and the step count."""
+        """Return the optimizer's state, with quantized weights' masters next to their moments.
+
+        The number of steps is in each parameter group, as ``master_steps``.
+        """
         self._show_state()
         if self._keep:  # before the first step too, so that a resumed run starts from the same masters
             for p, master in self._masters.items():
@@ -272,7 +287,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned. Weights are not changed, because the model's state has them."""
+        """Load a state that ``state_dict`` returned. Weights stay; loading the model's state changes them."""
         state = {index: dict(each) for index, each in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -304,7 +319,7 @@ class MasterWeights(Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise a NotImplementedError, except during construction, because only the constructor makes masters."""
+        """Raise a NotImplementedError after construction, because only the constructor makes masters."""
         if hasattr(self, "_ready"):
             raise NotImplementedError("MasterWeights: give all groups at once.")
         super().add_param_group(param_group)
@@ -325,7 +340,7 @@ def _check_closure(optimizer: type[Optimizer]) -> None:
 
 
 def _of_moments(optimizer: type[Optimizer], moments: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The options with which an optimizer keeps all its moments in the dtype ``moments``; no options for None."""
+    """Return the options with which an optimizer keeps all moments in the dtype ``moments``; {} for None."""
     if moments is None:
         return {}
     names = [name for name in inspect.signature(optimizer).parameters if name.endswith("_dtype")]

@@ -1,4 +1,4 @@
-"""Monitor: statistics of the operands of FP8 layers, from inside of compiled code."""
+"""Monitor: statistics of the operands of FP8 layers' GEMMs, computed inside of compiled code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TE_NAMES = {
 
 
 class Product(NamedTuple):
-    """A weight, and the buffers for the statistics of its products.
+    """A weight of a module, and the buffers for statistics of the GEMMs with it.
 
     Attributes:
         module: The module that multiplies by the weight.
@@ -65,11 +65,11 @@ class Product(NamedTuple):
 class Monitor:
     """Reads statistics of the operands of a model's FP8 layers, in every n-th step.
 
-    A step in which it reads runs a second graph, whose kernels also count what the casts do. All other steps run the
-    graph that the model has without a monitor. The backward writes the counts, so a step without backward reads
-    nothing. The first step is read.
+    A step that is read runs a second graph, whose kernels also compute statistics, such as amaxes and underflows of
+    the casts. All other steps run the graph that the model has without a monitor. The backward writes the statistics,
+    so a step without backward reads nothing. The first step is read.
 
-    It takes all layers that `fp8compile.convert` makes, and modules that derive from `fp8compile.nn.Observed`. Numbers
+    All layers that `fp8compile.convert` makes are read, and modules that derive from `fp8compile.nn.Observed`. Numbers
     are those of whole tensors over all ranks of the default process group. A weight that is kept as codes, or that
     FSDP2 gathers as codes, has no values: only statistics of scales and codes are read.
 
@@ -81,8 +81,8 @@ class Monitor:
         operands: The recipe's fields to read, such as ``"grad_output"``; None for all. Fewer cost less.
         stop_at_nonfinite: Whether `step` raises a `NonFiniteError` one step after a reading found a NaN or an
             infinity. All ranks raise it. The step itself reads nothing on the host.
-        as_if: Read what the quantizers of another recipe would do to the same operands. The model computes as before.
-            A weight that is kept as codes is not read then, unless the recipe has the same codes.
+        as_if: A recipe: read what its quantizers would do to the same operands. The model computes as before. A weight
+            that is kept as codes is not read then, unless the recipe has the same codes.
 
     Raises:
         ValueError: A statistic or operand has no such name, ``every`` is less than 1, no layer can be observed, or
@@ -126,7 +126,7 @@ class Monitor:
 
     @property
     def steps(self) -> int:
-        """Number of steps that have ended. Set it if a run resumes."""
+        """Number of steps that have ended, as `step` counts them. Set it if a run resumes."""
         return self._steps
 
     @steps.setter
@@ -138,7 +138,7 @@ class Monitor:
 
     @property
     def is_reading(self) -> bool:
-        """Whether the step that runs now is read."""
+        """Whether statistics are read in the step that runs now."""
         return self._steps % self._every == 0
 
     def step(self) -> None:
@@ -154,10 +154,11 @@ class Monitor:
         self.steps += 1
 
     def check(self, loss: Tensor, replay: Callable[[], object] | None = None) -> None:
-        """Raise if a loss is not finite, and name the first operand that was not. Call it before the optimizer's step.
+        """Raise if a loss is not finite, and name the first operand that is not.
 
-        It reads the loss on the host, so it waits for the device. If the step is not read, ``replay`` runs the same
-        batch again with all layers observed; afterwards gradients are those of both runs.
+        Call it before the optimizer's step. It reads the loss on the host, so it waits for the device. If statistics
+        of this step are not read, ``replay`` runs the same batch again with all layers observed; gradients are then
+        the sums of both runs.
 
         Args:
             loss: This rank's loss. All ranks call this, and all raise if the loss of one is not finite.
@@ -187,14 +188,15 @@ class Monitor:
             )
 
     def read(self) -> Reading:
-        """Read the statistics of the last step that was read, over its micro-batches; this waits for the device.
+        """Return the statistics of the last step that was read, over all its micro-batches.
 
-        If `torch.distributed` is initialized, all ranks call it: they exchange one sum and one maximum.
+        This waits for the device. If `torch.distributed` is initialized, all ranks call it: they exchange one sum and
+        one maximum.
 
         Returns:
             ``{layer: {operand: {statistic: value}}}``. Each expert is a layer, ``"experts.down_proj.3"``. A converted
-            model that is itself one layer is the layer ``""``. An operand that stays in high precision, or that no
-            backward has reached, is left out; so are statistics of values that are not known.
+            model that is itself one layer is the layer ``""``. Left out are operands in high precision, operands that
+            no backward has reached, and statistics of values if only codes are known.
         """
         found: Reading = {}
         observers, matrices = {name: each.observer for name, each in self._products.items()}, self._agreed()
@@ -206,7 +208,7 @@ class Monitor:
         return found
 
     def scalars(self, names: Mapping[str, str] | None = None) -> dict[str, float]:
-        """The numbers of `read` as one flat dict, as loggers take it; lists are left out.
+        """Return the numbers of `read` as one flat dict, as loggers take it, without lists.
 
         Args:
             names: Other names for statistics, such as `TE_NAMES`.
@@ -214,7 +216,7 @@ class Monitor:
         return {name: each for name, each in flat(self.read(), names).items() if not isinstance(each, list)}
 
     def write(self, path: str | Path, **others: Any) -> None:
-        """Append the reading of this step, if it is read, to a file, as one line of JSON.
+        """Append this step's statistics, if they are read, to a file, as one line of JSON.
 
         All ranks call it, and the first one writes.
 
@@ -236,7 +238,7 @@ class Monitor:
         self._products, self._modules = {}, []
 
     def _switch(self, *, on: bool) -> None:
-        """Give layers their buffers in a step that is read, and take them away in others."""
+        """Give the observed modules their statistics buffers if ``on``, else take the buffers away."""
         for module in self._modules:
             vars(module).pop("_observers", None)  # the attribute itself goes, so that the graph is that of before
         for product in self._products.values() if on else ():
@@ -254,7 +256,7 @@ class Monitor:
         return self._matrices
 
     def _ordered(self) -> dict[str, Observer]:
-        """Observers by name of the layer, in the order in which the layers run."""
+        """Return the layers' statistics buffers by layer name, in the order in which the layers run."""
         every = list(self._products.items())
         return {every[index][0]: every[index][1].observer for index in self._order.sorted()}
 
@@ -278,7 +280,10 @@ class Monitor:
 
 
 def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
-    """The totals of a weight, divided by how often it was counted: once for each micro-batch and replica."""
+    """Divide a weight's totals by how often it was counted: once for each micro-batch and replica.
+
+    ``slot`` is the recipe's field of the operand; other operands' totals are returned unchanged.
+    """
     if slot not in TENSORS["weight"] or not (passes := totals[PASSES]):
         return totals
     passes = round(passes) if abs(passes - round(passes)) < 1e-6 else passes  # it adds up parts, such as thirds
@@ -286,7 +291,7 @@ def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
 
 
 def flat(reading: Reading, names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A reading as one flat dict, ``fp8/<layer>/<operand>/<statistic>``.
+    """Return a reading as one flat dict with keys ``fp8/<layer>/<operand>/<statistic>``.
 
     Args:
         reading: What `Monitor.read` returned.

@@ -1,7 +1,7 @@
-"""Find the first operand with a NaN or an infinity, its layer and its rank. The host looks one step later.
+"""Find the first operand with a NaN or an infinity, its layer and its rank.
 
 a step that is read    counts of all layers and ranks --one gather--> memory of the host, without waiting
-the step after it      the host looks at them
+the step after it      the host looks at the counts
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class NonFiniteError(FloatingPointError):
 
 
 class Sent(NamedTuple):
-    """Counts on their way to the host.
+    """Counts of elements that are not finite, while they are copied to the host.
 
     Attributes:
         step: The step whose statistics were read.
         matrices: The layers of all ranks, in the order of ``counts``, and how many matrices each has.
         order: Names of these layers in the order in which they run; layers of other ranks come last.
-        counts: (ranks, layers, operands, 2, E): for each matrix, the number of elements and of elements that are not
-            finite.
+        counts: (ranks, layers, operands, 2, E): for each of E matrices, the number of elements and of elements that
+            are not finite.
         arrived: The event after which the host may look; None if the counts are there.
     """
 
@@ -51,7 +51,7 @@ class NonFinite:
     """Looks for the first operand with a NaN or an infinity, without making the host wait for the device.
 
     Args:
-        totals: Names of the sums that observers keep; one of them is ``"nonfinite"``.
+        totals: Names of the sums that observers keep; one of these names is ``"nonfinite"``.
     """
 
     def __init__(self, totals: str) -> None:
@@ -61,11 +61,11 @@ class NonFinite:
         self._sent: Sent | None = None
 
     def send(self, step: int, observers: Mapping[str, Observer], matrices: Mapping[str, int]) -> None:
-        """Gather the counts of all ranks, and begin to copy them to the host.
+        """Gather all ranks' counts of elements that are not finite, and start their copy to the host.
 
         Args:
             step: The step whose statistics were read.
-            observers: This rank's layers, in the order in which they run.
+            observers: The statistics buffers of this rank's layers, in the order in which the layers run.
             matrices: The layers of all ranks, and how many matrices each has.
         """
         like = next(iter(observers.values()))
@@ -86,7 +86,7 @@ class NonFinite:
         self._sent = Sent(step, dict(matrices), order, *_to_host(counts))
 
     def raise_found(self) -> None:
-        """Raise a `NonFiniteError` if the counts that were sent have an element that is not finite."""
+        """Raise a `NonFiniteError` if the counts that `send` gathered have an element that is not finite."""
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
@@ -124,7 +124,7 @@ def _to_host(counts: Tensor) -> tuple[Tensor, Any]:
 
 
 def is_finite_on_all_ranks(loss: Tensor) -> bool:
-    """Whether the losses of all ranks are finite; the host waits for them."""
+    """Return whether ``loss`` is finite on all ranks; this waits for the device."""
     found = (~torch.isfinite(loss.detach())).any().to(torch.int32)
     if num_ranks() > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Observed: base of modules whose FP8 products a `fp8compile.Monitor` can observe."""
+"""Observed: base of modules whose FP8 GEMMs a `fp8compile.Monitor` can observe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Observed", "first_expert"]
 
 
 class Observed(Module):
-    """Mixin for modules whose forward gives `observer` to the functions that multiply.
+    """Mixin for modules whose forward passes statistics buffers, from `observer`, to FP8 functions.
 
     A module of your own that multiplies by ``fp8compile.parallel.column_parallel_linear``, for example, derives from
     it, names its weights, and passes ``observer=self.observer("weight")``. All modules of `fp8compile.convert` do.
@@ -34,7 +34,9 @@ class Observed(Module):
     _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
 
     def observer(self, name: str, stack: Any = None) -> Observer | None:
-        """The buffers to which this call adds statistics of products with a weight; None if this step is not read.
+        """Return the buffers to which this forward's backward adds statistics of GEMMs with a weight.
+
+        None if no statistics are read in this step.
 
         Args:
             name: The name of the weight.
@@ -51,13 +53,13 @@ class Observed(Module):
         return found if stack is None else found.placed(first_expert(stack))
 
     def weights_to_observe(self) -> dict[str, int]:
-        """Names of the weights that the module multiplies by, each with its number of matrices; 0 if it is 2-D."""
+        """Return the names of the module's weights, each with its number of matrices; 0 for a 2-D weight."""
         parameters: dict[str, Any] = {name: self.get_parameter(name) for name in self.observed_weights}
         return {name: each.shape[0] if each.ndim == 3 else 0 for name, each in parameters.items()}
 
 
 def first_expert(stack: Any) -> int:
-    """Index of this rank's first expert of a stack that expert parallelism spreads over ranks."""
+    """Return the index of this rank's first expert in a stack that expert parallelism may have spread."""
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
             return 0

@@ -1,4 +1,4 @@
-"""Place a tensor on ranks in the same way as another tensor."""
+"""Place a tensor on ranks as another tensor is placed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> Tensor:
-    """Wrap a local tensor as a DTensor with the placements of ``tensor``; unchanged if ``tensor`` is not a DTensor.
+    """Wrap ``local`` as a DTensor with the placements of ``tensor``; unchanged if that is no DTensor.
 
     The DTensor has the shape and strides of ``whole``, by default those of ``tensor``.
     """
@@ -21,7 +21,7 @@ def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> 
 
 
 def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that every rank has as ``tensor`` is sharded. Nothing is sent."""
+    """Shard a tensor that every rank has whole, in the same way as ``tensor``. Nothing is sent."""
     if not is_dtensor(tensor) or is_dtensor(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -31,7 +31,7 @@ def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def on_all_ranks_of(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap a tensor as a replicated DTensor on a weight's mesh; unchanged if the weight is not a DTensor."""
+    """Wrap ``tensor`` as a replicated DTensor on a weight's mesh; unchanged if the weight is no DTensor."""
     if not is_dtensor(weight):
         return tensor
     from torch.distributed.tensor import Replicate

@@ -35,7 +35,7 @@ def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
 
 
 def not_codes(recipe: Recipe) -> str | None:
-    """The reason why weights can't be kept as codes with this recipe, or None."""
+    """Return why weights can't be kept as codes with this recipe; None if they can."""
     if recipe.shares_weight_codes():
         return None
     if recipe.delayed()[1] is not None:
@@ -48,7 +48,10 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """The quantizers of a weight's codes, one or two; transposed if the module stores the weight transposed."""
+    """Return the quantizers of a layer's weights: one, or two if grad_input reads separate codes.
+
+    They are transposed if the module stores its weights transposed.
+    """
     slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
     return tuple(as_it_lies(layer, each) for each in slots)
 
@@ -72,7 +75,10 @@ def _check_shared(
     weight: Tensor,
     users: Sequence[nn.Module],
 ) -> None:
-    """Raise a ValueError unless all modules that share this weight need the same codes."""
+    """Raise a ValueError unless all ``users`` of a weight need the same codes as ``module``.
+
+    ``names`` and ``recipes`` have each module's name and recipe. ``function`` is the beginning of the error's text.
+    """
     name, recipe = names[module] or "the model", recipes[module]
     others = [names[each] for each in users if each not in recipes]
     if others:
@@ -102,9 +108,9 @@ def _check_shared(
 
 
 def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, function: str = CONVERT) -> None:
-    """Raise a ValueError unless each of these layers' weights can be kept as codes of the layer's recipe.
+    """Raise a ValueError unless the weights of all layers in ``recipes`` can be kept as codes.
 
-    ``function`` is the beginning of the errors' texts.
+    ``recipes`` has each layer's recipe. ``function`` is the beginning of the error's text.
     """
     names = {module: name for name, module in model.named_modules()}
     _check_placed(function, names, recipes)
@@ -131,7 +137,9 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
 
 
 def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
-    """The quantizers of a converted layer's weight, one or two; transposed if the weight is stored transposed.
+    """Return the quantizers of a layer's weights: one, or two if grad_input reads separate codes.
+
+    They are transposed if the layer stores its weights transposed.
 
     Raises:
         ValueError: The weight can't be kept as codes; the text says why.
@@ -142,7 +150,7 @@ def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
 
 
 def put_codes(layer: Any, name: str, codes: QuantizedParameter) -> None:
-    """Replace the parameter ``name`` of a converted layer by a quantized one."""
+    """Replace the parameter ``name`` of a converted layer by the quantized parameter ``codes``."""
     made = in_place_of(getattr(layer, name), codes)
     local = local_itself(made)
     if local.gathers is not None:
@@ -152,9 +160,10 @@ def put_codes(layer: Any, name: str, codes: QuantizedParameter) -> None:
 
 
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
-    """Replace the weights of layers that `check_weights` has accepted by codes and scales. Shared weights stay shared.
+    """Replace the weights of layers by codes and scales; shared weights stay shared.
 
-    ``keep_initial`` says whether the weights keep the values that they were quantized from.
+    `check_weights` has accepted the layers. ``keep_initial`` says whether a weight keeps the values that it was
+    quantized from.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:

@@ -1,4 +1,7 @@
-"""Raise an error on all ranks if one rank finds it: that rank sends a mark first, so that no rank waits forever."""
+"""Raise an error on all ranks if one rank finds it, so that no rank waits for another forever.
+
+The rank that finds an error sends `FOUND` instead of a number of rows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ WAITING = (
 
 
 def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """Call a function; returns its result and None, or None and its error. While compiling, the error is raised."""
+    """Call ``function`` with ``args``; return its result and None, or None and the error that it raised.
+
+    While compiling, the error is raised.
+    """
     if torch.compiler.is_compiling():
         return function(*args), None
     try:
@@ -32,7 +38,7 @@ def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | No
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Context that adds a note to errors raised inside, which says that other ranks wait for this rank."""
+    """Context that adds a note to errors raised inside it: other ranks wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -41,10 +47,10 @@ def noted() -> Iterator[None]:
 
 
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
-    """Raise the errors that ranks of a group found. All ranks call this once they know that a rank has an error.
+    """Raise the errors that ranks of a group found; all ranks call this, once they know of an error.
 
-    If all ranks found the same error, it is raised. Otherwise a RuntimeError with the errors of all ranks is
-    raised, which names ``function``.
+    ``error`` is this rank's, or None. If all ranks found the same error, it is raised. Otherwise a RuntimeError with
+    the errors of all ranks is raised, which names ``function``.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

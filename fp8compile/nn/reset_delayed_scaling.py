@@ -1,4 +1,4 @@
-"""The states of delayed scaling of all layers of a model."""
+"""Reset the delayed scaling of all layers of a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def reset_delayed_scaling(model: nn.Module) -> nn.Module:
-    """Reset delayed scaling in all layers of a model: empty histories, and multipliers of 1.
+    """Reset delayed scaling in all layers of a model: amaxes of 0, and multipliers (1 / scale) of 1.
 
     Use it if the state comes from values that no longer matter, such as the values before a change of the data or of
-    the weights, or from uninitialized memory. ``layer.delayed_state().reset()`` resets a single layer.
+    the weights, or from uninitialized memory. A quantized weight's amax is kept. ``layer.delayed_state().reset()``
+    resets a single layer.
 
     Args:
         model: A model with layers of delayed scaling, compiled or not.

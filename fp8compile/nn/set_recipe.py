@@ -1,4 +1,4 @@
-"""set_recipe: change the recipe of the forward during training, as NVIDIA's recipe for four bits does near its end."""
+"""set_recipe: change the forward's recipe during training, as NVIDIA does near the end in four bits."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
 
 
 def _has_codes(recipe: Recipe) -> bool:
-    """Whether the output's GEMM reads codes of the input or of the weight."""
+    """Whether the recipe quantizes the input or the weight of the output's GEMM."""
     return recipe.input is not None or recipe.weight is not None
 
 
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
-    """Whether gradients multiply the dequantized codes of the new forward.
+    """Whether gradients multiply the dequantized codes of the new recipe, ``forward``.
 
-    The layer's recipe decides. If its forward is in high precision and has no codes, the new recipe decides.
+    The layer's ``recipe`` decides. If it has no codes in the forward, ``forward`` decides.
     """
     if _has_codes(recipe):
         return recipe.dequantized_gradients
@@ -45,7 +45,7 @@ def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
 
 
 def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | None:
-    """The reason why a layer's forward can't be changed, or None."""
+    """Return why a layer's outputs can't be computed with the recipe ``forward``; None if they can."""
     if layer.recipe.history() or (forward is not None and forward.history()):
         return "delayed scaling keeps a state for each operand, which another forward would leave behind"
     if layer.is_quantized():
@@ -63,7 +63,7 @@ def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | No
 
 
 def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
-    """Compute the outputs of a model's FP8 layers with another recipe from now on. Gradients keep their recipe.
+    """Compute the outputs of a model's FP8 layers with another recipe from now on, gradients as before.
 
     Compiled code is compiled again at the next call. Weights, optimizers and saved states are not affected.
 
@@ -72,8 +72,8 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
         forward: The recipe whose ``input`` and ``weight`` quantizers and ``fast_accumulation_output`` the outputs use
             from now on. None computes outputs in the dtype of the weights, bit for bit as the reverted model does. If
             the layers' recipe has ``dequantized_gradients``, gradients multiply the dequantized values of the new
-            codes. With None they multiply the weights themselves, until another forward with
-            ``dequantized_gradients`` is set.
+            codes. With None they multiply the weights themselves, until another forward with ``dequantized_gradients``
+            is set.
 
     Returns:
         The model.

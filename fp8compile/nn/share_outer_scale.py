@@ -1,4 +1,4 @@
-"""Which layers share an outer scale, because a server multiplies their weights as one.
+"""Find the layers that share an outer scale, because a server multiplies their weights as one.
 
 share_outer_scale=[("q_proj", "k_proj", "v_proj")]  --modules of one parent--> groups of layers
 """
@@ -26,7 +26,10 @@ Groups = bool | Sequence[Sequence[str]]
 
 
 def _names(given: object) -> tuple[tuple[str, ...], ...]:
-    """The layer names of each group of `share_outer_scale`; raises a TypeError if the argument has another form."""
+    """Return the layer names of each group in convert's ``share_outer_scale``, which is ``given``.
+
+    Raise a TypeError if it is neither True nor a list of groups of names.
+    """
     if given is True:
         return FUSED
     groups = list(given) if isinstance(given, (list, tuple)) else []
@@ -40,7 +43,10 @@ def _names(given: object) -> tuple[tuple[str, ...], ...]:
 
 
 def _refusal(name: str, members: Mapping[str, nn.Module], recipes: Mapping[nn.Module, Recipe]) -> str | None:
-    """The reason why some layers of one parent can't share an outer scale, or None."""
+    """Return why layers of one parent can't share an outer scale; None if they can.
+
+    ``name`` is the parent's name, ``members`` are the layers by name, and ``recipes`` has each layer's recipe.
+    """
     if left := [each for each, layer in members.items() if layer not in recipes]:
         return f"{', '.join(left)} of {name} stays in high precision, and the others don't. Convert all or none"
     given = {recipes[layer] for layer in members.values()}
@@ -57,10 +63,9 @@ def _refusal(name: str, members: Mapping[str, nn.Module], recipes: Mapping[nn.Mo
 
 
 def scale_groups(model: nn.Module, recipes: Mapping[nn.Module, Recipe], given: object) -> list[tuple[nn.Module, ...]]:
-    """The groups of layers that share an outer scale.
+    """Return the groups of layers that share an outer scale.
 
-    Groups with a recipe that has no outer scale, and no scale for the whole tensor, are left out: there is nothing to
-    share.
+    Groups are left out if their recipe has neither an outer scale nor one scale for the whole tensor.
 
     Args:
         model: The model.
@@ -95,7 +100,7 @@ def scale_groups(model: nn.Module, recipes: Mapping[nn.Module, Recipe], given: o
 
 
 def share_scales(groups: Iterable[tuple[nn.Module, ...]]) -> None:
-    """Tell converted layers with which layers they share an outer scale."""
+    """Let the converted layers of each group share one outer scale."""
     for members in groups:
         for each in members:
             layer: Any = each

@@ -1,4 +1,4 @@
-"""The amax for a scale that several weights share, computed from all of them in each forward."""
+"""Compute the amax for a scale that several weights share, from all these weights in each forward."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def _amax(weight: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> Te
 
 
 def shared_outer_amax(weights: Sequence[Tensor], quantizer: Quantizer) -> Tensor | None:
-    """The amax over several weights in the dtype that a layer computes in, (1,) float32.
+    """Return the amax over several weights, (1,) float32, in the dtype that their layers compute in.
 
-    Returns None if the weights are kept as codes, because they have their scales already.
+    None if the weights are kept as codes, because they have their scales already.
 
     Args:
         weights: Matrices, plain or all of them DTensors on one mesh.
         quantizer: Quantizer of the weights.
 
     Raises:
-        RuntimeError: Ranks hold the weights in different ways.
+        RuntimeError: Some weights are plain and others DTensors, or DTensors are on different meshes.
     """
     if any(has_codes(local_itself(each)) for each in weights):
         return None

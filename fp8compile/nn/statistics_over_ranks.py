@@ -1,4 +1,4 @@
-"""Combine statistics of observed layers over all ranks of the default process group, with two messages in all."""
+"""Combine statistics of observed layers over all ranks, with one sum and one maximum."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Totals = tuple[Tensor, Tensor]  # sums and maxima
 
 
 def num_ranks() -> int:
-    """Number of ranks of the default process group; 1 without one."""
+    """Return the number of ranks of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's number in the default process group; 0 without one."""
+    """Return this process's number in the default process group; 0 without one."""
     return dist.get_rank() if num_ranks() > 1 else 0
 
 
 def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int]:
-    """The observed layers of all ranks; with pipelines, ranks have different layers. All ranks call this once.
+    """Return the observed layers of all ranks, which differ in pipelines. All ranks call this once.
 
     Args:
         matrices: The layers of this rank by name, and how many matrices each has.
-        how: Arguments that have to be the same on all ranks.
+        how: Arguments of the monitor that have to be the same on all ranks.
 
     Raises:
         ValueError: On all ranks, if ranks have different arguments, or a layer with different numbers of matrices.
@@ -54,10 +54,10 @@ def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int
 
 
 def over_ranks(observers: Mapping[str, Observer], matrices: Mapping[str, int]) -> dict[str, Totals]:
-    """Add the sums of all ranks, and take the maxima over all ranks; returns both for each layer.
+    """Return the sums over all ranks, and the maxima over all ranks, of each layer's statistics.
 
     Args:
-        observers: The observers of this rank's layers, which hold sums and maxima.
+        observers: The statistics buffers of this rank's layers, which hold sums and maxima.
         matrices: The layers of all ranks, as `agreed` returns them.
     """
     if num_ranks() == 1:

@@ -1,4 +1,4 @@
-"""The class of a converted layer: `Linear`, or for a subclass of ``nn.Linear`` a class derived from both."""
+"""The class of a converted linear: `Linear`, or a class derived from a user's subclass and `Linear`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ OWN_NAMES = frozenset(vars(Linear)) - frozenset(dir(nn.Linear)) - {"__annotation
 
 
 class _ConvertedSubclass(MadeClass, Linear):
-    """Base of the classes that `float8_class` makes: they have the subclass's methods, and an FP8 forward."""
+    """Base of the FP8 classes that `float8_class` makes for users' subclasses of ``nn.Linear``."""
 
 
 @cache
 def float8_class(plain: type[nn.Linear]) -> type[Linear]:
-    """The converted class for ``nn.Linear``, or for a subclass that inherits its forward."""
+    """Return the class that a layer of class ``plain`` gets when it is converted.
+
+    ``plain`` is ``nn.Linear``, or a subclass that inherits its forward.
+    """
     if plain is nn.Linear:
         return Linear
     return made_class(_ConvertedSubclass, plain, (float8_class, plain), _plain=plain)
 
 
 def names_taken(module: nn.Linear) -> list[str]:
-    """Names of a `Linear`'s attributes that the module or its class already uses for something else."""
+    """Return names of `Linear`'s attributes that ``module`` or its class uses for something else."""
     classes = type(module).__mro__
     own = set(vars(module)).union(*map(vars, classes[: classes.index(nn.Linear)]))
     return sorted(OWN_NAMES & own)

@@ -1,4 +1,4 @@
-"""Quantized weights under tensor parallelism: each rank has the codes of its shard, and the scale of the whole weight.
+"""Quantized weights under tensor parallelism: codes of each rank's shard, scales of the whole weight.
 
 a DTensor of values --convert--> part --amax over its ranks--> codes, scale --+--> a DTensor of a QuantizedParameter
 whole codes --ColwiseParallel, RowwiseParallel--> codes of a part, same scale +
@@ -57,13 +57,19 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
 
 
 def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
-    """The reason why a DTensor can't be quantized, for example because shards cut blocks; None if it can."""
+    """Return why a DTensor can't be quantized with its placements; None if it can.
+
+    One reason is that a shard would end within a block of one of the ``quantizers``.
+    """
     reasons = (_why_not(weight.shape, weight.device_mesh, weight.placements, each) for each in quantizers)
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
-    """Placements of a scale on a DTensor's mesh: replicated if blocks span ranks, else sharded like the codes."""
+    """Return the placements of the scale of ``own``, the codes of a DTensor, on the DTensor's mesh.
+
+    They are replicated where blocks span ranks, else those of the codes.
+    """
     from torch.distributed.tensor import Replicate
 
     found, cut = list(weight.placements), sharded_dims(weight.placements, weight.ndim)
@@ -75,7 +81,10 @@ def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
 
 
 def placements_of_outer_scale(weight: DTensor) -> list[Any]:
-    """Placements of outer scales on a DTensor's mesh: sharded if ranks have whole matrices, else replicated."""
+    """Return the placements of the outer scales of a DTensor of codes on its mesh.
+
+    They are sharded where ranks have whole matrices, else replicated.
+    """
     from torch.distributed.tensor import Replicate
 
     found = list(weight.placements)
@@ -85,9 +94,10 @@ def placements_of_outer_scale(weight: DTensor) -> list[Any]:
 
 
 def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
-    """Quantize this rank's shard of a DTensor with one or two quantizers; no shard cuts a block.
+    """Quantize this rank's shard of a DTensor; return a DTensor of a QuantizedParameter.
 
-    All ranks that share a scale call this.
+    There are two quantizers if grad_input reads separate codes. No shard ends within a block. All ranks that share a
+    scale call this.
     """
     local, mesh = _compat.local_itself(weight).detach(), weight.device_mesh
     options = {}
@@ -100,14 +110,21 @@ def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
 
 
 def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Quantized:
-    """Quantize a rank's shard of a weight; codes of four bits are packed two to a byte if the shape allows it."""
+    """Quantize ``local``, a rank's shard of a weight, with ``quantizer``.
+
+    ``options`` are the arguments of `quantize` that describe the shard. Four-bit codes are packed two to a byte if the
+    shape allows it.
+    """
     q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
     codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
     return Quantized(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
-    """Make a quantized weight, or a rank's shard of one, that has no values yet. The first write makes its codes."""
+    """Make a parameter of ``quantizer`` in place of ``weight``, or of this rank's shard, without values.
+
+    Its codes are zeros until the first write.
+    """
     local, ones = _compat.local_itself(weight), torch.ones(quantizer.scale_shape(weight.shape), device=weight.device)
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
     found = QuantizedParameter(codes, quantizer.scale_of(ones), quantizer, local.dtype)
@@ -118,11 +135,11 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
 
 
 def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
-    """Shard a layer's quantized weight over the ranks of a mesh with one dim; all ranks call this.
+    """Shard the quantized weight ``name`` of a layer over a mesh with one dim; all ranks call this.
 
-    A weight that is not quantized stays whole. A stack of matrices is sharded along its first dim. ``source`` is the
-    rank whose weight is sent to the others; None if all ranks have the same weight. Raises a ValueError if a block
-    would be cut.
+    ``placement`` is Shard of a dim, for a stack of matrices its first dim. ``source`` is the rank whose weight is sent
+    to the others; None if all ranks have the same weight. A weight that is not quantized stays as it is. Raises a
+    ValueError if a shard would end within a block.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 

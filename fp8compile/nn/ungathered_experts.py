@@ -1,7 +1,7 @@
-"""The weights of experts under `fp8compile.parallel.graph_fsdp`: each product gathers them, as codes.
+"""Experts' weights under `fp8compile.parallel.graph_fsdp`, whose codes each grouped GEMM gathers.
 
-They can't be gathered before, because output and grad_input may need different codes. So the module gets an object
-with the weights' shape, which it may transpose and which a grouped product accepts.
+They can't be gathered before, because output and grad_input may need different codes. The module therefore gets an
+object with the weights' shape, which it may transpose and pass to a grouped GEMM.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["UngatheredStack"]
 
 
 class UngatheredStack:
-    """A stack of matrices that is spread over ranks. It is not a tensor; only grouped products accept it.
+    """A rank's shard of a stack of matrices, with the whole stack's shape; only grouped GEMMs accept it.
 
     Args:
-        shard: This rank's matrices, (experts of this rank, N, K).
+        shard: This rank's matrices, (experts of this rank, out_features, in_features).
         rows: How many matrices each rank has.
-        dtype: Dtype of the products.
+        dtype: Dtype in which the GEMMs use the matrices.
         groups: Number of matrices in the whole stack. PyTorch 2.11 can't trace an attribute of ``rows``.
         spread: Only under expert parallelism: the mesh over which the experts are spread, their placements on it, and
             the number of experts that the ranks of ``rows`` have together.
@@ -48,7 +48,7 @@ class UngatheredStack:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole stack."""
+        """Shape of the whole stack, over all ranks."""
         return torch.Size((self.groups, *self.shard.shape[1:]))
 
     @property
@@ -67,10 +67,10 @@ class UngatheredStack:
         return self.shard.requires_grad
 
     def transpose(self, first: int, second: int) -> UngatheredStack:
-        """The stack of transposed matrices.
+        """Return the stack of transposed matrices; ``first`` and ``second`` are dims 1 and 2.
 
         Raises:
-            ValueError: The dims are not those of the matrices, 1 and 2.
+            ValueError: The dims are others.
         """
         if {first % self.ndim, second % self.ndim} != {1, 2}:
             raise ValueError(
@@ -80,13 +80,16 @@ class UngatheredStack:
         return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups, self.spread)
 
     def to_local(self) -> UngatheredStack:
-        """The stack of this rank's experts; under expert parallelism these are only a part of all experts."""
+        """Return the stack of only those experts that expert parallelism has given to this rank.
+
+        Without expert parallelism this is the stack itself.
+        """
         if self.spread is None:
             return self
         return UngatheredStack(self.shard, self.rows, self.dtype, self.spread[2])
 
     def to(self, dtype: torch.dtype) -> UngatheredStack:
-        """The stack itself, if ``dtype`` is its dtype.
+        """Return the stack itself, if ``dtype`` is its dtype.
 
         Raises:
             TypeError: ``dtype`` is another dtype.

@@ -1,4 +1,4 @@
-"""Warn in the first forward if `fsdp_float8_all_gather` was called for a model and `fully_shard` was not."""
+"""Warn in the first forward if `fsdp_float8_all_gather` was called and `fully_shard` was not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _warn(number: int) -> None:
 
 
 def warn_if_not_sharded(module: nn.Module) -> None:
-    """Warn if `fsdp_float8_all_gather` has prepared a layer that FSDP does not manage in its forward.
+    """Warn if `fsdp_float8_all_gather` has prepared a layer, ``module``, that FSDP2 does not manage.
 
     It warns once for each call of `fsdp_float8_all_gather`; never in one process, in export or on the meta device.
     """

@@ -1,4 +1,7 @@
-"""Why a layer stays in high precision: because of its kind, the caller's arguments, or other uses of its weight."""
+"""Decide why `convert` leaves a layer in high precision.
+
+The reason is its kind, an argument of the caller, or other code that uses its weight.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ ROUTER = "a router: the scores that choose experts stay in high precision"
 
 
 def _cannot_keep_class(module: nn.Linear) -> str | None:
-    """The reason why a layer of a subclass of ``nn.Linear`` can't be converted and keep its class, or None."""
+    """Return why a layer of a subclass of ``nn.Linear`` can't be converted; None if it can."""
     cls = type(module)
     subclass = f"a subclass of nn.Linear ({cls.__qualname__})"
     if is_parametrized(module):
@@ -58,21 +61,22 @@ def _cannot_convert_linear(module: nn.Linear) -> str | None:
 
 
 def _cannot_convert(layer: nn.Module) -> str | None:
-    """The reason why a layer can't be converted with any recipe, or None."""
+    """Return why a layer can't be converted with any recipe; None if it can."""
     return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_hosted(layer)
 
 
 def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
-    """The reason why a layer can't be converted with this recipe, or None."""
+    """Return why a layer can't be converted with this recipe; None if it can."""
     return None if isinstance(layer, nn.Linear) else cannot_take_hosted(layer, recipe)
 
 
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function that takes a layer and its names, and returns its recipe by the arguments of `convert`.
+    """Make a function of a layer and its names that returns the layer's recipe, by convert's arguments.
 
-    It returns the recipe and an empty text, or None and the reason why the layer has no recipe.
+    ``recipe``, ``filter`` and ``keep_ends`` are those; ``fqns`` are the names of all layers. The function returns the
+    recipe and an empty text, or None and the reason why the layer has no recipe.
     """
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
 
@@ -92,10 +96,10 @@ def _asker(
 def recipes_and_reasons(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
-    """Decide the recipe of each layer that is not converted yet.
+    """Decide the recipe of each layer that is not converted yet; for the arguments see `convert`.
 
     The first result has, for each layer, its recipe and an empty text, or None and the reason why it is left out. The
-    second tells whether a layer that is converted already would get its recipe again.
+    second says whether a layer that is converted already would get its recipe again.
 
     Raises:
         ValueError: The model has no layers, or a converted layer would get another recipe.

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.fp8compile.*`: which appear as nodes in traced graphs."""
+"""The operators `torch.ops.fp8compile.*`, which appear as nodes in traced graphs."""
 
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_again

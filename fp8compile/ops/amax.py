@@ -28,7 +28,10 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
-    """Uninitialized float32 tensor for amaxes: one per block, or (groups, columns) if a group's rows are a block."""
+    """Make an uninitialized float32 tensor for the amaxes of ``x``, with an entry for each block.
+
+    With ``groups``, the number of groups whose rows are a block, the shape is (groups, columns).
+    """
     shape = shape_said(quantizer, "scale_shape", x.shape)
     return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)
 

@@ -1,9 +1,9 @@
-"""Graph rewrites that let PyTorch's async tensor parallelism fuse our products with a gather or a reduce-scatter.
+"""Graph rewrites with which async tensor parallelism can fuse FP8 GEMMs with their collectives.
 
     gather of float8 -> ... -> reshape -> _scaled_mm -> reshape -> reduce-scatter
 
-Inductor's pass (`torch._inductor.config._micro_pipeline_tp`) accepts reshapes between a product and a collective, but
-no views as another dtype. While it is on, codes are gathered as float8, and the rewrites move or remove such views.
+Inductor's pass (`torch._inductor.config._micro_pipeline_tp`) accepts reshapes between a GEMM and a collective, but no
+views as another dtype. While the pass is on, codes are gathered as float8, and the rewrites move or remove such views.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ __all__ = ["on_the_wire"]
 
 
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """View codes as the dtype to gather: float8 if async tensor parallelism is on and can multiply them, else uint8.
+    """View codes as the dtype to gather: float8 if async tensor parallelism can use it, else uint8.
 
-    Inductor's pass leaves gathers of uint8 alone. PyTorch's fused operator takes one scale, or one scale for each row
-    of a matrix. Scales of smaller blocks would be separated from their codes.
+    Inductor's pass ignores gathers of uint8. PyTorch's fused operator takes one scale for a tensor or one for each row
+    of a matrix; scales of smaller blocks would be separated from their codes. Codes with other scales stay uint8, and
+    so do those on a CPU.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):
@@ -44,7 +45,7 @@ def _source(node: Any) -> tuple[fx.Node, list[Any]]:
 
 
 def _has_plain_scales(product: fx.Node) -> bool:
-    """Whether a node is a `_scaled_mm` with one scale for each operand, or one for each row and column."""
+    """Whether a node is a `_scaled_mm` with one scale for each operand, or for each row and each column."""
     if product.target is not torch.ops.aten._scaled_mm.default:
         return False
     rows, columns = product.meta["val"].shape
@@ -54,9 +55,9 @@ def _has_plain_scales(product: fx.Node) -> bool:
 
 
 def _is_of_reshaped_bytes(match: Any) -> bool:
-    """Whether a match views bytes as float8 for a GEMM's left operand, and `_straighten` can simplify the view.
+    """Whether the matched node is a view of bytes as float8 that `_straighten` can move or remove.
 
-    It can if the bytes were viewed from the same float8 dtype before, or were reshaped.
+    Only GEMMs read the view, as their left operand, and its bytes were reshaped, or viewed from the same float8 dtype.
     """
     node = match.nodes[-1]
     if not _compat.async_tp() or not all(_has_plain_scales(user) and user.args[0] is node for user in node.users):
@@ -70,7 +71,10 @@ def _is_of_reshaped_bytes(match: Any) -> bool:
 
 
 def _straighten(match: Any, *_: Any) -> None:
-    """Move the view as float8 before the reshapes, or use the float8 tensor that the bytes were viewed from."""
+    """Move the matched view as float8 before the reshapes of its bytes.
+
+    If the bytes are themselves a view of a float8 tensor, that tensor is reshaped instead.
+    """
     node = match.nodes[-1]
     found: Any
     source, reshapes = _source(node.args[0])
@@ -92,7 +96,7 @@ def _straighten(match: Any, *_: Any) -> None:
 
 
 def _is_no_reshape(match: Any) -> bool:
-    """Whether a node reshapes a product to the shape that the product already has."""
+    """Whether the matched node reshapes a GEMM's result to the shape that the result already has."""
     node = match.nodes[-1]
     if not _compat.async_tp() or node.meta["val"].shape != node.args[0].meta["val"].shape:
         return False
@@ -100,7 +104,10 @@ def _is_no_reshape(match: Any) -> bool:
 
 
 def _drop(match: Any, *_: Any) -> None:
-    """Remove a reshape that changes nothing; PyTorch's pass would take it for a reshape to more dims."""
+    """Remove a matched reshape that changes nothing.
+
+    PyTorch's pass would take it for a reshape to more dims.
+    """
     node = match.nodes[-1]
     node.replace_all_uses_with(node.args[0])
     match.graph.erase_node(node)

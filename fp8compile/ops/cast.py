@@ -1,4 +1,4 @@
-"""fp8compile::cast: multiply values by their block's multiplier, and round the products to codes.
+"""fp8compile::cast: multiply values by their block's multiplier (1 / scale), and round to codes.
 
 fp8compile::cast_again computes the same codes in the backward. Compilers merge equal calls of one op, which would keep
 the forward's codes, one byte per element, until the backward; a call of a different op is computed anew.
@@ -37,7 +37,10 @@ def _kernel(
 
 
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
-    """An uninitialized uint8 tensor for the codes of ``x``; with ``columns``, for (K, columns) transposed codes."""
+    """Make an uninitialized uint8 tensor for the codes of ``x``.
+
+    With ``columns``, it is for transposed codes (K, columns) of the rows of ``x``, (R, K), padded to ``columns``.
+    """
     shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
     return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)
 

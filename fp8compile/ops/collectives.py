@@ -33,7 +33,7 @@ _IN_BACKWARD: ContextVar[bool] = ContextVar("sent_in_backward", default=False)
 
 @contextmanager
 def sent_in_backward() -> Iterator[None]:
-    """Context that keeps its collectives in a compiled graph's backward; PyTorch might move them into the forward."""
+    """Context in which collectives are marked so that PyTorch's partitioner keeps them in the backward."""
     token = _IN_BACKWARD.set(True)
     try:
         yield
@@ -42,7 +42,7 @@ def sent_in_backward() -> Iterator[None]:
 
 
 def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a functional collective and wait for its result, in eager mode and in a graph."""
+    """Call a functional collective with ``args`` and wait for its result, in eager mode and in a graph."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     # Dynamo can't trace a ContextVar, and need not: it traces forwards only.
@@ -54,10 +54,11 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @inductor.once_a_graph
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
-    """The largest amax over the ranks of a group, for nonnegative float32 of any shape; NaN if any rank has a NaN.
+    """The largest amax over the ranks of a group; NaN if any rank has a NaN.
 
-    The maximum is computed on the bits, because gloo's float maximum loses the NaN of another rank. Bits of
-    nonnegative floats, read as integers, have the same order as the floats, and NaN is larger than all numbers.
+    ``amax`` is nonnegative float32 of any shape. The maximum is computed on the bits, because gloo's float maximum
+    loses the NaN of another rank. Bits of nonnegative floats, read as integers, have the same order as the floats, and
+    NaN is larger than all numbers.
     """
     from torch.distributed import _functional_collectives as funcol
 
@@ -67,10 +68,10 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 
 
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
-    """Reduce many amaxes over ranks as `all_reduce_amax` does; amaxes with the same groups share one message.
+    """Reduce amaxes over ranks as `all_reduce_amax` does; amaxes with equal groups share a message.
 
-    ``groups`` has an entry for each amax: the groups over which it is reduced, one after the other. An empty entry
-    leaves the amax as it is.
+    ``groups`` has an entry for each amax: the process groups over which it is reduced, one after the other. With an
+    empty entry, the amax stays the same.
     """
     found = list(amaxes)
     messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}
@@ -89,9 +90,10 @@ def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[Proces
 
 
 def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
-    """The largest (``"max"``) or smallest (``"min"``) value over the ranks of a group; NaN if any rank has a NaN.
+    """The largest or smallest value over the ranks of a group; NaN if any rank has a NaN.
 
-    ``x`` is float32, bfloat16, float16 or of an integer dtype; the result has its shape and dtype.
+    ``reduction`` is ``"max"`` or ``"min"``. ``x`` is float32, bfloat16, float16 or of an integer dtype; the result has
+    its shape and dtype.
     """
     from torch.distributed import _functional_collectives as funcol
 
@@ -108,7 +110,7 @@ def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> 
 
 
 def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
-    """The sum (``"sum"``) or mean (``"avg"``) over the ranks of a group, in the shape and dtype of ``x``."""
+    """Sum or average ``x`` over ranks, in its shape and dtype; ``reduction`` is ``"sum"`` or ``"avg"``."""
     from torch.distributed import _functional_collectives as funcol
 
     return _sent(funcol.all_reduce, x, reduction, group)
@@ -117,7 +119,7 @@ def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
 def all_to_all(
     x: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup | str
 ) -> Tensor:
-    """Exchange entries along dim 0 between ranks; returns the entries that this rank received, in the order of ranks.
+    """Exchange entries along dim 0 between ranks; returns the received entries, in the order of ranks.
 
     Args:
         x: Entries to send, in the order of the ranks that get them.
@@ -131,7 +133,7 @@ def all_to_all(
 
 
 def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
-    """The argument of `pad` that adds ``before`` and ``after`` entries to dim ``dim`` of a tensor of ``ndim`` dims."""
+    """The argument of `pad` that adds ``before`` and ``after`` entries to dim ``dim`` of ``ndim`` dims."""
     return (0, 0) * (ndim - 1 - dim) + (before, after)
 
 
@@ -154,10 +156,10 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
 def reduce_scatter(
     x: Tensor, reduction: str, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str
 ) -> Tensor:
-    """Sum (``"sum"``) or average (``"avg"``) over the ranks of a group, and return the shard of rank number ``rank``.
+    """Sum or average (``reduction`` ``"sum"`` or ``"avg"``) over ranks; returns a shard along ``dim``.
 
-    ``x`` has the shape of the whole result. ``sizes`` has the size of each rank's shard along ``dim``; sizes may
-    differ and be 0.
+    ``x`` has the shape of the whole result. The shard is that of ``rank``, this rank's number. ``sizes`` has the size
+    of each rank's shard along ``dim``; sizes may differ and be 0.
     """
     dim, largest = dim % x.ndim, max(sizes)
     if any(size != largest for size in sizes):

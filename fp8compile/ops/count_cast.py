@@ -1,8 +1,9 @@
-"""fp8compile::count_cast: count, for each row of a cast, nonzero values with code 0, and values that saturate.
+"""fp8compile::count_cast: count the underflows and the saturations in each row of a cast.
 
-Both counts are halves of one integer, so a cast gets only one more reduction. Inductor would store the summand of each
-element, because many operators compute it, and the code would be too long to fuse casts of several layers. Therefore
-the op has its own lowering: a reduction that computes the summands itself.
+Underflows are nonzero values with code 0. Both counts are halves of one integer, so a cast gets only one more
+reduction. By default Inductor would store the summand of each element, because many operators compute it, and the code
+would be too long to fuse casts of several layers. Therefore the op has its own lowering: a reduction that computes the
+summands itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["count_cast", "half_of", "in_halves"]
 
 
 def _dtype(size: Any) -> torch.dtype:
-    """The least signed dtype each of whose halves can count up to ``size``; int64 for a symbolic size."""
+    """The smallest of int16, int32, int64 whose halves can both count up to ``size``; int64 for a symbol."""
     if not isinstance(size, int):
         return torch.int64
     return torch.int16 if size < 1 << 8 else torch.int32 if size < 1 << 16 else torch.int64
@@ -32,7 +33,7 @@ def _shift(dtype: torch.dtype) -> int:
 
 
 def half_of(counts: Tensor, half: int) -> Tensor:
-    """One of the two counts in a result of `count_cast`, int64: half 0 has the underflows, half 1 the saturations."""
+    """Extract one count from a result of `count_cast`, int64: underflows (``half`` 0) or saturations (1)."""
     shift = _shift(counts.dtype)
     return (counts.long() >> shift * half) & ((1 << shift) - 1)
 
@@ -43,7 +44,7 @@ def in_halves(underflows: Tensor, saturations: Tensor) -> Tensor:
 
 
 def _impl(magnitude: Tensor, codes: Tensor, limit: Tensor, mask: int) -> Tensor:
-    """Count the values of each row that a cast rounds to 0, and those that it saturates.
+    """Count the values of each row that a cast rounds to 0, and the values that it saturates.
 
     Args:
         magnitude: Magnitudes of the values, (..., n) float32.

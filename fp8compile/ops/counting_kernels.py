@@ -1,11 +1,11 @@
-"""Counts that quantizing kernels also make of their casts, for `fp8compile.Monitor`.
+"""Statistics (amax, underflows, saturations) that casting kernels also compute, for a Monitor.
 
 An op whose name ends in ``_counted`` launches the same kernel as the op without that ending. It returns the same
-results, then ``counts``, int32 (directions, 3, programs): the three numbers of `COUNTED` for each direction of the
-cast and each program of the kernel. The amax is stored as the bits of a float32, and the tensor's is the maximum over
-programs; the other two numbers add up. Programs of a stack are sorted by matrix.
+results, then ``counts``, int32 (directions, 3, programs): the three numbers of `COUNTED` for the codes along rows and
+along columns (directions), from each program of the kernel. The amax is stored as the bits of a float32. The tensor's
+amax is the maximum over programs; its underflows and saturations are sums. Programs of a stack are sorted by matrix.
 
-Kernels of groups accumulate per group instead: ``counts`` is int64 (directions, 3, E).
+Kernels of groups accumulate per group instead: ``counts`` is int64 (directions, 3, E) for E groups.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ Format = Float8Format | Float4Format
 
 
 def empty_counts(like: Tensor, directions: int, programs: int) -> Tensor:
-    """An uninitialized tensor of counts, int32 (directions, 3, programs), for a kernel to write."""
+    """Make an uninitialized tensor for a kernel's statistics, int32 (directions, 3, programs).
+
+    ``directions`` is 2 for codes along rows and along columns, else 1; ``like`` gives the device.
+    """
     return like.new_empty((directions, len(COUNTED), programs), dtype=torch.int32)
 
 
 def counts_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """Compute the numbers of `COUNTED` for one cast, (3,) int32.
+    """Compute the amax (as bits), underflows and saturations of one cast, (3,) int32.
 
     Args:
         values: The values that were cast.
@@ -63,28 +66,35 @@ def counts_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Tens
 
 
 def counts_of_blocks(values: Tensor, codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """`counts_of` a matrix with one code per byte, whose scales are the grid ``scale``."""
+    """Compute what `counts_of` does, for a matrix with one code per byte and the grid ``scale``."""
     scales = expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
     return counts_of(values, codes, scales, quantizer.element_format())
 
 
 def counts_of_steps(each: Sequence[Tensor], programs: int) -> Tensor:
-    """Lay out reference counts, (3,) per direction, as a kernel's (directions, 3, programs); program 0 has all."""
+    """Lay out statistics in the shape that a kernel writes, (directions, 3, programs).
+
+    ``each`` has one (3,) from `counts_of` for each direction; program 0 gets all of it, the others zeros.
+    """
     found = torch.stack(list(each)).unsqueeze(-1)
     return torch.nn.functional.pad(found, (0, programs - 1)) if programs else found[..., :0]
 
 
 def no_counts_of_groups(offsets: Tensor, directions: int) -> Tensor:
-    """Zero counts of groups, int64 (directions, 3, E), for a kernel to add to."""
+    """Make zero statistics of E groups, int64 (directions, 3, E), for a kernel to add to.
+
+    ``offsets``, (E,), are the ends of the groups; ``directions`` is 2 for codes along rows and along tokens, else 1.
+    """
     return offsets.new_zeros((directions, len(COUNTED), offsets.shape[0]), dtype=torch.int64)
 
 
 def counts_of_groups(
     x: Tensor, offsets: Tensor, quantizers: Sequence[Quantizer], multipliers: Tensor | None = None
 ) -> Tensor:
-    """The counts that a kernel of groups leaves, computed by casting each group's rows of ``x`` with each quantizer.
+    """Compute a kernel's statistics of E groups, int64 (quantizers, 3, E), by casting each group.
 
-    ``multipliers`` has a row for each group; None to compute multipliers from the rows.
+    ``offsets`` are the ends of the E groups of rows of ``x``. ``multipliers`` (1 / scale) has a row for each group;
+    None to compute multipliers from the rows.
     """
     counts = no_counts_of_groups(offsets, len(quantizers))
     for direction, quantizer in enumerate(quantizers):
@@ -101,9 +111,9 @@ def counts_of_groups(
 
 
 def pieces_of_counts(counts: Tensor, name: str, matrices: int) -> Tensor:
-    """One number of `COUNTED` from the counts of one direction, as (matrices, values to combine).
+    """One statistic of `COUNTED`, by ``name``, for each matrix: (matrices, values to combine).
 
-    ``name`` names the number. ``matrices`` counts a stack's matrices, or groups; it is 1 if there are none.
+    ``counts`` is (3, programs) or (3, E). ``matrices`` is the number of a stack's matrices, or of groups; 1 without.
     """
     found = counts[COUNTED.index(name)].view(matrices, -1)
     if name != "amax":

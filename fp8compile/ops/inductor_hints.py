@@ -1,4 +1,4 @@
-"""Hints to Inductor: ops that return their input's values, and tell a compiled graph when and how to store them.
+"""Hints to Inductor: ops that return their input's values, and say when and how to store them.
 
 after       identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
 realize     a value that is computed once and stored, instead of computed for each use
@@ -38,7 +38,10 @@ def _register(
     impl: Callable[..., Tensor] = _copy,
     samples: Callable[[], Iterator[tuple[Any, ...]]] = _samples,
 ) -> OpOverload:
-    """Register an op that copies its first tensor; ``lower`` is its Inductor lowering, a function of IR nodes."""
+    """Register an op that returns a copy of its first tensor; ``lower`` is its Inductor lowering.
+
+    ``lower`` takes and returns IR. ``impl`` is the eager kernel; ``samples`` yields arguments for tests.
+    """
     op = register_op(
         name,
         impl,

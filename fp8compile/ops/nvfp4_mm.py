@@ -1,7 +1,7 @@
 """fp8compile::nvfp4_mm: the product of four-bit codes on Blackwell's tensor cores.
 
-It calls `torch._scaled_mm_v2` once. In graphs it stays one call, because Inductor (up to PyTorch 2.13) can't lower
-that function if scales are in tiles. On a CPU it multiplies the same operands exactly, for tests.
+The op calls `torch._scaled_mm_v2` once. In graphs the op stays one call, because Inductor (up to PyTorch 2.13) can't
+lower that function if scales are in tiles. On a CPU the op multiplies the same operands exactly, for tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TENSOR_WISE, BLOCK_1X16, NO_SWIZZLE, SWIZZLE_32_4_4 = 0, 2, 0, 1
 
 
 def values_of_tiles(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode packed codes (rows, k / 2) with scales in tiles to their values (rows, k), float64."""
+    """Decode packed codes (rows, k / 2), with e4m3 scales in 128 x 4 tiles, to values (rows, k), float64."""
     numbers = E2M1.decode(unpack(codes, 1)).double()
     blocks = untiled(scale, numbers.shape[0], numbers.shape[1] // NV_BLOCK)
     return numbers * E4M3.decode(blocks).double().repeat_interleave(NV_BLOCK, 1)
@@ -49,8 +49,8 @@ def _kernel(
         b: (n, k / 2) uint8, two neighbours of a row per byte; n is a multiple of 16.
         a_scale: e4m3 scales of blocks of 1 x 16 codes of ``a``, as bytes in tiles, 1-D, see `scale_layouts`.
         b_scale: The same scales for ``b``.
-        a_outer_scale: (1,) float32.
-        b_outer_scale: (1,) float32.
+        a_outer_scale: Scale of the whole tensor ``a``, (1,) float32.
+        b_outer_scale: Scale of the whole tensor ``b``, (1,) float32.
         out_dtype: Dtype of the product (m, n).
     """
     if target_of(a.device).type == "cpu":

@@ -1,7 +1,7 @@
-"""fp8compile::outer_amaxes: store a matrix, and compute its amaxes without and with a Hadamard transform.
+"""fp8compile::outer_amaxes: store a matrix; compute its amaxes with and without Hadamard transform.
 
-Codes with two levels of scales need the amax of the whole tensor first; this op is the first of two reads. On a GPU it
-is one Inductor kernel, which also computes the matrix, such as an activation.
+Codes with two levels of scales first need the amax of the whole tensor, so the tensor is read twice; this op is the
+first read. On a GPU it is one Inductor kernel, which also computes the matrix, such as an activation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["outer_amax_of_values", "outer_amaxes"]
 
 
 def outer_amax_of_values(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """The outer amax, (1,) float32, that a quantizer computes for a matrix."""
+    """The amax of a whole matrix, after the quantizer's transform, (1,) float32."""
     return quantizer.outer_amax(quantizer.amax(x))
 
 
@@ -33,9 +33,10 @@ def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 
 
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a contiguous copy of the matrix, and the outer amax, (1,) float32, for each quantizer.
+    """Returns a contiguous copy of the matrix, and its whole amax, (1,) float32, for each quantizer.
 
-    Blocks are (1, 16) and (16, 1). On a GPU, the number of rows is a multiple of 16.
+    The amaxes differ if ``columns`` has a transform. Blocks are (1, 16) and (16, 1). On a GPU, the number of rows is a
+    multiple of 16.
     """
     return _step_by_step(x, rows, columns)
 

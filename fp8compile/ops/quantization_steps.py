@@ -23,9 +23,9 @@ __all__ = ["OPS_OF_STEPS", "PYTHON_OF_STEPS", "Steps"]
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that quantize a tensor: the ops, or their Python implementations.
+    """The functions that quantize a tensor step by step: the ops, or the Python functions behind the ops.
 
-    Eager kernels call the implementations, because a dispatch costs 10 us.
+    Eager kernels call the Python functions, because the dispatch of an op costs 10 us.
     """
 
     amax: Callable[[Tensor, Quantizer], Tensor]

@@ -1,8 +1,8 @@
-"""fp8compile::quantize_both: codes and scales of a matrix along rows and along columns, from one read of the matrix.
+"""fp8compile::quantize_both: codes and scales of a matrix along rows and along columns, by one read.
 
-A gradient is multiplied along rows for grad_input and along columns for grad_weight. The two casts share only their
-input, and Inductor would read it twice for each. On a GPU this op is one Triton kernel. On a CPU, and as the
-reference, it runs the two casts. A stack (E, M, K) is quantized matrix by matrix.
+A gradient is multiplied along rows for grad_input and along columns for grad_weight. Inductor would read the matrix
+twice for each of the two casts. On a GPU this op is one Triton kernel. On a CPU, and as the reference, it runs the two
+casts. A stack (E, M, K) is quantized matrix by matrix.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LARGEST_BLOCK = 128
 
 
 def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the GPU kernel takes both quantizers.
+    """Whether the GPU kernel can quantize by ``rows`` and by ``columns`` in one read.
 
-    It takes `CurrentScaling` that rounds to nearest, with blocks (1, n) and (n, 1), where n divides 128.
+    The kernel takes `CurrentScaling` that rounds to nearest, with blocks (1, n) and (n, 1), where n divides 128.
     """
     if type(rows) is not CurrentScaling or type(columns) is not CurrentScaling:
         return False
@@ -47,7 +47,10 @@ def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
 
 
 def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialized results in the layouts that GEMMs read: row scales and column codes are column-major."""
+    """Make uninitialized codes and scales along rows and along columns, in the layouts that GEMMs read.
+
+    Scales along rows and codes along columns are column-major.
+    """
     *stack, m, k = x.shape
     row_blocks, column_blocks = rows.scale_shape((m, k))[1], columns.scale_shape((m, k))[0]
     return (
@@ -59,13 +62,19 @@ def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 
 
 def along_rows(x: Tensor, quantizer: Quantizer, steps: Steps) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix in blocks along rows; returns codes, and scales that are column-major, as GEMMs read them."""
+    """Quantize a matrix in blocks along rows; returns codes, and scales in column-major order for GEMMs.
+
+    ``steps`` are the functions that compute amax, scale and codes.
+    """
     multiplier, found = steps.scale(steps.amax(x, quantizer), quantizer)
     return steps.cast(x, multiplier, quantizer), found.t().contiguous().t()
 
 
 def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference kernel: runs both casts one after the other; results have the layouts of `empty_outputs`."""
+    """Quantize along rows, then along columns: the reference of the GPU kernel.
+
+    Results are codes and scales along rows and along columns, in the layouts of `empty_outputs`.
+    """
     if x.ndim == 3:
         codes, scales, *along_columns = zip(*(two_casts(matrix, rows, columns) for matrix in x), strict=True)
         turned, column_scales = along_columns

@@ -1,4 +1,4 @@
-"""fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and along columns, from one read of it.
+"""fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and columns, by one read.
 
 The NVFP4 version of `fp8compile.ops.quantize_both`. Outer amaxes are arguments, because they must be known before the
 first code is computed (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the layout that a GPU's GEMM reads.
@@ -36,10 +36,10 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def is_packed_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the GPU kernel can quantize in both directions with these two quantizers.
+    """Whether the GPU kernel can quantize by ``rows`` and by ``columns`` in one read.
 
-    It takes packed `TwoLevelScaling` with the same rule of scales and blocks (1, 16) and (16, 1), without a transform
-    along rows.
+    The kernel takes packed `TwoLevelScaling` with the same rule of scales and blocks (1, 16) and (16, 1), without a
+    transform along rows.
     """
     if type(rows) is not TwoLevelScaling or type(columns) is not TwoLevelScaling:
         return False
@@ -61,7 +61,10 @@ def _empty_outputs(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quant
 
 
 def by_outer_amax(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a matrix whose outer amax is known; returns codes, scales of blocks and the outer scale."""
+    """Quantize a matrix whose outer amax is known; returns codes, scales of blocks and the outer scale.
+
+    ``outer_amax`` is the amax of the whole matrix after the quantizer's transform, (1,) float32.
+    """
     outer = quantizer.outer_scale(outer_amax)
     scale = quantizer.block_scale(quantizer.amax(x), outer_amax)
     return quantizer.cast(x, quantizer.block_multiplier(scale, outer)), scale, outer
@@ -98,9 +101,10 @@ def _has_no_launch(x: Tensor) -> bool:
 def _kernel(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns codes, scales in tiles and the outer scale along rows, then the same three along columns.
+    """Returns codes, scales in 128 x 4 tiles and the outer scale along rows, then the same along columns.
 
-    Codes along columns are column-major. ``x`` is (M, K), both multiples of 16; outer amaxes are (1,) float32.
+    ``x`` is (M, K), both multiples of 16. ``row_amax`` and ``column_amax`` are the whole matrix's amaxes for codes
+    along rows and along columns, (1,) float32. Codes along columns are column-major.
     """
     given = x, row_amax, column_amax, rows, columns
     return _step_by_step(*given) if _has_no_launch(x) else _launch(*given, None)
@@ -120,7 +124,10 @@ def _counted_fake(
 
 
 def counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
-    """`fp8compile.ops.counting_kernels.counts_of` a matrix whose outer amax is known, (3,) int32."""
+    """Compute a cast's statistics (amax, underflows, saturations), (3,) int32, as `counts_of` does.
+
+    ``outer_amax`` is the amax of the whole matrix ``x``, (1,) float32.
+    """
     own = quantizer.unpacked()
     codes, scale, outer = by_outer_amax(x, outer_amax, own)
     values = random_hadamard(x.float(), 0, own.transform()) if own.transform() else x

@@ -1,8 +1,8 @@
-"""fp8compile::quantize_weight: codes and scales of a weight for the forward, and the weight's amaxes for grad_input.
+"""fp8compile::quantize_weight: a weight's codes and scales, and its amaxes for grad_input.
 
-With one scale for each row, the backward's cast needs the amax of each column; Inductor would read the weight again
-for it. On a GPU this op is one Triton kernel that reads the weight once. On a CPU, and as the reference, it runs the
-quantizers' steps.
+With one scale for each row, the backward's cast needs the amax of each column; Inductor would read the weight again to
+compute it. On a GPU this op is one Triton kernel that reads the weight once. On a CPU, and as the reference, it runs
+the quantizers' steps.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ROWS, COLUMNS = (1, -1), (-1, 1)
 
 
 def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: int) -> bool:
-    """Whether the GPU kernel can quantize with ``first`` and compute amaxes for ``again``, the backward's quantizer.
+    """Whether the GPU kernel can quantize by ``first`` and compute the amaxes for ``again``.
 
-    It can for row scales followed by column scales if a row of ``columns`` elements fits into registers, and for
-    square blocks.
+    ``again`` is the backward's quantizer. Allowed are a scale for each row by ``first`` and for each column by
+    ``again``, if a row of ``columns`` elements fits into registers, and square blocks.
     """
     if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
         return False
@@ -57,7 +57,10 @@ def _fake(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, T
 
 
 def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference kernel: runs the quantizers' steps one by one; returns codes, scales, and amaxes for ``again``."""
+    """Run the quantizers' steps; returns codes and scales by ``first``, and amaxes for ``again``.
+
+    ``first`` is the forward's quantizer, ``again`` the backward's. This is the reference of the GPU kernel.
+    """
     multiplier, own_scale = scale(amax(weight, first), first)
     return cast(weight, multiplier, first), own_scale, amax(weight, again)
 

@@ -35,7 +35,7 @@ def recipe_support(
 ) -> tuple[GemmSupport, ...]:
     """How each GEMM of a recipe would run on a device, in the order output, grad_input, grad_weight.
 
-    ``out_dtype`` is the dtype of the layer's tensors. ``grouped`` asks for the products of a grouped layer, such as
+    ``out_dtype`` is the dtype of the layer's tensors. ``grouped`` asks for the GEMMs of a grouped layer, such as
     experts.
     """
     if grouped:

@@ -1,4 +1,4 @@
-"""register_op: one call registers a PyTorch operator with its schema, kernel, derivative, decomposition and samples.
+"""register_op: register an operator with schema, kernel, derivative, decomposition and samples.
 
 The five arguments in `ARGUMENTS` must be given, even as None: if one is left out by mistake, register_op raises and
 says what to write.
@@ -168,9 +168,9 @@ def _schema(name: str, impl: Callable[..., Any]) -> str:
 
 
 def _check_salted(name: str, impl: Callable[..., Any]) -> None:
-    """Raise a TypeError if an op's source would not be in the keys of compile caches: if it takes no `Constant`.
+    """Raise a TypeError if the op takes no `Constant`, whose text carries a hash of the source.
 
-    The text of a constant carries a hash of the source into the key.
+    Without this hash, the op's source would not be part of the keys of compile caches. ``impl`` is the op's kernel.
     """
     hints = inspect.get_annotations(impl, eval_str=True)
     types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # finds Recipe in `Recipe | None`
@@ -288,7 +288,8 @@ def register_kernel_op(
 ) -> torch._ops.OpOverload:
     """Register an op without derivative that is one kernel on a GPU.
 
-    ``steps`` replaces it on a CPU and in exported programs: plain PyTorch with the same arguments.
+    ``impl`` is the kernel for all devices and ``fake`` makes empty results. ``steps`` replaces the op on a CPU and in
+    exported programs: plain PyTorch with the same arguments.
     """
 
     @functools.wraps(steps)
@@ -308,14 +309,17 @@ def register_kernel_op(
 
 
 def for_every_op(listener: Callable[[Op], None]) -> None:
-    """Call ``listener`` with each op that is registered already, and with each op that will be registered."""
+    """Call ``listener`` with each op that is registered already or will be registered later."""
     LISTENERS.append(listener)
     for op in OPS.values():
         listener(op)
 
 
 def _portable(op: Op) -> Callable[..., Any]:
-    """The function that replaces an op in an exported program; the function raises if the op can't be replaced."""
+    """Find the function that replaces an op in an exported program.
+
+    If the op can't be replaced, the function raises an error with the reason.
+    """
     if callable(op.portable):
         return op.portable
 
@@ -335,18 +339,21 @@ def _device(args: Iterable[Any]) -> str:
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Map every registered operator to PyTorch's own operators, for ``ExportedProgram.run_decompositions``.
+    """Map every registered operator to a function of PyTorch's operators, for ``run_decompositions``.
 
-    The resulting program runs, and is saved and loaded, without this package. Some operators can't be decomposed:
-    messages of expert parallelism, kernels for groups of rows on a GPU, and products over the tokens of groups, which
-    only backwards have. ``run_decompositions`` then raises a RuntimeError. Experts run one after the other over all
-    rows, because an exported program can't read how many rows each expert has.
+    An ``ExportedProgram`` decomposed by this map runs, and is saved and loaded, without this package. Some operators
+    can't be decomposed: messages of expert parallelism, kernels for groups of rows on a GPU, and products over the
+    tokens of groups, which only backwards have. ``run_decompositions`` then raises a RuntimeError. Experts run one
+    after the other over all rows, because an exported program can't read how many rows each expert has.
     """
     return {op.overload: _portable(op) for op in OPS.values()}
 
 
 def _refuse_to_save(target: object) -> None:
-    """Raise a RuntimeError if a program to be saved calls an op of this package; no other process may know the op."""
+    """Raise a RuntimeError if an exported program that is being saved calls an op of this package.
+
+    A process that loads the program need not know the op. ``target`` is what a node of the program calls.
+    """
     if isinstance(target, torch._ops.OpOverload) and target._schema.name in OPS:
         raise RuntimeError(
             f"torch.export.save: the program calls {target._schema.name}, and the file would load nowhere: the "

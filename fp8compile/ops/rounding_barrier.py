@@ -1,4 +1,4 @@
-"""The rounding barrier: a quantizer in compiled code reads the same values that eager mode would have stored.
+"""Rounding barrier: quantizers in compiled code read the values that eager mode would have stored.
 
 Inductor keeps a fused bfloat16 value in float32 and drops its rounding. Viewing the bits as integers forces the
 rounding; the `or` with 0 keeps Inductor from removing the pair of views, and costs no memory traffic on an H200.
@@ -17,8 +17,8 @@ __all__ = ["made_of_kept", "rounded"]
 def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
     """Return ``x`` in float32, rounded to its own dtype even if the op that computes ``x`` is fused.
 
-    With ``apart``, another barrier gives the same bits, so that compilers do not merge casts of forward and backward.
-    Merged casts would keep their codes until the backward, one more copy of all activations and weights.
+    ``apart`` selects a second barrier with the same bits, so that compilers do not merge casts of forward and
+    backward. Merged casts would keep their codes until the backward, one more copy of all activations and weights.
     """
     return _rounded(x, apart)
 
@@ -34,9 +34,9 @@ def _rounded(x: Tensor, apart: bool) -> Tensor:
 def made_of_kept(x: Tensor) -> Tensor:
     """Return ``x`` behind a barrier that changes no bits, for a call in the backward that reads ``x``.
 
-    PyTorch's partitioner always saves what a call in the backward reads, such as an activation, even if it could be
-    recomputed as a product of two saved tensors. Behind a barrier the partitioner decides by bytes. A tensor that no
-    pointwise code computes is returned as it is, because a barrier would copy it.
+    PyTorch's partitioner always saves what such a call reads, such as an activation, even if it could be recomputed as
+    a product of two saved tensors. Behind a barrier, the partitioner decides by bytes. A tensor that no pointwise code
+    computes is returned as it is, because a barrier would copy it.
     """
     if not is_fusible(x):
         return x

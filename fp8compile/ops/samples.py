@@ -1,4 +1,4 @@
-"""Sample inputs that the samples of all ops share."""
+"""Sample inputs (matrices, groups of tokens, quantizers, recipes) for the tests of all ops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def matrices() -> Iterator[Tensor]:
-    """Tensors with 1 to 3 dims in each floating dtype that ops take: contiguous, permuted, strided, empty, one row."""
+    """Tensors with 1 to 3 dims in each floating dtype: contiguous, permuted, strided, empty, one row."""
     yield _values(17, 24)
     yield _values(8, 40, dtype=torch.float32)
     yield _values(24, 17, dtype=torch.float16).t()
@@ -33,7 +33,7 @@ def matrices() -> Iterator[Tensor]:
 
 
 def tokens() -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs (matrix, offsets) with skewed, empty and single groups; rows after the last group are NaN."""
+    """Yield (matrix, ends of groups): skewed, empty and single groups; NaN in rows after the last."""
     for x, ends in zip((x for x in matrices() if x.ndim == 2), ENDS, strict=True):
         offsets = torch.tensor([int(end * x.shape[0]) for end in ends], dtype=torch.int32)
         x[int(offsets[-1]) :] = torch.nan

@@ -1,4 +1,4 @@
-"""fp8compile::scale: computes the multiplier and the scale of each block from its amax.
+"""fp8compile::scale: computes the multiplier (1 / scale) and the scale of each block from its amax.
 
 It is a separate op, because ranks that share a block must agree on its amax before this step.
 """

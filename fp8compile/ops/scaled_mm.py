@@ -24,13 +24,16 @@ __all__ = ["as_sides", "multiply_operands", "outer_scales_of", "scaled_mm"]
 def as_sides(
     codes: tuple[Any, ...], scales: tuple[Any, ...], quantizers: tuple[Any, ...], outer_scales: tuple[Any, ...]
 ) -> list[Quantized]:
-    """Make the left and the right `Quantized` operand of a product, from tuples with one entry for each side."""
+    """Make the left and the right `Quantized` operand of a product.
+
+    Each argument is a tuple with an entry for the left and for the right operand; ``outer_scales`` may be ().
+    """
     parts = zip(codes, scales, quantizers, outer_scales, strict=True)
     return [Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts]
 
 
 def outer_scales_of(a: Quantized, b: Quantized) -> tuple[Tensor | None, ...]:
-    """The outer scales as the last two arguments of a product's op; () if neither operand has one."""
+    """The outer scales of both operands, as the last arguments of a product's op; () if neither has one."""
     return () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
 
 
@@ -73,7 +76,10 @@ def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
 
 
 def _sharding(*args: Any) -> list[Split]:
-    """The sharding rule: shard rows of a or columns of b. Sharding the summed dim would change bits with the ranks."""
+    """Returns the ways to shard `scaled_mm`: by rows of ``a`` or by columns of ``b``.
+
+    The summed dim is never sharded, because the result's bits would depend on the number of ranks.
+    """
     _, _, _, _, a_quantizer, b_quantizer, *others = args
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
     whole = (None,) * (2 + len(others))
@@ -109,6 +115,6 @@ scaled_mm: OpOverload = register_op(
 
 
 def multiply_operands(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Call `scaled_mm` on two `Quantized` operands, (m, k) and (k, n), whose codes and scales it unpacks."""
+    """Call the op `scaled_mm` with the codes and scales of two `Quantized` operands, (m, k) and (k, n)."""
     outer = outer_scales_of(a, b)
     return scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config, *outer)

@@ -1,6 +1,6 @@
-"""fp8compile::scatter_sum: this rank's shard of a sum over ranks; the gradient stays sharded in the same way.
+"""fp8compile::scatter_sum: this rank's shard of a sum over ranks, with the gradient sharded likewise.
 
-DTensor's own redistribution gathers the gradient in high precision before it reaches the layer. With this op the layer
+DTensor's own redistribution gathers the gradient in high precision before the layer gets it. With this op the layer
 quantizes its shard of the gradient, and gathers codes. For a plain tensor the op is a copy.
 """
 

@@ -1,4 +1,4 @@
-"""Sharding rules: which dims of an op's arguments may be sharded, and how the shards' results combine.
+"""Sharding rules: which dims of an op's arguments may be sharded, and how results combine.
 
 A rule is a function of the op's arguments that returns every way to shard them. It reads only the shapes of tensors.
 """
@@ -38,7 +38,8 @@ class Split:
         inputs: One entry for each argument of the op: a ``Cut``, or None if every rank has the whole argument or the
             argument is not a tensor.
         outputs: One entry for each result. A dim: ranks' results are concatenated along it. ``"max"``, ``"min"`` or
-            ``"sum"``: they are reduced element by element, NaN included. None: every rank has the whole result.
+            ``"sum"``: ranks' results are reduced element by element, NaN included. None: every rank has the whole
+            result.
         exact: Whether the combined result has the same bits as the result on whole tensors. False for matrix products:
             each element is the same sum, but a backend chooses the order of summation by the sizes of its operands.
     """
@@ -64,7 +65,7 @@ Sharding = Callable[..., Iterable[Split]]
 
 
 def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) -> list[Split]:
-    """The splits of an elementwise op: for each dim, all its tensors are sharded along that dim.
+    """The splits of an elementwise op: for each of ``ndim`` dims, all tensors are sharded along that dim.
 
     The op takes ``inputs`` tensors, then ``others`` arguments that are not sharded, and returns ``outputs`` tensors.
     """
@@ -72,10 +73,10 @@ def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) ->
 
 
 def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]]:
-    """The ways to shard a tensor between its blocks, each with the matching cut of the grid of scales.
+    """The ways to shard a tensor between blocks: a cut of the tensor, and one of its grid of scales.
 
     The grid's cut is None if the grid has a single entry along the dim: a shard can be cast or dequantized with that
-    scale, but can't compute it alone.
+    scale, but can't compute the scale alone.
     """
     cuts: list[tuple[Cut, Cut | None]] = []
     last = len(shape) - 1

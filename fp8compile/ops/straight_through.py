@@ -1,4 +1,4 @@
-"""fp8compile::straight_through: return the values of one tensor, and pass the result's gradient to another one.
+"""fp8compile::straight_through: return the values of one tensor, and pass the gradient to another.
 
 Rounding has a derivative of zero almost everywhere. To train through rounding, the result equals the rounded
 ``values``, and its gradient goes to ``x``.

@@ -19,7 +19,10 @@ __all__ = ["AdamW"]
 def _rule(
     parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Update of one parameter by AdamW, in float32 (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    """AdamW's update of one parameter, float32; returns the new parameter and the new moments.
+
+    ``scalars`` are the learning rate and those of `AdamW.scalars` (Loshchilov and Hutter 2019, arXiv:1711.05101).
+    """
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
     grad = grad * sign
@@ -62,7 +65,7 @@ class AdamW(MomentOptimizer):
             changes below half the distance between codes; with ``betas[1]`` near 1 the second moment then only follows
             the largest value of its block.
         seed: Seed of stochastic rounding. The noise depends on seed, step, position in the unsharded parameter, and
-            value, so a resumed run rounds as before on any number of ranks.
+            value; a resumed run therefore rounds the same way on any number of ranks.
         bf16_stochastic_round: Whether bfloat16 parameters are rounded stochastically too (the name is torchao's).
         backend: Backend of ``torch.compile`` for the step; None runs eagerly, with float32 moments of one parameter
             at a time.
@@ -121,7 +124,7 @@ class AdamW(MomentOptimizer):
         super().__init__(params, defaults, backend)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise a ValueError or TypeError if an option or a parameter of a group is not allowed."""
+        """Raise a ValueError or TypeError if an option or a parameter of a parameter group is not allowed."""
         for name in ("lr", "eps", "weight_decay"):
             check_number("AdamW", name, group[name])
         for index, beta in enumerate(group["betas"]):
@@ -143,9 +146,9 @@ class AdamW(MomentOptimizer):
         super().load_state_dict(state_dict)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """Hyperparameters of one step, in the order in which ``_rule`` unpacks them after the learning rate.
+        """Hyperparameters of step number ``step``, in ``_rule``'s order of them behind the learning rate.
 
-        Python floats keep bias corrections in float64; the step rounds all of them to float32.
+        They are Python floats, so that bias corrections are in float64; the step rounds them to float32.
         """
         beta1, beta2 = map(float, group["betas"])
         return (

@@ -1,8 +1,8 @@
-"""The step of an optimizer with quantized moments, one function of tensors for all parameters.
+"""The step of an optimizer with quantized moments: one function of tensors, for all parameters.
 
-An update rule takes float32 tensors of one parameter. This file dequantizes the moments before it, and quantizes the
-new ones after it. Numbers that change with each step, such as the learning rate, are in the tensor ``scalars``, so
-that no step recompiles.
+An update rule takes float32 tensors of one parameter. This file dequantizes the moments before the rule runs, and
+quantizes the new moments afterwards. Numbers that change with each step, such as the learning rate, are in the tensor
+``scalars``, so that no step recompiles.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Job:
         parameter: The parameter, any floating-point dtype.
         grad: Its gradient, any floating-point dtype.
         target: Gets the first result of the rule: the parameter, or another tensor of as many elements.
-        moments: For each moment its values, or codes and scale, in ``shape``.
+        moments: For each moment its values, or its codes and scales; values and codes have the shape ``shape``.
         quantizers: For each moment its quantizer; None if it is not quantized.
-        place: Row and column positions from `MomentRows.place`, for stochastic rounding; may be ().
+        place: Row and column positions from `MomentRows.place`, for stochastic rounding; () means 0, 1, 2, ...
         bf16_seed: Seed of stochastic rounding of a bfloat16 target; None rounds to the nearest.
     """
 
@@ -52,7 +52,7 @@ class Job:
     bf16_seed: int | None = None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields as a tuple, the form that `advance` takes; Dynamo guards on tuples at little cost."""
+        """The fields as a tuple, as `advance` takes them; Dynamo guards on a tuple faster than on this object."""
         own = self.parameter.detach(), self.grad.detach(), self.target.detach()
         return self.shape, own, self.moments, self.quantizers, self.place, self.bf16_seed
 
@@ -62,8 +62,8 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
 
     Args:
         rule: The optimizer's arithmetic.
-        scalars: One row per job, float32. First 1, or 0 if the parameter has no gradient in this step, so that nothing
-            of it changes; then the step count, which varies the rounding noise; then the numbers for the rule.
+        scalars: One row per job, float32. A row has 1, or 0 to leave the parameter and its moments unchanged because
+            it has no gradient; then the step count, which varies the rounding noise; then the numbers for the rule.
         jobs: Results of `Job.arguments`.
     """
     for row, (shape, (parameter, grad, target), moments, quantizers, place, seed) in zip(scalars, jobs, strict=True):
@@ -88,12 +88,12 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
 
 @asks_a_constant
 def is_local(quantizer: CurrentScaling | None) -> bool:
-    """Whether codes depend on values only, not on positions; True if ``quantizer`` is None."""
+    """Whether a quantizer's codes depend only on values and not on positions; True if it is None."""
     return quantizer is None or quantizer.is_local()
 
 
 def _of_step(place: tuple[Tensor, ...], step: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the step count to the row positions, in their upper 32 bits, so that noise differs per step.
+    """Add 2**32 times the step count to the row positions ``place[0]``, so that noise differs per step.
 
     Without this, a value that does not change would be rounded in the same direction in every step.
     """
@@ -106,9 +106,10 @@ def _write(target: Tensor, values: Tensor, active: Tensor) -> None:
 
 
 def _rounded_to_bfloat16(x: Tensor, seed: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """Round float32 values stochastically to bfloat16 numbers, unbiased; the result's dtype stays float32.
+    """Round float32 values stochastically to bfloat16 numbers, without bias; the result stays float32.
 
-    Values that bfloat16 represents, including infinities, do not change; a NaN stays a NaN.
+    Noise depends on ``seed`` and on each value's position, ``rows`` and ``columns``. Values that bfloat16 represents,
+    including infinities, do not change; a NaN stays a NaN.
     """
     matrix = x.reshape(len(rows), len(columns)).contiguous()
     below = (noise(matrix, seed, rows, columns) * 65536.0).to(torch.int32)  # less than the 16 bits that are cut

@@ -1,6 +1,6 @@
 """MomentOptimizer: base class of optimizers with quantized moments: state, checkpoints and the step.
 
-param_groups, state --host--> jobs, one row of scalars each --advance, one graph for all--> parameters, state
+param_groups, state --host--> jobs, one row of scalars each --`advance`, one graph for all--> parameters, state
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class MomentOptimizer(Optimizer):
     """Base of optimizers with quantized moments; a subclass defines ``moments``, ``rule`` and `scalars`.
 
     Attributes:
-        moments: Maps the name of each moment to whether it is never negative and so stored as its square root.
-        rule: Arithmetic of one step of one parameter.
+        moments: For each moment, by name, whether it is never negative; such a moment is stored as its square root.
+        rule: Update of one parameter: (parameter, gradient, moments, scalars) -> (what is written, new moments).
     """
 
     moments: ClassVar[dict[str, bool]]
@@ -63,7 +63,7 @@ class MomentOptimizer(Optimizer):
             raise
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise a ValueError or TypeError if an option or a parameter of a group is not allowed."""
+        """Raise a ValueError or TypeError if an option or a parameter of a parameter group is not allowed."""
         owner = type(self).__name__
         self._check_options(group)
         for p in group["params"]:
@@ -94,7 +94,7 @@ class MomentOptimizer(Optimizer):
     # ------------------------------------------------------------------ a step
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """Numbers that `rule` unpacks after the learning rate; ``step`` counts steps, including this one."""
+        """Numbers that `rule` takes after the learning rate, for step number ``step`` (1 is the first)."""
         raise NotImplementedError
 
     @untraced
@@ -138,7 +138,10 @@ class MomentOptimizer(Optimizer):
             torch.autograd.graph.increment_version([each.target for each in jobs])
 
     def _with_state(self, group: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
-        """Yield the group's parameters on a device that have a gradient or a state; create missing states."""
+        """Yield the group's parameters on ``device`` that a step updates; creates states that are missing.
+
+        A parameter without a gradient is included if it has a state.
+        """
         for p in group["params"]:
             if p.device != device or (p.grad is None and not self.state.get(p)):
                 continue
@@ -165,7 +168,7 @@ class MomentOptimizer(Optimizer):
             state.update(parts)
 
     def job(self, p: Tensor, group: dict[str, Any]) -> Job:
-        """The tensors that a step reads and writes for parameter ``p``."""
+        """The tensors that a step reads and writes for parameter ``p`` of the parameter group ``group``."""
         rows, local, state = MomentRows.of(p), local_itself(p), self.state[p]
         if not is_fake(local):  # a graph of the step takes plain tensors, and FSDP2 may gather shards as codes
             local = plain_alias(local)
@@ -188,7 +191,7 @@ class MomentOptimizer(Optimizer):
         )
 
     def advance(self, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> None:
-        """Update parameters and moments of all jobs in one graph; eagerly if ``backend`` is None."""
+        """Call `compiled_step.advance` for all jobs in one compiled graph, or eagerly if ``backend`` is None."""
         if self._compiled is None:
             own = partial(advance, type(self).rule)
             self._compiled = own if self._backend is None else compiled_alone(advance, type(self).rule, self._backend)
@@ -200,8 +203,9 @@ class MomentOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this optimizer, or of its counterpart in ``torch.optim``.
 
-        If this optimizer stores a moment as codes, saved codes are loaded as they are, and saved values, such as those
-        of ``torch.optim.AdamW``, are quantized once. If it stores a moment as values, saved codes are dequantized.
+        If this optimizer stores a moment as codes, saved codes are loaded unchanged, and saved values are quantized,
+        such as those of ``torch.optim.AdamW``. If this optimizer stores a moment as values, saved codes are
+        dequantized.
         """
         kept = [{name: group[name] for name in (*self._dtype_options(), *OURS)} for group in self.param_groups]
         before = [dict(group) for group in self.param_groups]
@@ -224,7 +228,10 @@ class MomentOptimizer(Optimizer):
 
 
 def check_number(owner: str, name: str, value: Any, *, below: float = math.inf) -> None:
-    """Raise a ValueError unless ``value`` is a one-element tensor, or a number >= 0 and < ``below``."""
+    """Raise a ValueError unless ``value`` is a one-element tensor, or a number >= 0 and < ``below``.
+
+    ``owner`` and ``name`` name the optimizer and the option in the error.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1 or is_dtensor(value):
             raise ValueError(f"{owner}: {name} has shape {tuple(value.shape)}; a tensor has one element.")

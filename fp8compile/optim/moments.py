@@ -1,11 +1,11 @@
 """Layout of a moment in an optimizer's state: values, or codes and scales of blocks within rows.
 
     parameter (N, K)        exp_avg_codes (N, K) uint8     exp_avg_scale (N, ceil(K / 128)) float32
-    (E, N, K)               (E, N, K)                      (E, N, ceil(K / 128))
+    (E, N, K), E experts    (E, N, K)                      (E, N, ceil(K / 128))
     (N, 64, 3, 3)           (N, 64, 3, 3)                  (N, 5): trailing dims make one row of 576
 
 A block never crosses rows, so FSDP2 shards scales together with the rows. Codes and scales are plain tensors, sharded
-as the parameter is; checkpoints load bit for bit on any number of ranks.
+like the parameter; checkpoints load bit for bit on any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHORTEST_ROW = 16  # a shorter row stays float32, because its scale would cost m
 
 @dataclass(frozen=True)
 class MomentRows:
-    """Shapes and sharding of a parameter reshaped to rows, along which its moments are quantized.
+    """Shapes and sharding of a parameter that is reshaped to rows, along which its moments are quantized.
 
     Attributes:
         local: Shape of this rank's shard, reshaped to rows.
@@ -93,7 +93,7 @@ class MomentRows:
         """Shape in which a step computes this rank's rows, and the quantization block in that shape.
 
         If the row length is a multiple of 128, each block becomes a row, and Inductor generates one kernel for a step.
-        Otherwise it generates two kernels, which exchange float32 moments through memory.
+        Otherwise Inductor generates two kernels, which exchange float32 moments through memory.
         """
         length = BLOCK[1]
         if self.local[-1:] and self.local[-1] % length == 0:
@@ -101,9 +101,9 @@ class MomentRows:
         return self.local, BLOCK
 
     def place(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Positions in the unsharded parameter, int64, of rows and columns of `in_blocks`; () if not sharded.
+        """Positions, in the unsharded parameter, of the rows and columns of `in_blocks`, int64; () if whole.
 
-        Stochastic rounding takes them as arguments ``rows`` and ``columns`` of `fp8compile.ops.cast`.
+        `fp8compile.ops.cast` takes them as arguments ``rows`` and ``columns`` for stochastic rounding.
         """
         if not self.cuts:
             return ()
@@ -118,7 +118,10 @@ class MomentRows:
 
 
 def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Merge trailing dims until a row has at least 128 elements; never merge dim 0, which FSDP2 shards."""
+    """Shape with trailing dims merged until a row has 128 elements or more.
+
+    Dim 0, which FSDP2 shards, is never merged.
+    """
     rows = tuple(shape)
     while len(rows) > 2 and rows[-1] < BLOCK[1]:
         rows = (*rows[:-2], rows[-2] * rows[-1])
@@ -127,7 +130,7 @@ def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def _quantizer(root: bool, block: tuple[int, int], rounding: str, seed: int) -> CurrentScaling:
-    """The quantizer of a moment, cached because it is looked up for each parameter in each step."""
+    """The quantizer of a moment, or of its square root if ``root``; cached, as each step looks it up."""
     return (RootScaling if root else CurrentScaling)(block=block, rounding=rounding, seed=seed)
 
 
@@ -139,7 +142,7 @@ class StoredMoment:
         name: Key in the state, as in ``torch.optim``, such as ``exp_avg``. Codes and scales have keys of their own,
             ``exp_avg_codes`` and ``exp_avg_scale``, so that nobody mistakes codes for values.
         dtype: ``torch.float8_e4m3fn`` for codes, else the dtype of the values.
-        quantizer: Quantizes the moment's rows.
+        quantizer: Quantizes the moment in blocks of 1 x 128 values.
     """
 
     name: str
@@ -148,25 +151,31 @@ class StoredMoment:
 
     @staticmethod
     def of_group(name: str, group: dict[str, Any], *, root: bool) -> StoredMoment:
-        """How a group's options store moment ``name``; ``root`` quantizes the root of a nonnegative moment."""
+        """How moment ``name`` is stored by the options of a parameter group.
+
+        If ``root``, the moment is never negative, and its square root is quantized.
+        """
         quantizer = _quantizer(root, BLOCK, group["rounding"], group["seed"])
         return StoredMoment(name, group[f"{name}_dtype"], quantizer)
 
     def quantizer_for(self, rows: MomentRows) -> CurrentScaling | None:
-        """The quantizer of the moment in the shape ``rows.in_blocks()``; None if the moment is not quantized."""
+        """Quantizer of a parameter's moment in the shape ``rows.in_blocks()``; None if it is stored as values."""
         if self.dtype != CODES or rows.are_small():
             return None
         own = self.quantizer
         return _quantizer(isinstance(own, RootScaling), rows.in_blocks()[1], own.rounding, own.seed)
 
     def parts(self, state: dict[str, Any], rows: MomentRows) -> tuple[Tensor, ...]:
-        """This rank's values, or codes and scales, from ``state``, as views in the shape ``rows.in_blocks()``."""
+        """This rank's values, or codes and scales, of the moment in ``state``, the state of one parameter.
+
+        They are views in the shape ``rows.in_blocks()``.
+        """
         shape, block = rows.in_blocks()
         shapes = shape, grid_shape(shape, block)
         return tuple(local_itself(state[key]).view(each) for key, each in zip(self.keys(rows), shapes, strict=False))
 
     def keys(self, rows: MomentRows) -> tuple[str, ...]:
-        """Keys of the moment's tensors in the state: its name, or those of codes and scales."""
+        """Keys of the moment's tensors in a parameter's state: `name`, or `keys_of_codes` if it is quantized."""
         return (self.name,) if self.quantizer_for(rows) is None else self.keys_of_codes()
 
     def is_in(self, state: dict[str, Any], rows: MomentRows) -> bool:
@@ -184,7 +193,7 @@ class StoredMoment:
         return f"{self.name}_codes", f"{self.name}_scale"
 
     def zeros(self, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """Initial state of the moment, all zeros: DTensors sharded like ``parameter`` if it is a DTensor."""
+        """Initial state of the moment, all zeros, by key; sharded DTensors if ``parameter`` is a DTensor."""
         local = local_itself(parameter)
         if self.quantizer_for(rows) is None:
             return self._of_values(torch.zeros(local.shape, device=local.device), parameter, rows)
@@ -200,7 +209,9 @@ class StoredMoment:
         return dict(zip(self.keys_of_codes(), found, strict=True))
 
     def loaded(self, state: dict[str, Any], parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """Copy this moment's tensors from a saved state; quantizes or dequantizes them if needed.
+        """This moment's tensors from a saved ``state``, by key; quantizes or dequantizes copies if needed.
+
+        ``rows`` is the parameter reshaped to rows.
 
         Raises:
             KeyError: The state has neither codes nor values of the moment.
@@ -226,9 +237,9 @@ class StoredMoment:
 
 
 def quantized(values: Tensor, quantizer: CurrentScaling, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Quantize a moment's rows, float32, to codes and scales; ``place`` is from `MomentRows.place`.
+    """Quantize a moment, float32 in the shape `MomentRows.in_blocks`, to codes and scales.
 
-    Needs no communication, because no block is divided between ranks.
+    ``place`` is from `MomentRows.place`. No communication is needed, because no block is divided between ranks.
     """
     multiplier, scale = ops.scale(ops.amax(values, quantizer), quantizer)
     return ops.cast(values, multiplier, quantizer, *place), scale

@@ -1,6 +1,6 @@
 """Muon with FP8 momentum: one byte per parameter plus scales, instead of four bytes in float32.
 
-momentum codes --one graph for all--> momentum codes, update bfloat16 --gather--> orthogonalize --> this rank's shard
+momentum codes --one graph for all--> momentum codes, bfloat16 update --gather over ranks, orthogonalize--> parameter
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw")
 def _rule(
     parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Momentum update of one parameter, as in torch.optim.Muon: average of gradients, optionally Nesterov."""
+    """Muon's momentum of one parameter, float32; returns the update (Nesterov if asked) and the momentum.
+
+    ``scalars`` are the learning rate, which is not used here, and those of `Muon.scalars`.
+    """
     _, momentum, rest, look_ahead = scalars
     (buffer,) = moments
     buffer = buffer * momentum + grad * rest
@@ -34,10 +37,11 @@ def _rule(
 
 
 class Muon(MomentOptimizer):
-    """Muon with the interface of ``torch.optim.Muon``; it stores its momentum as e4m3 codes between steps.
+    """Muon with the interface of ``torch.optim.Muon`` that stores its momentum as e4m3 codes.
 
-    One compiled graph computes the momentum of all parameters; PyTorch's own function orthogonalizes each update. For
-    this, ranks that share a matrix gather its update in bfloat16 once a step; each rank applies its own shard.
+    One compiled graph computes the momentum of all parameters; PyTorch's own function orthogonalizes each update. To
+    orthogonalize, ranks that share a matrix gather its update in bfloat16 once a step; each rank applies its own
+    shard.
 
     The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` if a matrix has fewer
     than 4096 elements or rows of fewer than 16. Blocks, rounding, seeds and saved states work as in ``AdamW``.
@@ -103,7 +107,7 @@ class Muon(MomentOptimizer):
         super().__init__(params, defaults, backend)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise a ValueError or TypeError if an option or a parameter of a group is not allowed."""
+        """Raise a ValueError or TypeError if an option or a parameter of a parameter group is not allowed."""
         for name in ("lr", "eps", "weight_decay"):
             check_number("Muon", name, group[name])
         check_number("Muon", "momentum", group["momentum"], below=1.0)
@@ -118,12 +122,12 @@ class Muon(MomentOptimizer):
         super().check_group(group)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """Hyperparameters as Python floats, as ``_rule`` unpacks them after the learning rate."""
+        """Numbers that ``_rule`` takes after the learning rate, as Python floats; ``step`` is not used."""
         momentum = float(group["momentum"])
         return momentum, 1 - momentum, momentum if group["nesterov"] else 1.0
 
     def job(self, p: Tensor, group: dict[str, Any]) -> Job:
-        """The tensors that a step reads and writes for ``p``; the target is a new bfloat16 update tensor."""
+        """The tensors that a step reads and writes for ``p``; the update goes into a new bfloat16 tensor."""
         found = super().job(p, group)
         self._updates[p] = torch.empty(found.parameter.shape, dtype=torch.bfloat16, device=p.device)
         return replace(found, target=self._updates[p])

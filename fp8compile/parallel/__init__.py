@@ -1,7 +1,7 @@
 """Models that are spread over ranks: tensor, sequence and expert parallelism, and FSDP.
 
-A converted model runs under PyTorch's own DTensor plans without this package. The plans here send fewer bytes. Code
-that keeps each rank's part in plain tensors can use the functions that take a process group.
+A converted model also runs under PyTorch's own DTensor plans. The plans here send fewer bytes. Code that keeps each
+rank's shard in plain tensors can call the functions that take a process group.
 """
 
 from fp8compile.nn.expert_routes import Routes, expert_routes

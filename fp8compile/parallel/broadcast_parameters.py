@@ -1,4 +1,7 @@
-"""Broadcast one rank's parameters to all others, as DistributedDataParallel itself does with plain parameters."""
+"""Broadcast one rank's parameters to the other ranks, quantized ones as codes and scales.
+
+DistributedDataParallel itself broadcasts plain parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ __all__ = ["broadcast_parameters"]
 
 
 def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
-    """Let master weights start from the source rank's values: from those before quantization, if they were kept."""
+    """Mark a quantized parameter as written, and broadcast its initial values if it keeps them.
+
+    Initial values are those before quantization, from which master weights start. ``source`` is the rank that sends.
+    """
     parameter.written = True
     if parameter.initial is not None:
         values = parameter.initial.to(parameter.device)
@@ -26,9 +32,9 @@ def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> No
 def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, source: int = 0) -> Model:
     """Give all ranks one rank's parameters and buffers; quantized parameters travel as codes and scales.
 
-    ``DistributedDataParallel`` would send the values of all parameters in one message, and quantized ones have none.
-    Afterwards tell it that ranks agree: ``DistributedDataParallel(model, init_sync=False)``. Make optimizers
-    afterwards too: masters (``fp8compile.MasterWeights``) start from the source rank's values.
+    ``DistributedDataParallel`` would broadcast values, which quantized parameters do not have. Call this first, then
+    ``DistributedDataParallel(model, init_sync=False)``, which skips the broadcast. Make optimizers after this call
+    too: the float32 masters of ``fp8compile.MasterWeights`` then start from the source rank's values.
 
     Args:
         model: A model with the same parameters on all ranks; all of them call this.

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model whose parameters are on several meshes, or on none.
+"""Clip gradients by their norm in a model whose parameters are on several meshes, or on none.
 
 `torch.nn.utils.clip_grad_norm_` raises for such a model, because no operator of DTensor takes two meshes. It also
 raises for the infinity norm if a rank's shard of a parameter is empty.
@@ -24,7 +24,7 @@ Place = tuple[DeviceMesh, tuple[int, ...]]  # a mesh, and the dims of the mesh o
 
 
 def _place(parameter: nn.Parameter) -> Place | None:
-    """The mesh of a parameter, and the mesh dims that shard it; None if each rank has all of the parameter."""
+    """Return a parameter's mesh and the mesh dims that shard it; None for a parameter that is no DTensor."""
     if not isinstance(parameter, DTensor):
         return None
     cut = (index for index, each in enumerate(parameter.placements) if not each.is_replicate())
@@ -32,7 +32,10 @@ def _place(parameter: nn.Parameter) -> Place | None:
 
 
 def _local(grad: Tensor, parameter: Any) -> Tensor:
-    """This rank's shard of a gradient; a partial sum is reduced over ranks first."""
+    """Return this rank's shard of a gradient, with the placements of its parameter.
+
+    If the gradient is a partial sum, it is reduced over ranks first.
+    """
     if not isinstance(grad, DTensor):
         return grad
     if any(each.is_partial() for each in grad.placements):
@@ -43,7 +46,10 @@ def _local(grad: Tensor, parameter: Any) -> Tensor:
 
 
 def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """The norm of this rank's shards together; 0 if all are empty, because PyTorch's infinity norm raises for them."""
+    """Return the norm of order ``norm_type`` of ``parts``, this rank's shards, together.
+
+    It is 0 on ``device`` if all shards are empty, for which PyTorch's infinity norm raises.
+    """
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device)
@@ -51,7 +57,10 @@ def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, devic
 
 
 def _over_ranks(norm: Tensor, place: Place, norm_type: float) -> Tensor:
-    """The norm over all ranks, from the norm of each rank's shards."""
+    """Return the norm of order ``norm_type`` over all ranks, from the norm of this rank's shards.
+
+    ``place`` has the mesh, and the mesh dims that shard the parameters.
+    """
     mesh, dims = place
     groups = [mesh.get_group(index) for index in dims]
     if norm_type == torch.inf:
@@ -84,7 +93,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale the gradients of a model so that their norm is at most ``max_norm``, over all ranks and meshes.
+    """Scale a model's gradients so that their norm over all ranks and meshes is at most ``max_norm``.
 
     The result is that of ``torch.nn.utils.clip_grad_norm_`` on the whole model in one process; for plain parameters it
     has the same bits. With tensor, expert and data parallel ranks, in any combination, each element counts once. All
@@ -128,7 +137,10 @@ def clip_grad_norm_(
 
 
 def _total(norms: Sequence[Tensor], norm_type: float, grads: Sequence[Tensor]) -> Tensor:
-    """The norm of the whole from the norms of its parts, in the dtype of the gradients."""
+    """Return the norm of order ``norm_type`` of all gradients, in the dtype of ``grads``.
+
+    ``norms`` are the norms of parts that together are all gradients.
+    """
     if not norms:
         return torch.tensor(0.0)
     first, *others = norms

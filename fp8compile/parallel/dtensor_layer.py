@@ -4,7 +4,7 @@
     right operand     this rank's shard of the weight or of the input, as values or codes
     product           quantize, gather codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
 
-A result has the placements that a plain linear layer would give it, so PyTorch's plans work unchanged.
+The result has the placements that a plain linear layer gives, so PyTorch's plans work unchanged.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ ON_MESHES = Whole, SharedScale, Delayed, DelayedForGradient, *OVER_FSDP  # other
 
 @dataclass(frozen=True)
 class _Right:
-    """The right operand of a product: a weight, or an input."""
+    """The right operand of a GEMM (weight or input): this rank's shard, and the result's whole width.
+
+    Its codes may be given too; otherwise the GEMM quantizes the shard.
+    """
 
     # This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel part.
     part: Plain
@@ -65,9 +68,9 @@ class _Right:
 
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
-    """The codes of this rank's shard of a quantized weight, with their layout in the whole weight.
+    """Return the codes of a quantized weight's shard that ``gemm`` reads, and how ranks shard it.
 
-    Raise a ValueError if the shard's scales are not those of the weight's blocks, given how ranks shard the weight.
+    Raise a ValueError if the shard's scales do not have the shape that blocks of a weight sharded like this have.
     """
     function, quantized = gemm.name, weight.local
     assert has_codes(quantized), "the weight is quantized"
@@ -88,7 +91,7 @@ def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
 
 
 def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
-    """The right operand for a weight that is a DTensor, of values or of codes."""
+    """Make the right operand of ``gemm`` from a weight that is a DTensor of values or of codes."""
     part, columns = part_of(gemm.name, weight), weight.shape[gemm is GRAD_INPUT]
     if not has_codes(part.local):
         return _Right(part, columns)
@@ -97,9 +100,10 @@ def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
 
 
 def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
-    """The right operand for a weight under graph_fsdp: this rank's rows of its tensor parallel shard.
+    """Make the right operand of ``gemm`` from a weight under graph_fsdp; the GEMM gathers its codes.
 
-    The product gathers the codes of these rows over the ranks of FSDP.
+    ``shard`` is this rank's rows of its tensor parallel part of the weight. ``place`` says which rows ranks have, and
+    ``tokens`` is the left operand.
     """
     mesh = tokens.device_mesh
     cuts = placed_cuts(place.rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
@@ -112,9 +116,9 @@ def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
 
 
 def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, rows: int) -> _Right:
-    """The right operand for grad_weight, from the codes of the input, two per byte, that the forward kept.
+    """Make the right operand of grad_weight from codes and scales of the input that the forward kept.
 
-    ``rows`` is the number of rows of this rank's part of grad_output.
+    There are two codes per byte. ``rows`` is the number of rows of this rank's shard of grad_output.
     """
     packed = part_of("grad_weight", codes)
     quantizer: Any = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -132,7 +136,10 @@ def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, 
 
 
 def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
-    """Run a layer's op on DTensors; under graph_fsdp the weight is a plain shard."""
+    """Run a layer's op, the one that computes ``gemm``, on DTensors; ``args`` are the op's arguments.
+
+    Under graph_fsdp the weight among them is a plain shard.
+    """
     split: Any = op.split(args)
     tensors, _, place, recipe = split
     left, over_fsdp = tensors[0], isinstance(place, OVER_FSDP)
@@ -165,7 +172,11 @@ def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
 def _of_tokens(
     gemm: Gemm, tokens: DTensor, a: Plain, right: _Right, operands: Operands, bias: Plain | None
 ) -> DTensor:
-    """The output (..., N) or grad_input (..., K), for tokens (..., features)."""
+    """Compute the output (..., N) or grad_input (..., K) as a DTensor, for tokens (..., features).
+
+    N is out_features and K in_features. ``gemm`` multiplies ``a``, this rank's shard of ``tokens``, by ``right``;
+    ``operands`` has the quantizers.
+    """
     product, mesh = multiply_parts(gemm, a, right.part, operands, bias), tokens.device_mesh
     rows: list[Any] = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [tokens.ndim - 1] * mesh.ndim})
@@ -180,7 +191,10 @@ def _grad_weight(grad_output: DTensor, a: Plain, right: _Right, operands: Operan
 
 
 def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTensor]:
-    """Keep the input as codes, two per byte and sharded like the input; scales and outer scales are replicated."""
+    """Quantize the input for grad_weight: codes, two per byte and sharded as the input, and scales.
+
+    Scales and outer scales are replicated.
+    """
     part, mesh = part_of("kept_input", x), x.device_mesh
     codes, *scales = keep_input(part, quantizer, STEPS[Phase.EAGER])
     shape, placements = list(x.shape), [Replicate() if p.is_partial() else p for p in x.placements]
@@ -193,7 +207,10 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
 
 
 def _counts(cuts: Sharding, mesh: DeviceMesh) -> bool:
-    """Whether statistics count this rank's elements: no other rank has them, or this rank is the first that does."""
+    """Whether statistics count this rank's elements, so that each element counts on one rank only.
+
+    ``cuts`` says how each dim of ``mesh`` shards the tensor. Of ranks with the same elements, the first one counts.
+    """
     return all(cut is not None or mesh.get_local_rank(index) == 0 for index, cut in enumerate(cuts))
 
 
@@ -205,7 +222,10 @@ def _weight_seen(part: Plain, recipe: Recipe, *, counts: bool) -> Seen:
 
 
 def _observed(op: ObserveOp, *args: Any) -> Any:
-    """Run a layer's statistics op on DTensors; totals cover this rank's elements, so they are plain tensors."""
+    """Run a layer's statistics op on DTensors; ``args`` are the op's arguments.
+
+    Totals are plain tensors, because they cover only this rank's elements.
+    """
     (first, x, weight, *_), _, place, _, later, names, recipe = op.split(args)
     tokens, mesh = first if op.gradient else x, args[0].device_mesh
     gemm, multiplier = GRAD_INPUT if op.gradient else OUTPUT, _whole_state(place.given().get("multiplier"))
@@ -235,15 +255,18 @@ def _observed(op: ObserveOp, *args: Any) -> Any:
 
 
 def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
-    """The amax of the whole tensor, shape (), the same on every rank; 0 if the tensor has no delayed scaling."""
+    """Return the amax of the whole tensor, shape (), the same on every rank; 0 if ``quantizer`` is None.
+
+    ``like`` is a tensor on the device of the result.
+    """
     return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
 
 
 def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
-    """Further results of a layer with delayed scaling: its multipliers, and the amaxes of x and weight.
+    """Return what a layer with delayed scaling returns beside its output: multipliers and amaxes.
 
-    Amaxes cover the whole tensors. Under graph_fsdp the weight's amax covers only this rank's rows, and the backward
-    reduces it over ranks.
+    ``used`` are the multipliers (1 / scale). The amaxes of ``x`` and ``weight`` cover the whole tensors. Under
+    graph_fsdp, as ``place`` tells, the weight's amax covers this rank's rows, and the backward reduces it over ranks.
     """
     (for_x, for_weight, _), mesh = recipe.delayed(), x.device_mesh
     if isinstance(place, OVER_FSDP):
@@ -258,7 +281,10 @@ def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -
 
 
 def _whole_state(multiplier: Tensor | None) -> Tensor | None:
-    """Unwrap a replicated DTensor of the state; a plain tensor, as under graph_fsdp, is returned unchanged."""
+    """Unwrap a replicated DTensor, such as delayed scaling's multipliers (1 / scale).
+
+    A plain tensor or None is returned unchanged. Raise a ValueError if the DTensor is sharded.
+    """
     if not isinstance(multiplier, DTensor):
         return multiplier
     part = part_of("linear", multiplier)
@@ -275,7 +301,10 @@ def _scatter_sum(x: DTensor, dim: int, recipe: Recipe) -> DTensor:
 
 
 def _reduced(grad_weight: DTensor, dtype: torch.dtype, rows: Rows) -> Tensor:
-    """Reduce the weight's gradient over graph_fsdp's ranks, to this rank's rows of its tensor parallel part."""
+    """Reduce a weight's gradient over graph_fsdp's ranks; return this rank's rows of it, in ``dtype``.
+
+    ``rows`` says which rows of a tensor parallel shard each rank has.
+    """
     own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(rows.placed)]
     return reduced(grad_weight.redistribute(placements=own).to_local(), dtype, rows).contiguous()
 

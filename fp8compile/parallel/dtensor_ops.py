@@ -1,7 +1,7 @@
 """Run registered ops, ours and those of other libraries, on DTensors by their sharding rules.
 
-For each mesh dim it chooses the `Split` that gathers the fewest bytes. A maximum over ranks is reduced at once,
-because gloo would reduce a `Partial("max")` by its float maximum, which loses another rank's NaN.
+For each mesh dim, the `Split` that gathers the fewest bytes is chosen. A maximum over ranks is reduced before the
+result is returned: as ``Partial("max")``, gloo would reduce it later by a maximum that loses another rank's NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ __all__ = ["dispatch_by_rule"]
 
 
 def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
-    """Number of units, each of ``unit`` elements, that each rank has; None if a shard ends within a unit."""
+    """Return how many units of ``unit`` elements each rank has; None if a shard ends within a unit.
+
+    ``cut`` has the sizes of the ranks' shards.
+    """
     end = 0
     for size in cut.sizes:
         end += size
@@ -41,7 +44,10 @@ def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in one group of ranks: which arguments are gathered, and how the others are sharded."""
+    """How an op runs over the ranks of one mesh dim: which arguments are gathered, and which sharded.
+
+    ``cost`` is the number of bytes that are gathered; ``outputs`` says how results are sharded.
+    """
 
     # For each argument, the dim along which it has to be cut, and the number of elements that stay together (a unit).
     # None if each rank needs all of the argument.
@@ -86,7 +92,7 @@ def _prepared(part: Plain, cut: Cut | None, way: Way, place: int, index: int, me
 
 
 def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:
-    """The shapes of the op's results if all arguments are whole."""
+    """Return the shapes of the op's results for these arguments, if no argument is sharded."""
     with _disable_current_modes():
         metas = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
         found = op.fake(*metas)
@@ -94,7 +100,7 @@ def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:
 
 
 def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ...]:
-    """Run an op with a sharding rule on DTensors; all tensors among ``args`` are DTensors on one mesh.
+    """Run an op on DTensors by its sharding rule; all tensors among ``args`` are on one mesh.
 
     Raise a TypeError if the op has no sharding rule or a tensor is plain, and a ValueError for different meshes.
     """

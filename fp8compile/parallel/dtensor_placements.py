@@ -1,7 +1,7 @@
-"""Convert a DTensor to this rank's shard and back. Each mesh dim's placement becomes a `DimSharding`, or None.
+"""Convert a DTensor to this rank's shard and back; placements become a `DimSharding` per mesh dim.
 
-Placements are read as DTensor defines them: if several mesh dims have Shard(d), each shards what the mesh dim before
-it left.
+It is None for a mesh dim that does not shard. If several mesh dims have ``Shard(d)`` with the same d, each shards what
+the mesh dim before it left, as DTensor defines it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
 
 
 def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[ProcessGroup | None, int]:
-    """The process group of a mesh dim, and this rank's number in it.
+    """Return the process group of mesh dim ``index``, and this rank's number in it.
 
-    The group is None for a tensor on the meta device whose mesh has no groups: tools that only check placements ask
-    for results on such meshes, and nothing is sent.
+    The group is None if ``is_meta``, for a tensor on the meta device, and the mesh has no groups. Tools that only
+    check placements use such meshes, and send nothing.
     """
     if is_meta and not _compat.has_groups(mesh):
         return None, mesh.get_coordinate()[index]  # type: ignore[index]  # this rank is on the mesh
@@ -46,9 +46,10 @@ def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[Pro
 
 
 def cuts_of(tensor: DTensor) -> Sharding:
-    """How each mesh dim shards a DTensor that `part_of` takes; None for a mesh dim that does not shard it.
+    """Return how each mesh dim shards a DTensor; None for a mesh dim that does not shard it.
 
-    Partial sums count as summed. On the meta device, the mesh needs no process groups.
+    The placements are Shard, Replicate or Partial; partial sums count as summed. On the meta device, the mesh needs no
+    process groups.
     """
     mesh, sizes = tensor.device_mesh, list(tensor.shape)
     cuts: list[DimSharding | None] = []
@@ -64,7 +65,7 @@ def cuts_of(tensor: DTensor) -> Sharding:
 
 
 def part_of(function: str, tensor: DTensor) -> Plain:
-    """This rank's shard of a DTensor, and how the DTensor is sharded. Partial sums are summed over ranks first.
+    """Return this rank's shard of a DTensor, and how ranks shard it. Partial sums are reduced first.
 
     Raise a ValueError that names ``function`` for placements other than Shard, Replicate and Partial.
     """
@@ -78,7 +79,7 @@ def part_of(function: str, tensor: DTensor) -> Plain:
 
 
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """The contiguous DTensor of shape ``shape`` that has ``local`` as its shard on this rank."""
+    """Return the contiguous DTensor of shape ``shape`` whose shard on this rank is ``local``."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         local.contiguous(), mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride
@@ -86,9 +87,10 @@ def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
 
 
 def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
-    """The placements of a product's result, one for each mesh dim, from the `Step` of each mesh dim's ranks.
+    """Return the placements of a GEMM's result, one for each mesh dim, from the `Step` of each mesh dim.
 
-    ``dims`` has, for ``"m"`` (rows) and ``"n"`` (columns), the dim of the result that each group shards.
+    For each mesh dim, ``dims["m"]`` and ``dims["n"]`` have the result's dim that is sharded if the GEMM's rows, or its
+    columns, are.
     """
     found: list[Placement] = []
     for index, step in enumerate(steps):
@@ -102,9 +104,10 @@ def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list
 
 
 def check_one_mesh(function: str, tensors: Mapping[str, Any]) -> DeviceMesh:
-    """The mesh that all tensors are on; None stands for a tensor that is not given.
+    """Return the mesh that all ``tensors`` are on; entries that are None are skipped.
 
-    Raise a TypeError if some are DTensors and some are not, and a ValueError if they are on different meshes.
+    Raise a TypeError if some are DTensors and some are not, and a ValueError if they are on different meshes. Errors
+    name ``function`` and the keys of ``tensors``.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]

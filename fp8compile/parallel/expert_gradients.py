@@ -1,4 +1,4 @@
-"""Parameters of experts that are spread over ranks: FSDP ignores them, so their gradients are averaged here."""
+"""Average the gradients of experts that are spread over ranks, which FSDP ignores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ __all__ = ["average_expert_gradients", "check_meshes", "expert_parameters", "has
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of experts that are spread over ranks, by name, in an order that is the same on all ranks."""
+    """Return the parameters of experts that are spread over ranks, by name.
+
+    All ranks get them in the same order.
+    """
     return {
         f"{prefix}.{name}".strip("."): parameter
         for prefix, module in model.named_modules()
@@ -29,10 +32,10 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that `ExpertParallel` or `spread_experts` has spread over ranks.
+    """Return the parameters that `ExpertParallel` or `spread_experts` has spread over ranks.
 
-    If FSDP runs over the same ranks, pass them as ``ignored_params`` to ``fsdp_float8_all_gather``, ``fully_shard`` or
-    ``graph_fsdp``. Call this after experts are placed.
+    If FSDP runs over the same ranks, pass these parameters as ``ignored_params`` to ``fsdp_float8_all_gather``,
+    ``fully_shard`` or ``graph_fsdp``. Call this after experts are spread.
 
     Args:
         model: A model. Without expert parallelism the set is empty.
@@ -41,18 +44,18 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessGroup | None = None) -> None:
-    """Turn the gradients of spread experts, in place, into gradients of the mean loss over the whole batch.
+    """Divide the gradients of spread experts by the number of parts of the batch, in place.
 
-    An expert's gradient is a sum over the rows that all ranks sent it, and each row's share comes from the mean loss
-    of one part of the batch. So the sum divided by the number of parts is the gradient of the mean loss of all parts.
-    Call this after each backward that ends a step.
+    Each part of the batch has its own mean loss. An expert's gradient is a sum over rows from all parts, so that
+    divided by their number it is the gradient of the mean loss over the whole batch. Call this after each backward
+    that ends a step.
 
     Args:
-        model: A model with experts that `ExpertParallel` or `spread_experts` has placed. Gradients of other parameters
+        model: A model with experts that `ExpertParallel` or `spread_experts` has spread. Gradients of other parameters
             stay as they are.
         parts: Number of equal parts into which the batch was split, over all ranks whose gradients are summed. That is
-            the number of ranks that experts are spread over, counting ranks with the same tokens once, times
-            ``replicas``. If FSDP shards the experts, leave out its ranks: it takes the mean over them.
+            the number of ranks that experts are spread over, counting ranks with the same tokens once, times the ranks
+            of ``replicas``. If FSDP shards the experts, leave out its ranks: it takes the mean over them.
         replicas: Ranks that have the same experts and other tokens, whose gradients are summed first. None if FSDP
             sums them, or no other rank has these experts.
 
@@ -81,10 +84,10 @@ def has_no_other_ranks(mesh: DeviceMesh) -> bool:
 def check_meshes(
     function: str, model: nn.Module, ignored: Collection[nn.Parameter], mesh: DeviceMesh | None = None
 ) -> None:
-    """Raise if FSDP would shard experts over ranks that they are spread over already.
+    """Raise a ValueError if FSDP would shard experts over ranks that experts are already spread over.
 
-    ``ignored`` are the parameters that FSDP leaves alone. ``mesh`` is what FSDP shards over; None if it is not known
-    yet.
+    ``function`` names the caller in the error. ``ignored`` are the parameters that FSDP leaves alone. ``mesh`` is what
+    FSDP shards over; None if it is not known yet.
     """
 
     def overlaps(parameter: nn.Parameter) -> bool:

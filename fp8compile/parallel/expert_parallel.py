@@ -1,4 +1,4 @@
-"""A style for experts: each rank of a mesh has some of them, and rows of tokens travel to their experts' ranks."""
+"""A parallel style for experts: each rank has some experts, and rows of tokens travel to their ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["ExpertParallel", "overflowed_rows"]
 
 
 class ExpertParallel(ParallelStyle):
-    """Spread experts over the ranks of a mesh; each rank sends its rows of tokens to the ranks of their experts.
+    """Spread experts over the ranks of a mesh; rows of tokens are sent to the ranks of their experts.
 
-    Parameters become DTensors with ``Shard(0)``. If every product that reads the rows takes codes, rows travel as
-    codes and scales of the recipe's input, and results come back in their own dtype. In the backward, gradients travel
-    as codes of the recipe's grad_output, and come back in their own dtype too.
+    Parameters become DTensors with ``Shard(0)``. If every GEMM that reads the rows takes codes, rows travel as codes
+    and scales of the recipe's input quantizer, and results come back in their own dtype. In the backward, gradients of
+    the results travel as codes of the recipe's grad_output, and gradients of the rows come back in their own dtype.
 
     Args:
         capacity: Number of rows that a rank may send to another. None sets no limit; the host then waits for the
             numbers of rows once in a forward. With a capacity it never waits. Rows that do not fit raise in eager
             mode, and are counted in compiled code (see `overflowed_rows`).
-        float8_dispatch: Whether rows travel as codes. If a product needs other codes of the rows, as grad_weight of
+        float8_dispatch: Whether rows travel as codes. If a GEMM needs other codes of the rows, as grad_weight of
             ``rowwise`` does, values are rounded twice, and losses differ in the last digits from those without expert
             parallelism. If False, losses are the same.
         same_tokens: A mesh with one dim whose ranks have the same tokens, such as the tensor parallel ranks of the
@@ -107,7 +107,7 @@ def _check_same_tokens(same: DeviceMesh | None, mesh: DeviceMesh) -> None:
 
 
 def overflowed_rows(model: nn.Module) -> dict[str, int]:
-    """Number of rows that this rank has dropped so far, for each module of experts with a capacity.
+    """Return how many rows this rank has dropped so far, for each module of experts with a capacity.
 
     Args:
         model: A model, compiled or not. Reading the numbers waits for its device.

@@ -1,4 +1,4 @@
-"""Register the handlers with which DTensor runs our ops and other libraries' ops."""
+"""Register the handlers with which DTensor runs our ops and those of other libraries."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, sharded
     row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, sharded  ->  all rows
 
-Between the two, ranks send only the amaxes of blocks that span several ranks.
+E is the number of experts, N out_features, K in_features and R the number of ranks. Between the two layers, ranks send
+only the amaxes of blocks that span several ranks.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def column_parallel_grouped_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` with the rows of each matrix sharded over ranks; returns this rank's features.
+    """`fp8compile.grouped_linear` with matrices' rows sharded over ranks; returns this rank's features.
 
-    Codes and scales are the same as in one process, and so are the output and the weight's gradient, bit for bit. The
-    gradient of ``x`` is a sum over ranks. Differentiable once. All ranks of the group call this with the same rows.
+    Codes, scales, the output and the weight's gradient have the same bits as in one process. The gradient of ``x`` is
+    a sum over ranks. Differentiable once. All ranks of the group call this with the same rows of ``x``.
 
     Args:
         x: (rows, in_features), sorted by group, the same on all ranks.
@@ -78,8 +79,8 @@ def column_parallel_grouped_linear(
         bias: (groups, out_features / R), this rank's shard, or None.
         recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
-        feature_sizes: Number of rows of each matrix for each rank; by default all ranks have as many as this one. If
-            a block has more than one row but not all, each shard has to end where a block ends.
+        feature_sizes: Number of rows of each matrix for each rank; by default all ranks have as many as this one. If a
+            block has more than one row but not all, each shard has to end where a block ends.
         observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 
     Returns:
@@ -106,10 +107,10 @@ def row_parallel_grouped_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` with the columns of each matrix sharded over ranks; returns the sum over ranks.
+    """`fp8compile.grouped_linear` with each matrix's columns sharded over ranks; returns the ranks' sum.
 
-    Codes and scales are the same as in one process, and so are both gradients, bit for bit. The output is a sum over
-    ranks, in the dtype of ``x``. Differentiable once. All ranks of the group call this with the same rows.
+    Codes, scales and both gradients have the same bits as in one process. The output is a sum over ranks, in the dtype
+    of ``x``. Differentiable once. All ranks of the group call this with the same rows of ``x``.
 
     Args:
         x: (rows, in_features / R), sorted by group, this rank's features.

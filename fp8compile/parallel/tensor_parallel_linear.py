@@ -1,10 +1,10 @@
-"""Tensor parallel linear layers on plain tensors of one rank, as Megatron's layers are.
+"""Tensor parallel linear layers on the plain tensors of one rank, like Megatron's layers.
 
     column_parallel_linear   weight (N/R, K)    tokens, whole or sharded  ->  features of the output, sharded
     row_parallel_linear      weight (N, K/R)    features of the input, sharded  ->  tokens, whole or sharded
 
-The first followed by the second computes an MLP or an attention block, and nothing is sent between the two. Gathers
-send codes; sums are sent in the dtype of the tensor.
+N is out_features, K in_features and R the number of ranks. The first layer followed by the second computes an MLP or
+an attention block, and nothing is sent between the two. Gathers send codes; sums are sent in the dtype of the tensor.
 
     tokens    column, forward and backward                     row, forward and backward
     whole     nothing; grad_input all-reduced                  output all-reduced; nothing
@@ -32,7 +32,10 @@ __all__ = ["check_group", "column_parallel_linear", "row_parallel_linear"]
 
 
 def check_group(function: str, group: object, *tensors: object) -> str:
-    """The name of a group. A TypeError names ``function`` if it is not a group, or if a tensor is a DTensor."""
+    """Return the name of a process group. Raise a TypeError if it is none, or if a tensor is a DTensor.
+
+    ``function`` names the caller in the error.
+    """
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise TypeError(
             f"{function}: a tensor is a DTensor, which knows its ranks itself; this function takes what one rank has. "
@@ -47,7 +50,10 @@ def check_group(function: str, group: object, *tensors: object) -> str:
 def _shared_sizes(
     function: str, argument: str, given: object, group: ProcessGroup, total: int, what: str
 ) -> tuple[int, ...]:
-    """The size of each rank's shard of ``total``: the given sizes, or equal shards if none are given."""
+    """Return the sizes of all ranks' shards of a dim of size ``total``: those given, or equal ones.
+
+    ``function``, ``argument`` and ``what`` (the thing that is sharded) are names for errors.
+    """
     if given is None:
         if total % group.size():
             raise ValueError(
@@ -62,7 +68,10 @@ def _shared_sizes(
 
 
 def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes: object) -> int | None:
-    """The checked ``sequence_dim`` as a nonnegative dim of ``x``; None if none is given."""
+    """Check ``sequence_dim`` and return it as a nonnegative dim of ``x``; None if none is given.
+
+    Raise a ValueError if ``sequence_sizes`` are given without it. ``function`` names the caller in errors.
+    """
     if sequence_dim is None:
         if sequence_sizes is not None:
             raise ValueError(
@@ -121,10 +130,10 @@ def column_parallel_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """A linear layer whose weight's rows are sharded over ranks; returns this rank's output features for all tokens.
+    """A linear layer whose weight's rows are sharded over ranks; returns this rank's output features.
 
-    Codes and scales are the same as in one process, even if the end of a rank's shard cuts a block. So are output and
-    grad_weight, bit for bit; grad_input is a sum over ranks. Differentiable once. All ranks of the group call this.
+    Codes, scales, output and grad_weight have the same bits as in one process, even if a shard ends within a block;
+    grad_input is a sum over ranks. Differentiable once. All ranks of the group call this.
 
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32: all tokens, or this rank's.
@@ -133,8 +142,8 @@ def column_parallel_linear(
         recipe: Quantizers for the operands.
         group: The R ranks.
         sequence_dim: The dim of ``x`` that is sharded over the ranks; None if each rank has all tokens.
-        sequence_sizes: Number of tokens of each rank along that dim, zeros allowed; by default all ranks have as many
-            as this one.
+        sequence_sizes: Number of tokens of each rank along ``sequence_dim``, zeros allowed; by default all ranks have
+            as many as this one.
         feature_sizes: Number of rows of the weight for each rank; by default all ranks have as many as this one.
         observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 
@@ -166,9 +175,9 @@ def row_parallel_linear(
 ) -> Tensor:
     """A linear layer whose weight's columns are sharded over ranks; returns the sum over ranks.
 
-    Codes and scales are the same as in one process, even if the end of a rank's shard cuts a block. So are grad_input
-    and grad_weight, bit for bit. The output, for all tokens or for this rank's, is a sum over ranks in the dtype of
-    ``x``. Differentiable once. All ranks of the group call this.
+    Codes, scales, grad_input and grad_weight have the same bits as in one process, even if a shard ends within a
+    block. The output, for all tokens or for this rank's, is a sum over ranks in the dtype of ``x``. Differentiable
+    once. All ranks of the group call this.
 
     Args:
         x: Shape (..., in_features / R), this rank's features for all tokens; bfloat16, float16 or float32.
@@ -177,7 +186,8 @@ def row_parallel_linear(
         recipe: Quantizers for the operands.
         group: The R ranks.
         sequence_dim: The dim of the output that is sharded over the ranks; None if each rank gets all tokens.
-        sequence_sizes: Number of tokens that each rank gets along that dim, zeros allowed; equal parts by default.
+        sequence_sizes: Number of tokens that each rank gets along ``sequence_dim``, zeros allowed; equal parts by
+            default.
         feature_sizes: Number of columns of the weight for each rank; by default all ranks have as many as this one.
         observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 

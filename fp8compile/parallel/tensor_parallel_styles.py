@@ -1,13 +1,13 @@
-"""Styles for `torch.distributed.tensor.parallel.parallelize_module` that send codes instead of bfloat16.
+"""Styles for `torch.distributed.tensor.parallel.parallelize_module` that send codes.
 
     style              PyTorch's style gathers, in the tensor's dtype        this style gathers its codes
     ColwiseParallel    the input, if it is sharded, in the forward           in the forward, and for grad_weight
     RowwiseParallel    grad_output, if the output is sequence parallel       for grad_input and for grad_weight
 
 Arguments and defaults are PyTorch's, so a plan can be ported name by name. Without layouts, each rank has all tokens.
-A layer quantizes its rank's shard. Compiled code makes equal calls once, so linears that read one tensor
-(q, k, v; gate, up) share one quantization and one gather (PyTorch 2.15 repeats the gather). Everything else is as in
-PyTorch's style: sums over ranks are in the output's dtype.
+A layer quantizes its rank's shard. Compiled code merges equal calls, so linears that read one tensor (q, k, v; gate,
+up) share one quantization and one gather (PyTorch 2.15 repeats the gather). Sums over ranks are in the output's dtype,
+as in PyTorch's styles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _check_linear(style: str, module: nn.Module) -> None:
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
-    """Shard the weight's out_features over the ranks, and gather codes of the input, whichever dim of it is sharded.
+    """Shard the weight's out_features over the ranks, and gather codes of the input if it is sharded.
 
     Args:
         input_layouts: Placement of an input that is a plain tensor; by default each rank has all of it. ``Shard(1)``
@@ -69,7 +69,9 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
-    """Shard the weight's in_features over the ranks; gather codes of grad_output if the output's sequence is sharded.
+    """Shard the weight's in_features over the ranks.
+
+    If the output's sequence is sharded, the backward gathers codes of grad_output.
 
     Args:
         input_layouts: Placement of an input that is a plain tensor; by default it is sharded along the last dim.

@@ -32,7 +32,10 @@ WHOLE_SIDES = ((-1, -1), (1, -1), (-1, 1))  # blocks that fit tensors of any siz
 
 
 def check_block(owner: str, block: object) -> None:
-    """Raise a ValueError unless ``block`` is a pair of ints, each -1 or at least 1."""
+    """Raise a ValueError unless ``block`` is a pair of ints, each -1 or at least 1.
+
+    ``owner`` is the class that the error names.
+    """
     pair = isinstance(block, tuple) and len(block) == 2 and all(type(b) is int for b in block)
     if not pair or any(b < 1 and b != -1 for b in block):  # type: ignore[attr-defined]
         raise ValueError(
@@ -52,17 +55,20 @@ def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """The (M, K) view of a tensor of any rank; a copy if its strides do not allow a view."""
+    """View a tensor as a matrix with all leading dims flattened; a copy if strides allow no view."""
     return x if x.ndim == 2 else x.reshape(_rows_columns(x.shape))
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape an (M, K) view back to the tensor's shape, or a grid of the view's blocks to the tensor's grid."""
+    """Reshape a matrix, such as `as_matrix` makes or a grid of its blocks, to ``shape``."""
     return matrix if len(shape) == 2 else matrix.reshape(shape)
 
 
 def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
-    """Shape of the grid of blocks over a tensor of this shape, with one entry for each block."""
+    """Shape of the grid of blocks over a tensor of shape ``shape``; blocks are (rows, columns).
+
+    The grid has one entry for each block; leading dims are kept if the block has one row or all rows.
+    """
     if len(shape) == 0:
         return ()
     leading, columns = tuple(shape[:-1]), shape[-1]
@@ -74,16 +80,20 @@ def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 
 
 def _sides(rows: int, columns: int, block: Block) -> tuple[int, int, int, int]:
-    """Returns (grid rows, block rows, grid columns, block columns), with -1 replaced by the size of the dim."""
+    """Returns (grid rows, block rows, grid columns, block columns) for a matrix (rows, columns).
+
+    A -1 in ``block`` is replaced by the size of the dim.
+    """
     block_rows = rows if block[0] == -1 else block[0]
     block_columns = columns if block[1] == -1 else block[1]
     return _count(rows, block[0]), block_rows, _count(columns, block[1]), block_columns
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """The largest magnitude in each block of the (M, K) view, exact; NaN if a block holds a NaN, 0 if it is empty.
+    """Compute the largest magnitude in each block, exact; NaN if a block holds a NaN, 0 if it is empty.
 
-    Returns a tensor of shape ``grid_shape(x.shape, block)`` in the dtype of ``x``.
+    Blocks lie on ``x`` viewed as a matrix by `as_matrix`. Returns shape ``grid_shape(x.shape, block)``, the dtype of
+    ``x``.
     """
     grid = grid_shape(x.shape, block)
     if guard_or_false(x.numel() == 0):
@@ -107,10 +117,10 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
 
 
 def _block_index(size: int, block: int, device: torch.device) -> Tensor:
-    """The index of the block for each of ``size`` positions.
+    """Compute the index of the block of ``block`` elements that each of ``size`` positions is in, int64.
 
     Inductor's C++ backend (PyTorch 2.11 to 2.15) splits a loop at a `// block` in an index and never writes a partial
-    last block. For a partial block, the division here has a form that Inductor does not recognize.
+    last block. If there is a partial block, this function divides in a form that Inductor does not recognize.
     """
     index = torch.arange(size, device=device)
     if target_of(device).type != "cpu" or statically_true(size % block == 0):
@@ -127,9 +137,9 @@ def _is_one(blocks: int) -> bool:
 
 
 def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tensor:
-    """Repeat the value of each block for the block's elements, to broadcast against the (M, K) view of a tensor.
+    """Repeat each block's value for its elements; the result broadcasts against `as_matrix` of a tensor.
 
-    ``per_block`` has shape ``grid_shape(shape, block)``.
+    ``shape`` is the tensor's shape; ``per_block`` has shape ``grid_shape(shape, block)``.
     """
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(rows, columns, block)
@@ -145,5 +155,8 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
 
 
 def scaled(x: Tensor, multiplier: Tensor, block: Block) -> Tensor:
-    """Multiply each value of ``x`` by the multiplier of its block; returns the (M, K) view, float32."""
+    """Multiply ``x`` by the multiplier (1 / scale) of each value's block; returns the matrix, float32.
+
+    ``multiplier`` has shape ``grid_shape(x.shape, block)``. The matrix is `as_matrix` of the products.
+    """
     return as_matrix(x).float() * expand_blocks(multiplier, x.shape, block)

@@ -1,6 +1,6 @@
 """Checks of classes derived from `Constant`, each as early as Python allows it.
 
-class statement    annotations and defaults of fields, attributes that are not fields, methods that belong together
+class statement    annotations and defaults of fields, attributes that are not fields, methods to override together
 first instance     the decorator, and annotations that name something defined later in the module
 """
 
@@ -30,13 +30,16 @@ MUTABLE = (list, dict, set, bytearray, torch.Tensor)
 
 
 def _names_of(cls: type[Any]) -> dict[str, Any]:
-    """The names that string annotations of a class may use: the module's globals and the class itself."""
+    """Names that string annotations of a class may use: of typing, the module and the class itself."""
     module = sys.modules.get(cls.__module__)
     return {**vars(typing), **(vars(module) if module is not None else {}), cls.__name__: cls}
 
 
 def _annotations(cls: type[Any]) -> dict[str, Any]:
-    """The class's own annotations. String annotations that can't be evaluated are left out, and checked later."""
+    """The annotations in the class's own body, by field name, evaluated if they are strings.
+
+    A string that can't be evaluated is left out here, and checked when the first instance is made.
+    """
     found = {}
     for name, hint in inspect.get_annotations(cls).items():
         if isinstance(hint, str):
@@ -49,7 +52,10 @@ def _annotations(cls: type[Any]) -> dict[str, Any]:
 
 
 def _refused(hint: Any, constant: type[Any]) -> Any:
-    """The part of an annotation that a field may not hold; None if the annotation is allowed."""
+    """The part of an annotation ``hint`` that a field may not hold; None if all of it is allowed.
+
+    Allowed are plain values, tuples of them and instances of ``constant``, the class `Constant`.
+    """
     if hint in (None, Any, Ellipsis) or isinstance(hint, (typing.TypeVar, str)):
         return None
     if isinstance(hint, typing.NewType):
@@ -78,9 +84,9 @@ def _default(value: Any) -> Any:
 
 
 def check_class(cls: type[Any], constant: type[Any]) -> None:
-    """Raise a TypeError if a constant's new class has a field or attribute that a constant may not have.
+    """Raise a TypeError if ``cls``, a new constant, has a field or attribute that is not allowed.
 
-    A field may hold plain values and instances of ``constant``.
+    ``constant`` is the class `Constant`. A field may hold plain values, tuples and instances of ``constant``.
     """
     hints = _annotations(cls)
     for name, hint in hints.items():
@@ -116,7 +122,9 @@ def check_class(cls: type[Any], constant: type[Any]) -> None:
 
 @cache
 def field_types(cls: type[Any]) -> dict[str, Any]:
-    """Types of a class's fields, from their annotations; ``Any`` if an annotation of a local class can't be evaluated.
+    """Types of a class's fields by name, from the annotations in the class and its bases.
+
+    A type is ``Any`` if the annotation of a class defined in a function can't be evaluated.
 
     Raises:
         TypeError: An annotation uses a name that its module does not have.
@@ -137,7 +145,7 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value fits an annotation; True if that can't be decided."""
+    """Whether a field's value fits the annotation ``hint``; True if that can't be decided."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in arguments)
@@ -207,7 +215,10 @@ def _overrides(cls: type[Any], base: type[Any], method: str) -> bool:
 
 
 def _check_spelling(cls: type[Any], name: str, given: Any, methods: dict[str, Any]) -> None:
-    """Raise a TypeError if a method's name is almost that of a quantizer's step, because it would never be called."""
+    """Raise a TypeError if a method's name is nearly that of a quantizer's step: it is never called.
+
+    ``given`` is what the class has under ``name``; ``methods`` are the steps of `Quantizer` by name.
+    """
     inherited = any(name in vars(parent) for parent in cls.__mro__[1:])
     if name.startswith("_") or inherited or not isinstance(given, (types.FunctionType, property)):
         return
@@ -220,7 +231,10 @@ def _check_spelling(cls: type[Any], name: str, given: Any, methods: dict[str, An
 
 
 def _check_together(cls: type[Any], base: type[Any]) -> None:
-    """Raise a TypeError unless methods that belong together are overridden together."""
+    """Raise a TypeError if ``cls`` overrides a method of ``base`` without another that must match it.
+
+    The pairs are in TOGETHER and DECLARED, for example ``codes_shape`` and ``values_shape``.
+    """
     two_levels = _overrides(cls, base, "outer_scale")
     for first, second, what in TOGETHER:
         if two_levels and second == "scale_of":
@@ -236,9 +250,9 @@ def _check_together(cls: type[Any], base: type[Any]) -> None:
 
 
 def check_steps(cls: type[Any], base: type[Any]) -> None:
-    """Raise a TypeError if a quantizer's class has no scale rule or lacks a method that another one needs.
+    """Raise a TypeError if a quantizer's class ``cls`` has no scale rule or lacks a needed method.
 
-    Also raise if a method has other arguments than in the base class.
+    ``base`` is the class `Quantizer`. Also raise if a method has other arguments than in ``base``.
     """
     name = cls.__name__
     if not _overrides(cls, base, "multiplier") and not _overrides(cls, base, "outer_scale"):

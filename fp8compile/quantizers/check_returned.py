@@ -1,6 +1,6 @@
-"""Check the type, shape and dtype that a user's quantizer returned, because a wrong result could go unnoticed.
+"""Checks of the type, shape and dtype of what the methods of a user's quantizer return.
 
-The checks read metadata only. Kernels call `is_own` first: this package's own classes are checked by tests instead,
+The checks read metadata only. Ops call `is_own` first: this package's own classes are checked by tests instead,
 because checks slow down eager calls.
 """
 
@@ -27,7 +27,7 @@ def is_own(cls: type[Quantizer]) -> bool:
 
 
 def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether two shapes may be equal: they have the same number of dims, and sizes that are ints are equal."""
+    """Whether two shapes may be equal: same number of dims, and equal sizes wherever both are ints."""
     if len(found) != len(expected):
         return False
     return not any(type(a) is type(b) is int and a != b for a, b in zip(found, expected, strict=True))
@@ -36,9 +36,9 @@ def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def returned(
     found: Any, quantizer: Quantizer, step: str, shape: Sequence[int], dtype: torch.dtype, shape_of: str
 ) -> Tensor:
-    """Check the result of a quantizer's method ``step``, and return it.
+    """Check ``found``, which the method ``step`` of a quantizer returned, and return it.
 
-    ``shape_of`` names the method or argument that the expected shape comes from, for the error.
+    ``shape`` and ``dtype`` are the expected ones. ``shape_of`` tells in the error where the shape comes from.
 
     Raises:
         TypeError: The result is not a tensor of this shape and dtype.
@@ -55,7 +55,7 @@ def returned(
 
 
 def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Call a method of a quantizer that returns a shape, such as ``"codes_shape"``, and check the result.
+    """Call a quantizer's ``method``, such as ``"codes_shape"``, with ``shape``, and check its result.
 
     Raises:
         TypeError: The result is not a tuple of ints.
@@ -71,7 +71,7 @@ def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple
 
 
 def dtype_said(quantizer: Quantizer) -> torch.dtype:
-    """The dtype of a quantizer's scales, after a check that it is a dtype."""
+    """The dtype of a quantizer's scales; raises a TypeError if ``scale_dtype()`` returns no dtype."""
     found = quantizer.scale_dtype()
     if isinstance(found, torch.dtype):
         return found

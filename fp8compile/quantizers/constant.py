@@ -1,7 +1,7 @@
-"""Immutable values that torch.compile treats as constants of the graph: the base of quantizers and recipes.
+"""Immutable values that are constants of torch.compile's graphs: the base of quantizers and recipes.
 
-The source of a graph, and therefore the key of each compile cache, contains a salt: a hash over the source files that
-an op is compiled from. Without it, a cache on disk would return code compiled from an old version.
+A constant's expression in a graph, and with it the key of each compile cache, contains a salt: a hash over the source
+files that an op is compiled from. Without the salt, a cache on disk would return code compiled from an old version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
 
 
 def _python_files(roots: list[Any]) -> list[Any]:
-    """The Python files at and below these paths, in the same order on every machine."""
+    """The Python files at and below the paths ``roots``, in the same order on every machine."""
     found, pending = [], list(roots)
     while pending:
         entry = pending.pop()
@@ -64,10 +64,10 @@ def _is_foreign(module: str) -> bool:
 
 
 def module_source(module_name: str) -> bytes:
-    """The source code to hash for a module of another package: all of its package, or the module if it has none.
+    """Source code, to be hashed, of another package's module: its whole package, or the module alone.
 
-    Code typed at a prompt has no source. A number unique to this process replaces it, so that its graphs miss the
-    cache.
+    A module typed at a prompt has no source. A number unique to this process replaces it, so that its graphs miss the
+    compile cache.
     """
     top = sys.modules.get(module_name.partition(".")[0])
     if top is not None and getattr(top, "__path__", None):
@@ -79,7 +79,9 @@ def module_source(module_name: str) -> bytes:
 
 
 def salt_with(module_name: str, function: str = "") -> None:
-    """Add a module's source to all salts from now on, because a graph may contain code of the module's ops.
+    """Add a module's source to the hashes in all compile cache keys from now on.
+
+    A graph may contain code of the module's ops.
 
     Args:
         module_name: The module.
@@ -94,7 +96,10 @@ def salt_with(module_name: str, function: str = "") -> None:
 
 @cache
 def source_salt(cls: type[Any]) -> str:
-    """The salt: eight hex digits that change if the source of this package, or of a foreign class or op, changes."""
+    """Salt for compile caches: eight hex digits that change with the source a graph is compiled from.
+
+    The source is that of this package, of the class ``cls`` and its bases, and of modules added by `salt_with`.
+    """
     digest = hashlib.sha256(_package_hash())
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
     for module in [*modules, *sorted(SALTED_MODULES)]:
@@ -107,9 +112,10 @@ def source_salt(cls: type[Any]) -> str:
 
 @cache
 def _global_name(cls: type[Any]) -> str:
-    """The name of a class in a graph's globals, made unique, because FX keeps the first of two globals with one name.
+    """Unique name of a class in a graph's globals, made from its module and qualified name.
 
-    Two classes have the same qualified name, for example, if a function that defines a class is called twice.
+    FX keeps only the first of two globals with one name. Two classes have the same qualified name, for example, if a
+    function that defines a class is called twice.
     """
     name = re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
     NAMED[name] += 1
@@ -144,7 +150,10 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 @cache
 def _foreign_types(cls: type[Any]) -> dict[str, Any]:
-    """Types of the fields that other packages' classes in the MRO declare; our own classes check their own fields."""
+    """Types, by name, of the fields that classes of other packages in the MRO of ``cls`` declare.
+
+    Classes of this package check their own fields.
+    """
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
     types = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     return {name: hint for name, hint in types.items() if name in declared}
@@ -154,7 +163,7 @@ class Constant(_compat.OpaqueBase):
     """Base of frozen dataclasses that are constants of a graph.
 
     Two constants are equal if they have the same class and fields. Equal constants share a compiled graph; a different
-    one recompiles. Subclasses are frozen dataclasses. Subclassing registers them with torch.compile.
+    constant recompiles. Subclasses are frozen dataclasses. Subclassing registers them with torch.compile.
 
     Raises:
         TypeError: A field or attribute can't be part of a constant; raised when the class is defined. A wrong
@@ -169,7 +178,10 @@ class Constant(_compat.OpaqueBase):
         check_class(cls, Constant)
 
         def from_graph(salt: str, **values: Any) -> Constant:
-            """Rebuild a value from a graph's source. The salt is not used; it only matters in the cache key."""
+            """Rebuild a constant with the fields ``values``, from its expression in a graph's source.
+
+            ``salt`` is not used here; it only changes the compile cache's key.
+            """
             return cls(**values)
 
         # a static method for each class, because PyTorch 2.11 can't trace a classmethod of a constant
@@ -199,7 +211,7 @@ class Constant(_compat.OpaqueBase):
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the fields from a pickle or a copy through the constructor, whose checks raise on invalid fields."""
+        """Restore the fields from a pickle or a copy by the constructor, which checks them."""
         vars(self).update(vars(type(self)(**state)))
 
     def __repr__(self) -> str:
@@ -207,6 +219,6 @@ class Constant(_compat.OpaqueBase):
         return f"{type(self).__name__}({arguments})"
 
     def __fx_repr__(self) -> tuple[str, dict[str, type[Any]]]:
-        """The expression for this value in a graph's source, and the types that the expression names."""
+        """Returns this constant's expression in a graph's source, and the classes it names, by name."""
         names: dict[str, type[Any]] = {}
         return _expression(self, names), names

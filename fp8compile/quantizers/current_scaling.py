@@ -22,12 +22,12 @@ class CurrentScaling(Quantizer):
 
     Attributes:
         format: ``"e4m3"`` (3 bits of mantissa, up to 448) or ``"e5m2"`` (2 bits, up to 57344).
-        block: (rows, columns) that share one scale: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise,
-            (1, 128), (128, 128), or any other.
+        block: (rows, columns) that share one scale: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1,
+            128), (128, 128), or any other.
         scale: The scale rule. ``"fp32"``: values are multiplied by format_max / amax. ``"pow2"``: the same, rounded
             down to a power of two. ``"e8m0_rceil"`` and ``"e8m0_floor"``: scales are powers of two stored as one byte,
             as in the MX formats.
-        eps: The least amax, 0 for none: a smaller amax is replaced by it.
+        eps: Lower bound of the amax, which replaces smaller amaxes; 0 for none.
         rounding: Rounding of values to codes. ``"nearest"``: ties to even. ``"stochastic"``: up or down at random, so
             that the expected error is 0, which is meant for gradients; see
             `fp8compile.quantizers.stochastic_rounding`.
@@ -75,17 +75,23 @@ class CurrentScaling(Quantizer):
         return self.rounding == "nearest"
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """The multiplier of each block's values by the rule that ``scale`` names."""
+        """Compute each block's multiplier (1 / scale) from its amax, by the rule that ``self.scale`` names."""
         return SCALE_RULES[self.scale](amax, self.element_format(), self.eps)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Multiply values in float32, and round the products once as ``rounding`` says, saturating."""
+        """Multiply values in float32, and round the products once as ``self.rounding`` says, saturating.
+
+        ``multiplier`` (1 / scale) has an entry for each block. Returns codes, uint8.
+        """
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
         return self._stochastic(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole tensor decide the noise."""
+        """Cast a part of a tensor, with noise from the positions of its elements in the whole tensor.
+
+        ``rows`` has the position at which each row of ``x`` begins, ``columns`` what each column adds to it; int64.
+        """
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
         return self._stochastic(x, multiplier, rows, columns)
@@ -95,7 +101,7 @@ class CurrentScaling(Quantizer):
         return self.element_format().encode_stochastic(values, noise(values, self.seed, *where)).reshape(x.shape)
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
-        """The inverse of the multiplier, as float32 or as an E8M0 byte."""
+        """The scale, 1 / multiplier, as float32 or as an E8M0 byte."""
         return E8M0.encode_inverses(multiplier) if self.stores_e8m0() else super().scale_of(multiplier)
 
     def scale_values(self, scale: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""DelayedScaling: the scale of a tensor comes from its amaxes in earlier steps, so no pass over it precedes the cast.
+"""DelayedScaling: scale a tensor by its amaxes of earlier steps, without reading it before the cast.
 
-The quantizer holds no state. History and multiplier are tensors that its methods take and return; a layer keeps them
-in buffers (``fp8compile.Linear``), and its backward updates them.
+The quantizer holds no state. Its methods take and return the history of amaxes and the multiplier (1 / scale) as
+tensors; a layer (``fp8compile.Linear``) keeps them in buffers, and its backward updates them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LARGEST_MARGIN = 8
 def next_state(
     history: Tensor, multiplier: Tensor, amax: Tensor, room: Tensor, algorithm: str
 ) -> tuple[Tensor, Tensor]:
-    """Append one more amax to each history, and compute the next multipliers of delayed scaling.
+    """Append an amax to each history, and compute the next multipliers (1 / scale) of delayed scaling.
 
     In a history, the oldest amax is at index 1 and the newest at the end. Index 0 is not changed: it is 0, or for a
-    quantized parameter the amax of the values that its codes were made from. The deciding amax is the largest finite
-    one, or the newest; if it is 0, NaN or infinite, the multiplier is not changed.
+    quantized parameter the amax of the values that its codes were made from. The amax that decides is the history's
+    largest finite one, or the newest; if it is 0, NaN or infinite, the multiplier is not changed.
 
     Args:
         history: Shape (..., history), float32; zeros at the start.
@@ -98,10 +98,10 @@ class DelayedScaling(Quantizer):
             )
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude of the tensor, reduced first within each row and then over rows.
+        """Compute the largest magnitude of the tensor, reduced first within each row and then over rows.
 
-        One kernel can then also write a gradient's transposed codes by tiles. After a flat reduction it would scatter
-        bytes.
+        With this order, one kernel can also write a gradient's transposed codes by tiles. With a flat reduction, that
+        kernel would scatter bytes.
         """
         if guard_or_false(x.numel() == 0):
             return super().amax(x)
@@ -120,12 +120,15 @@ class DelayedScaling(Quantizer):
         return self.element_format().max * 2.0**-self.margin  # exact, because the factor is a power of two
 
     def next_state(self, history: Tensor, multiplier: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Call the function `next_state` with this quantizer's ``room`` and ``algorithm``."""
+        """Call the function `next_state` of this module with this quantizer's ``room()`` and ``algorithm``."""
         room = torch.full((), self.room(), dtype=torch.float64, device=amax.device)
         return next_state(history, multiplier, amax, room, self.algorithm)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Cast values to codes. NaN and infinite values are made NaN here, because the multiplier is always finite."""
+        """Cast values to codes; a NaN or infinite value gets the NaN code.
+
+        ``multiplier`` (1 / scale), from earlier steps, is always finite, so it can't make these codes NaN.
+        """
         values = scaled(x, multiplier, self.block)
         # encode_numbers, because a finite value times a multiplier is never NaN
         codes = self.element_format().encode_numbers(values)  # type: ignore[union-attr]  # never Float4Format

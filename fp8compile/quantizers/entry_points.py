@@ -1,7 +1,7 @@
-"""Recipes and quantizers that installed packages offer by the entry points of the group ``fp8compile.quantizers``.
+"""Recipes and quantizers that installed packages offer by entry points of ``fp8compile.quantizers``.
 
 An entry point names a quantizer, a recipe, or a class or function that returns one when called without arguments. A
-package is imported only when its name is looked up.
+package is imported only when its entry point's name is looked up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _entries() -> dict[str, metadata.EntryPoint]:
 
 
 def source(name: str) -> str:
-    """The name of an entry point and its package, as text for an error."""
+    """Description of the entry point ``name``, its value and its package, as text for an error."""
     return _source(_entries()[name])
 
 
@@ -57,12 +57,12 @@ def installed() -> tuple[str, ...]:
 
 @constant_when_traced
 def load(name: str) -> Quantizer | Recipe:
-    """Load the recipe or quantizer that a package offers by this name.
+    """Load the recipe or quantizer that a package offers under ``name``.
 
     Raises:
         KeyError: No package has an entry point of this name.
         ImportError: The entry point can't be imported or called; the cause is chained.
-        TypeError: Its value is neither a quantizer nor a recipe.
+        TypeError: The entry point's value is neither a quantizer nor a recipe.
     """
     entry = _entries()[name]
     try:
@@ -84,12 +84,18 @@ def load(name: str) -> Quantizer | Recipe:
 
 @lru_cache(maxsize=1)
 def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
-    """All entry points for one ``sys.path``; cached, because a search takes milliseconds and reports call it often."""
+    """All entry points of ``fp8compile.quantizers`` found on ``path``, a copy of ``sys.path``; cached.
+
+    A search takes milliseconds, and reports call this function often.
+    """
     return sorted(metadata.entry_points(group=GROUP))
 
 
 def _value_of_imported(entry: metadata.EntryPoint) -> Any:
-    """The value of an entry point if its module is imported already and no function must be called, else None."""
+    """Value of an entry point whose module is imported already; None otherwise.
+
+    A class of quantizers or recipes is called to make the value; the value of a function is None before `load`.
+    """
     if entry in LOADED:
         return LOADED[entry]
     try:
@@ -100,7 +106,7 @@ def _value_of_imported(entry: metadata.EntryPoint) -> Any:
 
 
 def imported() -> Iterator[tuple[str, Quantizer | Recipe]]:
-    """Names and values of the entry points whose packages are imported already. No package is imported.
+    """Yield name and value of each entry point whose module is already imported. No package is imported.
 
     A function's result is included only if `load` has called the function.
     """

@@ -11,13 +11,14 @@ __all__ = ["GemmConfig"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GemmConfig(Constant):
-    """The options of a GEMM.
+    """The options of a GEMM, apart from its operands.
 
     Attributes:
         fast_accumulation: Whether the GEMM may accumulate with the tensor core's reduced precision. If not, partial
             sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise, MX, on a CPU)
             ignore it.
-        emulate: Whether a GPU without such a GEMM multiplies the exact values in float64, slowly, instead of raising.
+        emulate: Whether a GPU that has no GEMM for the operands multiplies the exact values in float64, slowly,
+            instead of raising.
         by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM.
 
     Raises:

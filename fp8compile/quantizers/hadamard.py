@@ -1,9 +1,10 @@
-"""The random Hadamard transform: replace sixteen neighbours by sixteen sums of all of them, with random signs.
+"""Random Hadamard transform: replace sixteen neighbours by sixteen sums of them with random signs.
 
     y[j] = 1/4 * sum over i of x[i] * sign[i] * (-1)**popcount(i & j)
 
-It is orthogonal, so a product does not change if both matrices are transformed. It spreads an outlier, whose block
-would otherwise lose most of its four bits. Terms are added in the order of i, so that all backends have the same bits.
+The transform is orthogonal, so a product does not change if both matrices are transformed. It spreads an outlier,
+whose block would otherwise lose most of its four bits. Terms are added in the order of i, so that all backends have
+the same bits.
 
 Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149; the signs are those of
 TransformerEngine.
@@ -29,10 +30,10 @@ def is_signs(signs: object) -> bool:
 
 
 def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-    """Compute 0.25 * (-1)**popcount(i & j) for all j, as a dict by i without i = 0, where it is always 0.25.
+    """Compute 0.25 * (-1)**popcount(i & j) as a dict from i = 1 to 15 to a tensor over j.
 
-    Each entry is the entry for i without its highest bit, times the sign of that bit. A graph then has one node for
-    each i, instead of eight nodes that count bits.
+    ``places`` has the numbers j. Each entry is the entry for i without its highest bit, times the sign of that bit. A
+    graph then has one node for each i, instead of eight nodes that count bits.
     """
     quarters: dict[int, Tensor] = {}
     for bit in range(GROUP.bit_length() - 1):
@@ -43,20 +44,29 @@ def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
 
 
 def _sign_vector(signs: tuple[int, ...], places: Tensor) -> Tensor:
-    """The signs as a tensor, computed from one number, so that a graph holds no constant tensor."""
+    """The sixteen signs as a float32 tensor in the shape of ``places``, 0 to 15, computed from one int.
+
+    A graph thus holds no constant tensor.
+    """
     negative = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
     return (1 - 2 * ((negative >> places) & 1)).float()
 
 
 def factors(signs: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
-    """The factors of the sixteen neighbours in each of the sixteen sums."""
+    """Factors of the transform's sixteen sums: row j has the factors of the sixteen neighbours in sum j.
+
+    ``signs`` are the transform's sixteen signs.
+    """
     return tuple(
         tuple(0.25 * sign * (-1) ** (i & j).bit_count() for i, sign in enumerate(signs)) for j in range(GROUP)
     )
 
 
 def _groups(x: Tensor, dim: int) -> Tensor:
-    """View (M, K) as (groups, 16, K) or (M, groups, 16), padded with zeros."""
+    """View a matrix (M, K), padded with zeros, as groups of 16: (M / 16, 16, K) or (M, K / 16, 16).
+
+    ``dim``, 0 or 1, is the dim that is split.
+    """
     missing = -x.shape[dim] % GROUP
     if not statically_true(missing == 0):
         x = pad(x, (0, 0, 0, missing) if dim == 0 else (0, missing))
@@ -77,16 +87,19 @@ def _sums(groups: Tensor, dim: int, places: Tensor, signs: tuple[int, ...]) -> T
 
 
 def random_hadamard(x: Tensor, dim: int, signs: tuple[int, ...], *, every: slice = slice(None)) -> Tensor:
-    """Transform each group of sixteen neighbours of a float32 matrix (M, K), along ``dim``.
+    """Transform each group of sixteen neighbours of a float32 matrix (M, K), along ``dim`` (0 or 1).
 
-    ``every`` selects some of the sixteen sums. The size along ``dim`` is first rounded up to a multiple of 16, with
-    zeros for missing neighbours.
+    ``signs`` are the transform's sixteen signs; ``every`` selects some of the sixteen sums. The size along ``dim`` is
+    first rounded up to a multiple of 16, with zeros for missing neighbours.
     """
     return _sums(_groups(x, dim), dim, _places(dim, x.device)[every], signs).flatten(dim, dim + 1)
 
 
 def inverse_hadamard(y: Tensor, dim: int, signs: tuple[int, ...]) -> Tensor:
-    """Undo the transform, in the dtype of ``y``. The size of ``y`` along ``dim`` is a multiple of 16."""
+    """Undo `random_hadamard` along ``dim``, in the dtype of ``y``.
+
+    The size of ``y`` along ``dim`` is a multiple of 16; ``signs`` are the transform's sixteen signs.
+    """
     places = _places(dim, y.device)
     sums = _sums(_groups(y, dim), dim, places, (1,) * GROUP)
     return (sums * _sign_vector(signs, places).to(y.dtype)).flatten(dim, dim + 1)

@@ -5,7 +5,8 @@
     +---------- product, round <----------+--> codes uint8
 
 With two levels of scales, ``outer_scale``, ``block_scale`` and ``block_multiplier`` replace ``multiplier``. The steps
-are plain PyTorch, and the reference for every backend: ops call them in eager mode, Inductor traces through them.
+are written in plain PyTorch: ops call them in eager mode, Inductor traces through them, and every backend has their
+bits.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ class Quantizer(Constant):
     - Two levels of scales need ``outer_scale``, ``block_scale`` and ``block_multiplier`` instead of ``multiplier``.
       ``dequantize`` leaves the outer scale to its caller, because it is one more factor for the whole tensor.
 
-    If one is missing, the class statement raises. ``class Family(Quantizer, abstract=True)`` defines a base class of
-    other quantizers, which is not checked.
+    If one of these methods is missing, the class statement raises. ``class Family(Quantizer, abstract=True)`` defines
+    a base class of other quantizers, which is not checked.
 
     ``dequantize`` defines the meaning of codes. The hardware's GEMMs multiply float8 codes, one in each byte, times
-    the scales of their blocks. They are therefore used for classes that inherit ``dequantize``. Other codes are
-    multiplied by a GEMM that was registered for them (``fp8compile.library.register_gemm``). Without one, the values
-    that ``dequantize`` returns are multiplied: on a CPU always, on a GPU only with emulation.
+    the scales of their blocks, which is what the inherited ``dequantize`` says. Codes of a class with another
+    ``dequantize`` are multiplied by a GEMM that was registered for them (``fp8compile.library.register_gemm``).
+    Without such a GEMM, the values that ``dequantize`` returns are multiplied: on a CPU always, on a GPU only with
+    emulation.
 
     Attributes:
         format: Format of the codes: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with its own ``cast`` and
@@ -85,15 +87,15 @@ class Quantizer(Constant):
     # A packed format (two 4-bit codes in each byte) overrides codes_shape and its inverse.
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the codes of a tensor of this shape."""
+        """Shape of the codes of a tensor of shape ``shape``; by default the same shape."""
         return tuple(shape)
 
     def values_shape(self, codes_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the tensor that codes of this shape stand for."""
+        """Shape of the tensor that codes of shape ``codes_shape`` stand for; inverse of `codes_shape`."""
         return tuple(codes_shape)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of amax, multiplier and scale of a tensor of this shape, with one entry for each block."""
+        """Shape of the amax, multiplier and scale of a tensor of shape ``shape``: one entry for each block."""
         return grid_shape(shape, self.block)
 
     def scale_dtype(self) -> torch.dtype:
@@ -105,13 +107,13 @@ class Quantizer(Constant):
         return replace(self, block=(self.block[1], self.block[0]))
 
     def is_local(self) -> bool:
-        """Whether a value's code depends only on the value and its block, and not on its place in the tensor."""
+        """Whether a code depends only on the value and its block, and not on the value's place in the tensor."""
         return True
 
     def unpacked(self) -> Quantizer | None:
         """The quantizer of the same codes with one code in each byte, which ranks can shard anywhere.
 
-        It is None if codes are packed and have no unpacked form; such codes can't be sharded or sent.
+        None if codes are packed and have no unpacked form; such codes can't be sharded or sent.
         """
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
@@ -120,13 +122,13 @@ class Quantizer(Constant):
         return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
-        """The quantizer for a layer's matrix of this shape: itself, or `unpacked()` if the shape can't be packed."""
+        """The quantizer for a layer's matrix: itself, or `unpacked` if ``shape`` can't be packed."""
         return self
 
     def transform(self) -> tuple[int, ...]:
-        """Signs of the random Hadamard transform before the cast, along a GEMM's summed dim; () for no transform.
+        """Signs of the random Hadamard transform that precedes the cast; () for no transform.
 
-        Both operands of a GEMM have the same transform.
+        The transform runs along a GEMM's summed dim. Both operands of a GEMM have the same transform.
         """
         return ()
 
@@ -140,7 +142,7 @@ class Quantizer(Constant):
         return NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
 
     def outer_amax(self, amax: Tensor) -> Tensor:
-        """The largest amax of all blocks, (1,) float32; NaN if a block's amax is NaN, 0 if there are no blocks.
+        """Compute the largest of all blocks' amaxes, (1,) float32; NaN if one is NaN, 0 without blocks.
 
         ``amax`` has shape ``scale_shape(shape)``, float32.
         """
@@ -149,21 +151,21 @@ class Quantizer(Constant):
         return amax.amax().view(1)
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """The outer scale, (1,) float32: a factor of the whole tensor, next to the scales of its blocks.
+        """Compute the outer scale, (1,) float32: a factor of the whole tensor, next to its blocks' scales.
 
         ``outer_amax`` is the amax of the whole tensor, (1,) float32. If it is not finite, the scale is NaN.
         """
         raise self._one_level()
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """The scales of blocks, as they are stored: in ``scale_dtype()``, shape ``scale_shape(shape)``.
+        """Compute the scales of blocks as stored: in ``scale_dtype()``, shape ``scale_shape(shape)``.
 
         ``amax`` has the same shape, float32; ``outer_amax``, (1,) float32, is the amax of the whole tensor.
         """
         raise self._one_level()
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """The multipliers of blocks, from both scales: float32, in the shape of the grid.
+        """Compute the multipliers (1 / scale) of blocks from both scales: float32, in the shape of ``scale``.
 
         ``scale`` is what `block_scale` returns, and ``outer_scale`` is (1,) float32.
         """
@@ -172,15 +174,15 @@ class Quantizer(Constant):
     # ------------------------------------------------------------------ steps
 
     def element_format(self) -> Float8Format | Float4Format:
-        """The format of the codes."""
+        """The format of the codes, as the object that encodes and decodes: E4M3, E5M2 or E2M1."""
         return ELEMENT_FORMATS[self.format]
 
     def gemm_format(self) -> Float8Format | None:
-        """The float8 format in which a GEMM of the hardware may read the codes, ``E4M3`` or ``E5M2``, else None.
+        """Float8 format in which the hardware's GEMM may read the codes, ``E4M3`` or ``E5M2``, or None.
 
-        It is a format if each code stands for the float8 number with the same bits, times the scale of its block. A
-        class whose own ``dequantize`` has the same result as the inherited one may return the format;
-        ``fp8compile.testing.check_quantizer`` then checks that the results agree.
+        A GEMM may read them if each code stands for the float8 number with the same bits, times the scale of its
+        block. A class with its own ``dequantize`` may return a format if its result equals that of the inherited one;
+        ``fp8compile.testing.check_quantizer`` checks this.
         """
         inherited = type(self).dequantize is Quantizer.dequantize
         stored = self.element_format()
@@ -191,16 +193,17 @@ class Quantizer(Constant):
         return False
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude of each block, exact: ``scale_shape(x.shape)``, float32; NaN for a block with a NaN.
+        """Compute the largest magnitude of each block, exact, float32; NaN for a block with a NaN.
 
-        ``x`` has any shape, float32, bfloat16 or float16.
+        ``x`` has any shape, float32, bfloat16 or float16. The result has shape ``scale_shape(x.shape)``.
         """
         return block_amax(x, self.block).float()
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """The scale rule: compute the multipliers of blocks from their amaxes. Values are multiplied and then rounded.
+        """Compute the multipliers (1 / scale) of blocks from their amaxes: the scale rule.
 
-        If the quantizer has two levels, ``amax`` has all blocks of a tensor, and its largest entry is the outer amax.
+        Values are multiplied and then rounded. If the quantizer has two levels, ``amax`` has all blocks of a tensor,
+        and its largest entry is the outer amax.
 
         Args:
             amax: Shape of the grid, float32, over all ranks that share the block.
@@ -214,14 +217,14 @@ class Quantizer(Constant):
         return self.block_multiplier(self.block_scale(amax, outer_amax), self.outer_scale(outer_amax))
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
-        """The scale that undoes a float32 multiplier: its reciprocal, correctly rounded, in ``scale_dtype()``.
+        """Compute the scale that undoes a float32 multiplier: its correctly rounded reciprocal.
 
-        Subnormals are kept, and the shape is that of the multiplier.
+        The scale is in ``scale_dtype()``, in the shape of the multiplier; subnormals are kept.
         """
         return exact_quotient(1.0, multiplier)
 
     def scale_values(self, scale: Tensor) -> Tensor:
-        """Stored scales as float32 numbers, the same shape."""
+        """Decode stored scales to float32 numbers of the same shape."""
         return scale
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
@@ -229,7 +232,7 @@ class Quantizer(Constant):
 
         Args:
             x: Any shape, float32, bfloat16 or float16.
-            multiplier: Shape ``scale_shape(x.shape)``, float32.
+            multiplier: The factor (1 / scale) of each block's values, shape ``scale_shape(x.shape)``, float32.
 
         Returns:
             Codes, shape ``codes_shape(x.shape)``, uint8.
@@ -238,11 +241,11 @@ class Quantizer(Constant):
         return from_matrix(self.element_format().encode(values), x.shape)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor to codes that depend on a value's position; called if `is_local` returns False.
+        """Cast a part of a tensor to codes that depend on positions; called if `is_local` returns False.
 
-        Arguments are those of `cast`, then two int64 tensors whose sum is the index of an element in the whole,
-        flattened tensor: ``rows`` (M,) has the index at which each row of ``x`` begins, ``columns`` (K,) the column of
-        each element.
+        ``x`` and ``multiplier`` are those of `cast`. The position of an element, its index in the whole flattened
+        tensor, is the sum of two int64 tensors: ``rows`` (M,) has the position at which each row of ``x`` begins,
+        ``columns`` (K,) what each column adds.
         """
         return self.cast(x, multiplier)
 
@@ -274,7 +277,7 @@ def transposed(quantizer: Quantizer) -> Quantizer:
 
 
 def with_block(quantizer: Quantizer, block: Block) -> Quantizer:
-    """The same quantizer with another block."""
+    """A copy of the quantizer with another block, (rows, columns); -1 is the whole dim."""
     try:
         return _with_block(quantizer, block)
     except TypeError:  # symbols for sizes have no hash

@@ -5,8 +5,8 @@
     grad_weight  dw_NK = dy_MN^T @ x_MK    grad_output_for_grad_weight, input_for_grad_weight
 
 M is the number of tokens, K in_features, N out_features. Blocks refer to an operand as the layer holds it (x_MK, w_NK,
-dy_MN), not as a GEMM transposes it. A GEMM sums over one dim. It can apply a scale after the whole sum if the scale is
-constant along that dim, or after each block along it.
+dy_MN), not as a GEMM transposes it. A GEMM can apply a scale after its whole sum if the scale is constant along the
+summed dim; otherwise it applies scales after each block along that dim.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ __all__ = ["GEMMS", "TENSORS", "Gemm", "Recipe", "gemm_kind"]
 
 
 class Gemm(NamedTuple):
-    """One of the three GEMMs: its name, and the recipe's fields for its operands (m, k) and (k, n).
+    """One of the three GEMMs: its name, and the names of the recipe's fields for its two operands.
 
-    ``a_transposed`` and ``b_transposed`` tell whether the operand is transposed before the product.
+    Operands are (m, k) and (k, n). ``a_transposed`` and ``b_transposed`` tell whether the tensor that the layer holds
+    is transposed first.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Gemm(NamedTuple):
     b_transposed: bool = False
 
     def oriented(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """The operands, transposed if the product needs it. They are tensors or other objects with a method ``t``."""
+        """Returns both operands, each transposed by its method ``t`` if this GEMM needs it."""
         return a.t() if self.a_transposed else a, b.t() if self.b_transposed else b
 
 
@@ -63,7 +64,7 @@ ALLOWED_PAIRS = (
 
 
 def gemm_kind(a: Block, b: Block) -> str | None:
-    """The kind of GEMM that can apply the scales of operands (m, k) and (k, n) with the blocks ``a`` and ``b``.
+    """Kind of GEMM that can apply scales of operands with the blocks ``a``, (m, k), and ``b``, (k, n).
 
     It is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
     """
@@ -83,15 +84,15 @@ FORWARD_SLOTS = {"weight_for_grad_input": "weight", "input_for_grad_weight": "in
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe(Constant):
-    """A quantizer for each operand of the three GEMMs of a linear layer; None keeps an operand in high precision.
+    """A quantizer for each operand of a linear layer's three GEMMs; None for high precision.
 
     Attributes:
-        input: x_MK of the output.
-        weight: w_NK of the output.
-        grad_output: dy_MN of grad_input.
-        weight_for_grad_input: w_NK of grad_input.
-        grad_output_for_grad_weight: dy_MN of grad_weight.
-        input_for_grad_weight: x_MK of grad_weight.
+        input: Quantizer of x_MK for the output's GEMM; M is the number of tokens, K in_features.
+        weight: Quantizer of w_NK for the output's GEMM; N is out_features.
+        grad_output: Quantizer of dy_MN for grad_input's GEMM.
+        weight_for_grad_input: Quantizer of w_NK for grad_input's GEMM.
+        grad_output_for_grad_weight: Quantizer of dy_MN for grad_weight's GEMM.
+        input_for_grad_weight: Quantizer of x_MK for grad_weight's GEMM.
         fast_accumulation_output: Whether the output's GEMM may accumulate with the tensor core's reduced precision. If
             not, partial sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise,
             MX, on a CPU) ignore it.
@@ -109,16 +110,16 @@ class Recipe(Constant):
         dequantized_output: Whether the output multiplies in high precision: the values of its operands' codes, rounded
             to the layer's dtype. This is for pairs that no GEMM multiplies: only one operand has a quantizer, and the
             other is multiplied as it is (W4A16 has a quantizer for ``weight`` alone), or no GEMM takes both kinds of
-            codes. Gradients pass straight through the rounding: that of the weight is ``dy^T @ x``.
+            codes. Gradients pass straight through the rounding: the weight's is ``dy^T @ x``.
         dequantized_gradients: Whether a gradient whose GEMM stays in high precision multiplies the dequantized codes
             that the forward multiplied, rounded to the layer's dtype, instead of x and w. It is then the gradient of
             the function that the forward computed. An operand without codes is multiplied as it is.
         emulate: Whether a GPU without a GEMM for these quantizers multiplies the exact values in float64, slowly,
             instead of raising. A CPU always does.
         by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM, with
-            scales of 1, and applies the scales after it. GeForce cards (RTX 50) multiply so at twice the rate of
-            plain FP8; RTX PRO cards have one rate for both, so they gain nothing. The codes are the same; the result
-            is rounded to float32 for each scale. Other devices, and products of experts, ignore it.
+            scales of 1, and applies the scales after it. GeForce cards (RTX 50) do MX at twice the rate of plain FP8;
+            RTX PRO cards have one rate for both, so they gain nothing. The codes are the same; the result is rounded
+            to float32 for each scale. Other devices, and products of experts, ignore it.
 
     Raises:
         ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two, unless it is the output
@@ -194,7 +195,10 @@ class Recipe(Constant):
             )
 
     def _check_delayed(self) -> None:
-        """Raise a ValueError if a tensor has two different DelayedScaling, or histories differ in length or rule."""
+        """Raise a ValueError unless delayed scaling is the same wherever a history is shared or updated.
+
+        A tensor has one `DelayedScaling`, and all of them have the same history length and algorithm.
+        """
         for tensor, slots in TENSORS.items():
             given = [getattr(self, slot) for slot in slots]
             if all(isinstance(quantizer, DelayedScaling) for quantizer in given) and given[0] != given[1]:
@@ -218,7 +222,7 @@ class Recipe(Constant):
         return found
 
     def history(self) -> int:
-        """Number of amaxes that delayed scaling keeps for each tensor; 0 for a recipe without delayed scaling."""
+        """Number of amaxes that delayed scaling keeps for each tensor; 0 without delayed scaling."""
         # issubclass, because each eager call comes here, and isinstance of an opaque class takes twice as long
         for slot in SLOTS:
             if issubclass(type(given := getattr(self, slot)), DelayedScaling):
@@ -226,7 +230,10 @@ class Recipe(Constant):
         return 0
 
     def shares_weight_codes(self) -> bool:
-        """Whether output and grad_input read the same codes of a weight; grad_input may read them dequantized."""
+        """Whether the GEMMs of output and grad_input read the same codes of a weight.
+
+        True also if grad_input's GEMM reads them dequantized.
+        """
         quantizer = self.weight
         return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
 
@@ -269,24 +276,27 @@ class Recipe(Constant):
             )
 
     def quantizers(self, gemm: Gemm) -> tuple[Quantizer, Quantizer] | None:
-        """The quantizers of a GEMM's operands as the layer holds them; None if the GEMM stays in high precision.
+        """The quantizers of both operands of a GEMM; None if the GEMM stays in high precision.
 
-        With `dequantized_output` the output's GEMM stays in high precision.
+        Their blocks refer to the tensors as the layer holds them. With `dequantized_output` the output's GEMM stays in
+        high precision.
         """
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
         return None if a is None or (gemm is GEMMS[0] and self.dequantized_output) else (a, b)
 
     def quantizer_read(self, slot: str) -> Quantizer | None:
-        """The quantizer of the codes that a GEMM reads for the operand ``slot``, or None for plain values.
+        """The quantizer of the codes that a GEMM reads for its operand; None if the operand has no codes.
 
-        With `dequantized_gradients`, a gradient's GEMM in high precision reads the forward's codes.
+        ``slot`` is the operand's field, such as ``"weight"``. With `dequantized_gradients`, a gradient's GEMM in high
+        precision reads the forward's codes.
         """
         return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
 
     def is_dequantized(self, slot: str) -> bool:
-        """Whether a GEMM in high precision reads the values of codes for the operand ``slot``.
+        """Whether a GEMM in high precision reads an operand as dequantized codes.
 
-        For gradients these are the codes that the forward reads.
+        ``slot`` is the operand's field, such as ``"weight"``. For gradients these are the codes that the forward
+        reads.
         """
         if slot in FORWARD_SLOTS.values():
             return self.dequantized_output and getattr(self, slot) is not None
@@ -294,11 +304,11 @@ class Recipe(Constant):
         return is_high and getattr(self, FORWARD_SLOTS[slot]) is not None
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
-        """The options of a GEMM."""
+        """The options of one of the three GEMMs: accumulation, emulation, use of the MX GEMM."""
         return _gemm_config(getattr(self, f"fast_accumulation_{gemm.name}"), self.emulate, self.by_mx)
 
 
 @cache
 def _gemm_config(fast_accumulation: bool, emulate: bool, by_mx: bool) -> GemmConfig:
-    """The `GemmConfig` for these options, cached because each product asks for one."""
+    """The `GemmConfig` with these fields, cached because each call of a GEMM asks for one."""
     return GemmConfig(fast_accumulation=fast_accumulation, emulate=emulate, by_mx=by_mx)

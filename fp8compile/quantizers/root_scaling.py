@@ -1,4 +1,4 @@
-"""RootScaling: quantize non-negative values by their square roots, so that no positive value becomes 0.
+"""RootScaling: quantize non-negative values by their square roots; no positive value becomes 0.
 
     v --square root--> root --amax, scale, cast--> codes, at least 1 where v > 0, and scale;    v ~= (codes * scale)**2
 
@@ -21,31 +21,40 @@ __all__ = ["RootScaling"]
 
 @dataclass(frozen=True, repr=False)
 class RootScaling(CurrentScaling):
-    """Quantizer of values that are never negative: codes and scales are those of their square roots.
+    """Quantizer of values that are never negative, such as second moments, by their square roots.
 
-    An optimizer divides by such values, so a value above 0 never gets the code 0, however large its neighbours are.
-    A value below 0 makes its whole block NaN. The amax of a block is that of its roots. Fields are those of
-    ``CurrentScaling``. Stochastic rounding has no bias in the root; the square of the root is too large on average,
-    by the variance of the rounding.
+    An optimizer divides by such values, so a value above 0 never gets the code 0, however large its neighbours are. A
+    value below 0 makes its whole block NaN. The amax of a block is that of the roots. Fields are those of
+    ``CurrentScaling``. Stochastic rounding has no bias in the root; the square of the root is too large on average, by
+    the variance of the rounding.
     """
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest root of each block, ``scale_shape(x.shape)``, float32; NaN if a value is NaN or below 0."""
+        """Compute the largest square root in each block, float32; NaN if a value is NaN or below 0.
+
+        The result has shape ``scale_shape(x.shape)``.
+        """
         return super().amax(exact_root(x.float()))
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Cast the square roots of values; a value above 0 gets at least the smallest code above 0."""
+        """Cast the square roots of values; a value above 0 gets at least the smallest code above 0.
+
+        ``multiplier`` (1 / scale) has an entry for each block. Returns codes, uint8.
+        """
         return _above_zero(super().cast(exact_root(x.float()), multiplier), x)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole tensor decide the noise."""
+        """Cast roots of a part of a tensor, with noise from positions of its elements in the whole tensor.
+
+        ``rows`` has the position at which each row of ``x`` begins, ``columns`` what each column adds to it; int64.
+        """
         return _above_zero(super().cast_at(exact_root(x.float()), multiplier, rows, columns), x)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The squares of codes times the scales of their blocks, each product rounded once to ``dtype``."""
+        """Compute the squares of codes times their blocks' scales, each product rounded once to ``dtype``."""
         return super().dequantize(codes, scale, dtype).square()
 
 
 def _above_zero(codes: Tensor, x: Tensor) -> Tensor:
-    """The codes, with 1 in place of each 0 whose value in ``x`` is above 0."""
+    """The codes, with the code 1 wherever a code is 0 and its value in ``x`` is above 0."""
     return torch.where((codes == 0) & (x > 0), 1, codes)

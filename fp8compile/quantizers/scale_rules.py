@@ -1,13 +1,13 @@
-"""Scale rules: functions that compute from a block's amax the multiplier of its values, used before they are rounded.
+"""Scale rules: functions that compute multipliers (1 / scale) of blocks from their amaxes.
 
     amax f32 --max(., eps)--> --format_max / .--> --min(., largest f32)--> [clear mantissa] --> multiplier f32
 
     amax 0            multiplier 1                 (all values, and all codes, are zeros)
     amax NaN or inf   multiplier NaN               (the whole block becomes NaN, so that the overflow is seen)
 
-Divisions are computed in float64 and rounded to float32. On every backend the result is the correctly rounded float32
-quotient, because 53 bits are at least 2 * 24 + 2. In float32, `number / tensor` in PyTorch would be a reciprocal and a
-product, and `/` in Triton is only accurate to 2 ulp.
+Values are multiplied before they are rounded. Divisions are computed in float64 and rounded to float32. On every
+backend the result is the correctly rounded float32 quotient, because 53 bits are at least 2 * 24 + 2. In float32,
+`number / tensor` in PyTorch would be a reciprocal and a product, and `/` in Triton is only accurate to 2 ulp.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433 (scaling by amax); OCP
 Microscaling Formats 1.0, section 6.3 (e8m0_floor); Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8",
@@ -42,7 +42,7 @@ MANTISSA_MASK = (1 << FLOAT32_MANTISSA_BITS) - 1
 
 
 def exact_quotient(number: float, x: Tensor) -> Tensor:
-    """``number / x``, correctly rounded to float32. ``x`` is float32 or float64, ``number`` any float."""
+    """Compute ``number / x``, correctly rounded to float32; ``x`` is float32 or float64."""
     # the constant has as many dims as x, because a float64 scalar would leave the division in float32
     return (constant(number, torch.float64, x, (1,) * x.ndim) / x).float()
 
@@ -55,14 +55,14 @@ def _is_for_cpu(device: torch.device) -> bool:
 def exact_root(x: Tensor) -> Tensor:
     """The square root of a float32 tensor, correctly rounded; NaN for a value below 0.
 
-    Eager PyTorch on a CPU takes MKL's root, which is one unit in the last place off for 0.6 % of values. From float64
-    it is rounded once, correctly, whichever backend runs the graph. A GPU's instruction rounds correctly.
+    Eager PyTorch on a CPU takes MKL's root, which is one unit in the last place off for 0.6 % of values. On a
+    CPU this function therefore computes in float64 and rounds once. A GPU's instruction rounds correctly.
     """
     return x.double().sqrt().float() if _is_for_cpu(x.device) else x.sqrt()
 
 
 def _floored(amax: Tensor, eps: float) -> Tensor:
-    """The amax, but at least eps. It is compared in float64, because eps is rarely a float32 number."""
+    """The amax, but at least eps. The comparison is in float64, because eps is rarely a float32 number."""
     return amax.double().clamp(min=eps) if eps else amax
 
 
@@ -90,25 +90,32 @@ def _one_where_empty(amax: Tensor, multiplier: Tensor, eps: float) -> Tensor:
 
 
 def fp32(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The rule ``"fp32"``: the multiplier is the quotient format_max / amax."""
+    """Compute multipliers (1 / scale) by the rule ``"fp32"``: the quotient format_max / amax.
+
+    ``eps`` replaces smaller amaxes; ``amax`` is float32, ``fmt`` the format of the codes.
+    """
     return nan_where_not_finite(amax, _one_where_empty(amax, _quotient(amax, fmt, eps), eps))
 
 
 def pow2(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The rule ``"pow2"``: the multiplier is format maximum / amax, rounded down to a power of two: exact to apply."""
+    """Compute multipliers (1 / scale) by ``"pow2"``: format_max / amax, rounded down to a power of two.
+
+    Multiplying by a power of two is exact. ``eps`` replaces smaller amaxes; ``fmt`` is the format of the codes.
+    """
     rounded_down = _clear_mantissa(_quotient(amax, fmt, eps))
     return nan_where_not_finite(amax, _one_where_empty(amax, rounded_down, eps))
 
 
 def _from_scale_byte(amax: Tensor, byte: Tensor) -> Tensor:
-    """The multiplier 2**(127 - byte), the inverse of an E8M0 scale."""
+    """Compute the multiplier 2**(127 - byte), 1 / an E8M0 scale; NaN where ``amax`` is not finite."""
     return nan_where_not_finite(amax, E8M0.decode(254 - byte))
 
 
 def e8m0_rceil(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The rule ``"e8m0_rceil"``: the scale is amax / format_max, rounded up to a power of two.
+    """Compute multipliers (1 / scale) by ``"e8m0_rceil"``, with scales rounded up to powers of two.
 
-    No value saturates. A block of zeros has the byte 0.
+    A scale is amax / format_max of ``fmt``, rounded up, so no value saturates. The scale of a block of zeros is the
+    byte 0. ``eps`` replaces smaller amaxes.
     """
     scale = _floored(amax, eps).float() * exact_quotient(1.0, torch.full((), fmt.max, device=amax.device))
     bits = scale.view(torch.int32)
@@ -120,9 +127,10 @@ def e8m0_rceil(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Te
 
 
 def e8m0_floor(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The rule ``"e8m0_floor"``: the scale is 2**(floor(log2(amax)) - floor(log2(format_max))).
+    """Compute multipliers (1 / scale) by ``"e8m0_floor"``, the rule of the MX specification.
 
-    It is the rule of the MX specification; values may saturate.
+    The scale is 2**(floor(log2(amax)) - floor(log2(format_max))) for the format ``fmt``; values may saturate. ``eps``
+    replaces smaller amaxes.
     """
     exponent = _floored(amax, eps).float().view(torch.int32) >> FLOAT32_MANTISSA_BITS
     return _from_scale_byte(amax, (exponent - fmt.max_exponent).clamp(min=0))

@@ -1,7 +1,7 @@
-"""Noise for stochastic rounding: a hash of seed, position and value, the same in eager and compiled code.
+"""Noise for stochastic rounding: a hash of seed, position and value, equal in all backends.
 
 No random number generator is read, so a resumed run or a recomputed forward rounds as before. A position is the
-element's index in the whole tensor, so that a shard has the noise of the whole tensor.
+element's index in the whole flattened tensor, so that a shard has the noise of the whole tensor.
 
 Source: Wellons, "Prospecting for Hash Functions" (2018), for the 32-bit mixing constants; Gupta et al. 2015, "Deep
 Learning with Limited Numerical Precision", arXiv:1502.02551, for stochastic rounding.
@@ -26,7 +26,10 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 def check_rounding(owner: str, rounding: object, seed: object, allowed: Sequence[str] = ROUNDINGS) -> None:
-    """Raise a ValueError unless a quantizer's fields ``rounding`` and ``seed`` have allowed values."""
+    """Raise a ValueError unless a quantizer's fields ``rounding`` and ``seed`` have allowed values.
+
+    ``owner`` is the class that the error names; ``allowed`` are the roundings that it has.
+    """
     if rounding not in allowed:
         raise ValueError(f"{owner}: rounding is {rounding!r}; it is {' or '.join(map(repr, allowed))}.")
     if type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
@@ -34,14 +37,17 @@ def check_rounding(owner: str, rounding: object, seed: object, allowed: Sequence
 
 
 def _mixed(h: Tensor) -> Tensor:
-    """Mix 32-bit numbers by a bijection. Both factors are below 2**31, so that no product overflows int64."""
+    """Mix the 32-bit numbers in an int64 tensor by a bijection (two multiplications, three xor-shifts).
+
+    Both factors are below 2**31, so that no product overflows int64.
+    """
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & MASK
     h = ((h ^ (h >> 15)) * 0x735A2D97) & MASK
     return h ^ (h >> 15)
 
 
 def positions(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The arguments ``rows`` and ``columns`` of `noise` for a whole matrix of this shape."""
+    """Compute the arguments ``rows`` and ``columns`` of `noise` for a whole matrix of shape ``shape``."""
     return torch.arange(shape[0], device=device) * shape[1], torch.arange(shape[1], device=device)
 
 
@@ -51,8 +57,9 @@ def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor
     Args:
         values: The values that will be rounded.
         seed: At least 0.
-        rows: Index in the whole tensor of the first element of each row, (M,) int64; None for a whole tensor.
-        columns: Column in the whole tensor of each column, (K,) int64; None for a whole tensor.
+        rows: Position in the whole flattened tensor of the first element of each row, (M,) int64; None if ``values``
+            is whole.
+        columns: What each column adds to that position, (K,) int64; None if ``values`` is whole.
     """
     if rows is None or columns is None:
         rows, columns = positions(values.shape, values.device)

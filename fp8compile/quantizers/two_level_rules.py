@@ -1,4 +1,4 @@
-"""Scale rules of two levels: both scales and the multipliers, from the amaxes of the tensor and of its blocks.
+"""Scale rules of two levels: outer scale, blocks' scales and multipliers (1 / scale) from amaxes.
 
     outer_amax f32 --> outer_scale f32, one for the whole tensor -------------+
                                                                               +--> multiplier f32 of a block's values
@@ -31,12 +31,13 @@ SMALLEST_BLOCK_SCALE = 2.0**-6  # torchao's least block scale: the smallest norm
 
 @dataclass(frozen=True)
 class TwoLevelRule:
-    """Three functions that compute scales and multipliers; the diagram at the head of this file shows their order.
+    """Three functions that together compute a tensor's outer scale, its blocks' scales and multipliers.
 
     Attributes:
-        outer_scale: Takes outer_amax (1,), and returns the outer scale, (1,) float32.
+        outer_scale: Takes outer_amax, the whole tensor's amax, (1,), and returns the outer scale, (1,) float32.
         block_scale: Takes the blocks' amaxes and outer_amax, and returns the blocks' scales as e4m3 bytes.
-        multiplier: Takes these bytes and outer_scale, and returns the multipliers of the blocks' values, float32.
+        multiplier: Takes these bytes and the outer scale, and returns the multipliers (1 / scale) of the blocks'
+            values, float32.
     """
 
     outer_scale: Callable[[Tensor], Tensor]

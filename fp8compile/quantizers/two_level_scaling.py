@@ -1,4 +1,4 @@
-"""TwoLevelScaling: four-bit codes, an e4m3 scale for each 16 values and a float32 scale for the tensor, as in NVFP4.
+"""TwoLevelScaling: four-bit codes, e4m3 scales of 16 values, one float32 scale of the tensor (NVFP4).
 
     x --(random Hadamard transform)--> amax of blocks --> outer amax --> scales --> codes e2m1 --> two of them a byte
 
@@ -31,16 +31,16 @@ OTHER = {"rows": "columns", "columns": "rows", "none": "none"}
 
 @dataclass(frozen=True, repr=False)
 class TwoLevelScaling(Quantizer):
-    """Quantizer to e2m1 codes, with a scale for 16 or 16 x 16 values and an outer scale for the whole tensor.
+    """Quantizer to e2m1 codes, with scales of blocks and an outer scale of the whole tensor.
 
     Attributes:
         format: ``"e2m1"``.
-        block: (1, 16), (16, 1) or (16, 16).
+        block: (1, 16), (16, 1) or (16, 16), the values that share a scale.
         packed: Which two codes share a byte: ``"rows"`` for neighbours in a row, ``"columns"`` for neighbours in a
             column, ``"none"`` for one code in each byte. It does not change values.
         scale: The rule for both scales, ``"transformer_engine"``, ``"reciprocal"`` or ``"torchao"``. ``"reciprocal"``
             is TransformerEngine's rule with an outer scale that is 1 / (1 / scale) for every tensor. No GPU kernel
-            quantizes two directions by it.
+            quantizes along rows and along columns by ``"reciprocal"``.
         rounding: Rounding of values to codes: ``"nearest"`` or ``"stochastic"`` as in ``CurrentScaling``, or
             ``"stochastic_hardware"``. With the latter, kernels for compute capability 10.x round with the GPU's
             instruction. It is faster, but draws other random bits, so that codes differ from those of a CPU.
@@ -87,11 +87,11 @@ class TwoLevelScaling(Quantizer):
     # ------------------------------------------------------------------ layout
 
     def _summed_dim(self) -> int:
-        """The dim of the matrix along which 16 values share a scale, and along which the transform runs."""
+        """The dim, 0 or 1, along which sixteen values share a scale, and along which the transform runs."""
         return 1 if self.block == ROWS else 0
 
     def _codes_matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of the codes before two of them are packed into a byte."""
+        """Rows and columns of the codes of a tensor of shape ``shape``, before packing two into a byte."""
         sizes = [math.prod(shape[:-1]), shape[-1]] if len(shape) else [1, 1]
         if self.hadamard:
             dim = self._summed_dim()
@@ -99,13 +99,14 @@ class TwoLevelScaling(Quantizer):
         return sizes[0], sizes[1]
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the codes of a tensor of this shape.
+        """Shape of the codes of a tensor of shape ``shape``.
 
         With a transform, the size along the transform is first rounded up to a multiple of 16. Packing then halves the
         size along the dim whose neighbours share a byte.
 
         Raises:
-            ValueError: The size to halve is odd. Or codes lie along columns, and the tensor is not a matrix.
+            ValueError: The size to halve is odd. Or codes are packed or padded along columns, and the tensor is not a
+                matrix.
         """
         rows, columns = self._codes_matrix(shape)
         if self.packed != "none":
@@ -129,7 +130,7 @@ class TwoLevelScaling(Quantizer):
         return (*shape[:-1], columns) if len(shape) else ()
 
     def values_shape(self, codes_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the values that codes of this shape stand for; with a transform it includes the padding."""
+        """Shape of the values that codes of shape ``codes_shape`` stand for, with the transform's padding."""
         if self.packed == "rows":
             return (*codes_shape[:-1], codes_shape[-1] * 2)
         if self.packed == "columns":
@@ -145,7 +146,7 @@ class TwoLevelScaling(Quantizer):
         return E4M3.decode(scale)
 
     def transposed(self) -> TwoLevelScaling:
-        """The quantizer of the transposed matrix."""
+        """The quantizer of the transposed matrix: block and packing have rows and columns exchanged."""
         return self._laid(self.block[::-1], OTHER[self.packed])
 
     def unpacked(self) -> TwoLevelScaling:
@@ -163,7 +164,10 @@ class TwoLevelScaling(Quantizer):
         return self.element_format().bits
 
     def for_shape(self, shape: Sequence[int]) -> TwoLevelScaling:
-        """The quantizer itself, or `unpacked` if the size along which it packs codes is not known to be even."""
+        """The quantizer itself, or `unpacked` if the size that packing would halve may be odd.
+
+        ``shape`` is the shape of the tensor to quantize.
+        """
         if self.packed == "none":
             return self
         sizes = self._codes_matrix(shape)
@@ -174,14 +178,14 @@ class TwoLevelScaling(Quantizer):
         return self.hadamard
 
     def is_local(self) -> bool:
-        """Whether a value's code depends on its block alone.
+        """Whether a value's code depends on the value and its block alone.
 
         False for stochastic rounding, whose noise depends on the position, and for a transform that mixes neighbours.
         """
         return self.rounding == "nearest" and not self.hadamard
 
     def has_kernels(self) -> bool:
-        """Whether GPU kernels that quantize tokens exist for this scale rule; none exists for ``"reciprocal"``."""
+        """Whether GPU kernels that quantize tokens exist for this scale rule; False for ``"reciprocal"``."""
         return self.scale != "reciprocal"
 
     def gemm_format(self) -> Float8Format | None:
@@ -194,36 +198,51 @@ class TwoLevelScaling(Quantizer):
         return TWO_LEVEL_RULES[self.scale]
 
     def _transformed(self, x: Tensor, dim: int = 0, every: slice = slice(None)) -> Tensor:
-        """The (M, K) view, transformed (float32) if there is a transform; only the entries ``every`` along ``dim``."""
+        """View ``x`` as a matrix, and transform it (to float32) if the quantizer has a transform.
+
+        Only the rows (``dim`` 0) or columns (``dim`` 1) that ``every`` selects are computed.
+        """
         matrix = as_matrix(x)
         if self.hadamard:
             return random_hadamard(matrix.float(), self._summed_dim(), self.hadamard, every=every)
         return matrix[every] if dim == 0 else matrix[:, every]
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude of each block, after the transform if there is one."""
+        """Compute the largest magnitude of each block, after the transform if there is one."""
         if not self.hadamard:
             return super().amax(x)
         return from_matrix(super().amax(self._transformed(x)), self.scale_shape(x.shape))
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """The outer scale by the rule that ``scale`` names."""
+        """Compute the whole tensor's scale, (1,) float32, by the rule that ``self.scale`` names.
+
+        ``outer_amax`` is the amax of the whole tensor, (1,) float32.
+        """
         return self._rule().outer_scale(outer_amax)
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """Scales of blocks by the rule that ``scale`` names, as e4m3 bytes."""
+        """Compute the scales of blocks, as e4m3 bytes, by the rule that ``self.scale`` names.
+
+        ``amax`` has the blocks' amaxes; ``outer_amax`` is the amax of the whole tensor, (1,) float32.
+        """
         return self._rule().block_scale(amax, outer_amax)
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """The multiplier of each block's values by the rule that ``scale`` names."""
+        """Compute the multiplier (1 / scale) of each block from both scales, by the rule ``self.scale``."""
         return self._rule().multiplier(scale, outer_scale)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Multiply values in float32, and round the products once as ``rounding`` says, saturating."""
+        """Multiply values in float32, and round the products once as ``self.rounding`` says, saturating.
+
+        ``multiplier`` (1 / scale) has an entry for each block. Returns codes, uint8, packed as ``self.packed`` says.
+        """
         return self._cast(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor; its positions ``rows`` and ``columns`` in the whole tensor decide the noise."""
+        """Cast a part of a tensor, with noise from the positions of its elements in the whole tensor.
+
+        ``rows`` has the position at which each row of ``x`` begins, ``columns`` what each column adds to it; int64.
+        """
         return self._cast(x, multiplier, rows, columns)
 
     def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:
@@ -235,10 +254,10 @@ class TwoLevelScaling(Quantizer):
         return from_matrix(codes, self.codes_shape(x.shape))
 
     def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
-        """Cast the first (``start`` 0) or second (``start`` 1) code of each pair that shares a byte.
+        """Cast the first (``start`` 0) or second (``start`` 1) value of each pair that shares a byte.
 
-        Only their values are cast. If all codes were computed first and then split, compiled code would store all of
-        them.
+        ``where`` are the arguments ``rows`` and ``columns`` of `noise`, or nothing. If all codes were computed first
+        and then split, compiled code would store all of them.
         """
         dim, every = PAIRS[self.packed], slice(start, None, 2)
         block = tuple(size // 2 if axis == dim else size for axis, size in enumerate(self.block))
@@ -260,7 +279,10 @@ class TwoLevelScaling(Quantizer):
         return fmt.encode_stochastic(values, noise(values, self.seed, *where))
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Multiply codes by their blocks' scales and undo the transform, exactly. The outer scale is left out."""
+        """Multiply codes by their blocks' scales and undo the transform, exactly.
+
+        The whole tensor's scale is left to the caller. Returns ``dtype``, in the shape ``values_shape(codes.shape)``.
+        """
         shape = self.values_shape(codes.shape)
         matrix = as_matrix(codes)
         matrix = matrix if self.packed == "none" else unpack(matrix, PAIRS[self.packed])

@@ -1,4 +1,4 @@
-"""FP8 compression of tensors saved for the backward, in an eager context or by Inductor's partitioner."""
+"""Compression of tensors saved for the backward to FP8 codes, in an eager context or in Inductor."""
 
 from fp8compile.saved_tensors.choice import SavedAsCodes
 from fp8compile.saved_tensors.hooks import saved_as_codes

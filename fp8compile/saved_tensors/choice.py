@@ -1,4 +1,4 @@
-"""SavedAsCodes: immutable selection of saved tensors that become codes, with their quantizer."""
+"""SavedAsCodes: an immutable choice of the saved tensors that become codes, and of their quantizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE, ROW = (-1, -1), (1, -1)
 
 
 class KeptRow(Protocol):
-    """Protocol of a tensor saved for the backward; `fp8compile.testing.KeptTensor` implements it."""
+    """Protocol of one saved tensor in a `KeptReport`; `fp8compile.testing.KeptTensor` implements it."""
 
     @property
     def bytes(self) -> int:
@@ -33,11 +33,11 @@ class KeptRow(Protocol):
 
     @property
     def saved(self) -> SavedTensor | None:
-        """The tensor as a filter sees it; None if it can't be saved as codes."""
+        """The tensor's description, as a filter gets it; None if the tensor can't be saved as codes."""
 
 
 class KeptReport(Protocol):
-    """Protocol of a report on what a model keeps; `fp8compile.testing.MemoryReport` implements it."""
+    """Protocol of a report on the tensors that a model saves, such as `fp8compile.testing.MemoryReport`."""
 
     @property
     def kept(self) -> Sequence[KeptRow]:
@@ -53,9 +53,9 @@ class SavedAsCodes:
 
     Attributes:
         quantizer: Quantizes each tensor as a matrix whose rows run along the last dim. None means e4m3 with scales
-            that are powers of two, and blocks from the recipe of the nearest layer that quantizes a value computed
-            from the tensor: whole rows for rowwise, tensorwise and delayed recipes, otherwise the recipe's own blocks.
-            Without such a layer, and in eager mode, blocks are 1 x 128.
+            that are powers of two; blocks are those of the recipe of the layer that quantizes a value computed from
+            the tensor, by the fewest operators: whole rows for rowwise, tensorwise and delayed recipes, otherwise the
+            recipe's own blocks. Without such a layer, and in eager mode, blocks are 1 x 128.
         filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple names kinds of
             `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. It may also contain
             `SavedTensor` values: these tensors become codes whatever their size, together with those of equal layers
@@ -110,7 +110,7 @@ class SavedAsCodes:
             )
 
     def chooses(self, tensor: SavedTensor) -> bool:
-        """Whether a tensor is saved as codes."""
+        """Whether the filter chooses a tensor to be saved as codes."""
         if self.filter is None or isinstance(self.filter, tuple):
             chosen = DEFAULT_KINDS if self.filter is None else self.filter
             if tensor.kind in chosen and tensor.nbytes >= SMALLEST * tensor.dtype.itemsize:
@@ -122,8 +122,8 @@ class SavedAsCodes:
     def for_budget(report: KeptReport, budget: int) -> SavedAsCodes:
         """Choose tensors so that a model keeps at most ``budget`` bytes, with the least effect on gradients.
 
-        Kinds become codes in the order that `SavedTensor` lists, beginning with kinds that change gradients least.
-        Within a kind, tensors that save the most bytes come first. Equal layers are treated alike.
+        Kinds become codes in the order of the list in `SavedTensor`, which begins with those that change gradients
+        least. Within a kind, tensors that save the most bytes come first. Equal layers are treated alike.
 
         Args:
             report: What the model keeps, by ``fp8compile.testing.memory_report``.
@@ -156,16 +156,19 @@ class SavedAsCodes:
         return SavedAsCodes(filter=tuple(chosen))
 
     def quantizer_for(self, block: tuple[int, int] | None) -> Quantizer:
-        """Quantizer for a saved tensor; ``block`` is from `kind_from_graphs.block_beside`."""
+        """Quantizer for one saved tensor: ``quantizer``, or e4m3 with power-of-two scales for ``block``.
+
+        ``block`` has the rows and columns that share a scale, from `block_beside`; None means 1 x 128.
+        """
         if self.quantizer is not None:
             return self.quantizer
         return _powers_of_two(ALONE if block is None else ROW if block == WHOLE else block)
 
     def uuid(self) -> str:
-        """Text for keys of compile caches: equal in all processes if value and source code are equal.
+        """Text for keys of compile caches: equal in all processes for equal fields and equal source code.
 
-        A filter function with a closure or defaults gets a new text in each process, because their values can't be
-        compared.
+        A filter function with a closure or defaults gets a new text in each process, because the closure's and
+        defaults' values can't be compared.
         """
         chosen = repr(self.filter) if not callable(self.filter) else _source_of(self.filter)
         return f"SavedAsCodes {source_salt(SavedAsCodes)} {self.quantizer!r} {chosen}"
@@ -178,7 +181,7 @@ def _powers_of_two(block: tuple[int, int]) -> CurrentScaling:
 
 @lru_cache
 def _source_of(function: Callable[..., Any]) -> str:
-    """Text that changes with a function's source; random per process if it has a closure or defaults."""
+    """Text that changes with a function's source; random in each process for closures and defaults."""
     if not inspect.isfunction(function) or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return uuid.uuid4().hex
     import hashlib

@@ -1,7 +1,7 @@
-"""Saved tensors as codes in eager mode, where the pack hook runs before the saving operator.
+"""Saving tensors as codes in eager mode, where autograd's pack hook runs before the saving operator.
 
-The hook therefore returns a `Kept` that still holds the tensor. The next operator that runs tells the tensor's kind;
-then codes replace the tensor.
+The hook can't know the kind of tensor (norm, activation, ...), and returns a `Kept` that still holds the tensor. The
+operator that runs next tells the kind; then codes replace the tensor if the kind was chosen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WATCHES = threading.local()
 
 
 class Kept:
-    """Placeholder for a saved tensor: holds the tensor and, once its kind is known, maybe only codes."""
+    """Object that autograd saves for a tensor: holds the tensor until its kind is known, then maybe codes."""
 
     def __init__(self, value: Tensor) -> None:
         self.value: Tensor | None = value
@@ -37,7 +37,7 @@ class Kept:
         self.spec: Any = None  # of a DTensor
 
     def settle(self, kind: str, saved: SavedAsCodes) -> None:
-        """Replace the tensor by codes if ``saved`` selects tensors of this kind; otherwise keep the tensor."""
+        """Replace the tensor by codes if ``saved`` chooses tensors of this kind; otherwise keep the tensor."""
         value, self.square = self.value, None
         if value is None or value._version != self.version:
             return
@@ -67,7 +67,7 @@ class Kept:
 
 
 class Watch(_compat.OnlookingMode):
-    """Dispatch mode that watches each operator, to determine the kind of the tensors saved just before."""
+    """Dispatch mode that sees each operator, to determine the kind of the tensors saved just before it."""
 
     supports_higher_order_operators = True  # a compiled region may run as one
 
@@ -87,7 +87,7 @@ class Watch(_compat.OnlookingMode):
         return super().__exit__(*error)
 
     def keep(self, x: Tensor) -> Any:
-        """Return the `Kept` that autograd stores instead of ``x``."""
+        """Return the `Kept` that autograd saves in place of ``x``; its kind is open until the next operator."""
         kept = self.known[x]() if x in self.known else None
         if kept is not None and kept.version == x._version:
             return kept
@@ -100,7 +100,7 @@ class Watch(_compat.OnlookingMode):
         return kept
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Settle pending saved tensors whose kind the operator ``func`` shows; then call ``func``."""
+        """Decide about saved tensors whose kind the operator ``func`` tells; then call ``func``."""
         if not self.pending or operator_name(func) in VIEWS | COPIES:
             return func(*args, **kwargs)
         pending, self.pending = self.pending, []
@@ -115,14 +115,17 @@ class Watch(_compat.OnlookingMode):
         return result
 
     def settle(self) -> None:
-        """Settle all pending tensors as kind "other", because no operator follows."""
+        """Give all tensors whose kind is still open the kind "other"; called when no operator follows."""
         for kept in self.pending:
             kept.settle("other", self.saved)
         self.pending = []
 
 
 def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
-    """Kind of a saved tensor, told by the next operator; None after a square, which a norm may begin."""
+    """Kind of the saved tensor ``kept``, told by ``func``, the operator that runs next.
+
+    None after a square, because the operator after it may turn out to be a norm's mean.
+    """
     name, x = operator_name(func), kept.value
     if kept.square is not None:
         return "norm" if name in SUMS and args[0] is kept.square and len(args) > 1 else "other"
@@ -146,9 +149,9 @@ def _watches() -> list[Watch]:
 
 
 def _may_be_packed(x: Tensor) -> bool:
-    """Whether ``x`` may become codes: a floating-point tensor with rows that the forward computed.
+    """Whether ``x`` may become codes: a floating-point tensor of two or more dims made by the forward.
 
-    Results that an operator saves itself are never packed: they have no ``grad_fn`` yet.
+    A result that its own operator saves is never packed, because it has no ``grad_fn`` yet.
     """
     is_callers = x._base is not None and x._base.is_leaf and x._base.requires_grad  # a part of a parameter
     return (
@@ -163,6 +166,9 @@ def _may_be_packed(x: Tensor) -> bool:
 
 
 def packed_in_eager(x: Tensor, saved: SavedAsCodes) -> Any:
-    """Pack hook of eager mode: a `Kept` for ``x``; ``x`` itself outside the context or if not eligible."""
+    """What autograd saves for ``x``: a `Kept` inside of the context of ``saved``, otherwise ``x`` itself.
+
+    Tensors that can't become codes are also saved as they are.
+    """
     watch = next((each for each in reversed(_watches()) if each.saved == saved), None)
     return watch.keep(x) if watch is not None and _may_be_packed(x) else x

@@ -1,6 +1,6 @@
-"""Functions that walk FX graphs through views, casts, copies and calls of compiled regions.
+"""Walks over FX graphs, from a node to nodes that share its memory, read it, or are computed from it.
 
-Graphs may be decomposed by Inductor or not, and may call the graphs of regions (``invoke_subgraph``).
+Graphs may be decomposed by Inductor or not, and may call compiled regions (``invoke_subgraph``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def value_of(node: Any) -> Any:
-    """Fake tensor of a node (``meta["val"]``); None for anything that is no node."""
+    """Fake tensor of a node (``meta["val"]``), or None if it has none or ``node`` is no node."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
@@ -59,7 +59,7 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether a node computes each element from one element of each argument, as views and copies also do."""
+    """Whether a node computes each element from one element of each input, as views and copies also do."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or is_view(node) or is_copy(node)
 
 
@@ -69,7 +69,7 @@ def is_region(node: fx.Node) -> bool:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The floating-point tensors that a node computes with; masks, indices and constants are left out."""
+    """The floating-point tensors among a node's inputs, except constants; leaves out masks and indices."""
     tensors = [each for each in node.all_input_nodes if isinstance(value_of(each), Tensor)]
     return [each for each in tensors if value_of(each).is_floating_point() and not _is_constant(each)]
 
@@ -90,7 +90,10 @@ def _body(call: fx.Node) -> fx.Graph:
 
 
 def same_memory(node: fx.Node) -> list[fx.Node]:
-    """A node and the nodes it is a view of, back to the allocating one, also inside compiled regions."""
+    """The nodes from ``node`` back to the one that allocates its memory, through views and regions.
+
+    The node itself is the first of the list; regions are those of torch.compile (``invoke_subgraph``).
+    """
     found = [node]
     while (node := found[-1]).op == "call_function":
         source: Any = node.args[0] if node.args else None
@@ -110,12 +113,12 @@ def same_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """The node of the same graph that allocates a node's memory; it may be the call of a compiled region."""
+    """The node that allocates the memory of ``node``, in the same graph: an operator or a region's call."""
     return [each for each in same_memory(node) if each.graph is node.graph][-1]
 
 
 def users_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read a node; for the call of a compiled region, its placeholders for that node."""
+    """Yield the nodes that read ``node``; a compiled region among them is replaced by its placeholders."""
     for user in node.users:
         if user.op == "output":
             continue
@@ -127,7 +130,7 @@ def users_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
-    """Nodes that read a node's values, also through views and, if asked for, through copies."""
+    """Nodes that read ``node`` or views of it and, if ``through_copies``, copies of it."""
     found, pending, seen = [], [node], {node}
     while pending:
         for user in users_of(pending.pop()):
@@ -142,9 +145,9 @@ def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
 
 
 def functions_of(node: fx.Node, *, past_nonlinear: bool) -> list[fx.Node]:
-    """Nodes computed elementwise from one node, including itself; other tensors may only be added to it.
+    """The node itself and all nodes computed elementwise from it; other tensors may only be added.
 
-    The walk stops at operators in `NONLINEAR` unless ``past_nonlinear``.
+    Nodes behind an operator in `NONLINEAR`, such as exp, are included only if ``past_nonlinear``.
     """
     found, pending = {node: None}, [node]
     while pending and len(found) < NEAR:

@@ -1,7 +1,7 @@
 """saved_as_codes: context in which calls save tensors as codes, eager or compiled by any backend.
 
-The pack and unpack hooks for saved tensors are FX graphs. AOTAutograd inlines them into the graphs of a compiled call,
-and compiles again if the hooks are other objects. In eager mode autograd calls the hooks.
+Its pack and unpack hooks are FX graphs: AOTAutograd inlines them into the graphs of a compiled call, and compiles
+again if they are other objects than before. In eager mode autograd calls the hooks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def saved_as_codes(
 
     Use it around the call of a model; the backward may run outside. A model called both inside and outside the context
     is compiled once for each. Tensors that a compiled region saves are packed after the region, by additional kernels;
-    ``fp8compile.compile(model, saved=...)`` packs them inside of it. Make a filter function once, because a new
-    function compiles the call again.
+    ``fp8compile.compile(model, saved=...)`` packs them inside of the region. Make a filter function only once, because
+    a new function object compiles the call again.
 
     Args:
         saved: Which tensors become codes, and how. Give either this value, or its fields as the next two arguments.
@@ -80,7 +80,7 @@ def _check_hooks_around() -> None:
 
 @cache
 def _hooks(saved: SavedAsCodes) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Pack hook and unpack hook of a value; cached, because guards compare the hooks' identities."""
+    """Pack hook and unpack hook for ``saved``; cached, because Dynamo guards on the identity of hooks."""
     name = saved.uuid()
     VALUES[name] = saved
     return _as_graph(pack_hook, name), _as_graph(unpack_hook, name)
@@ -97,7 +97,10 @@ def _as_graph(function: Any, name: str) -> fx.GraphModule:
 
 
 def _traced_packing(saved: SavedAsCodes) -> Any:
-    """Packing of the tensor that AOTAutograd traces; None if it is not packed, NotImplemented if eager."""
+    """How AOTAutograd's current saved tensor becomes codes, a `Packing`; None if it stays as it is.
+
+    NotImplemented in eager mode.
+    """
     context = _compat.saved_tensor_context()
     if context is None:
         return NotImplemented
@@ -116,7 +119,10 @@ def _traced_packing(saved: SavedAsCodes) -> Any:
 
 
 def pack_hook(x: Tensor, name: str) -> Any:
-    """Pack hook: what is saved instead of ``x``; ``name`` is the key of a `SavedAsCodes` in `VALUES`."""
+    """Return what autograd saves for ``x``: codes and scales, a `Kept` in eager mode, or ``x`` itself.
+
+    ``name`` is the key of a `SavedAsCodes` in `VALUES`.
+    """
     packing = _traced_packing(VALUES[name])
     if packing is NotImplemented:
         return packed_in_eager(x, VALUES[name])
@@ -124,7 +130,7 @@ def pack_hook(x: Tensor, name: str) -> Any:
 
 
 def unpack_hook(kept: Any, name: str) -> Tensor:
-    """Unpack hook: returns the saved tensor, given the result of `pack_hook`."""
+    """Return the saved tensor from ``kept``, the result of `pack_hook` with the same ``name``."""
     if isinstance(kept, Tensor):  # it was not packed
         return kept
     packing = _traced_packing(VALUES[name])

@@ -1,4 +1,4 @@
-"""Saved tensors as codes in a joint forward-backward graph that is tagged for recomputation.
+"""Saved tensors as codes in a joint forward-backward graph whose nodes are tagged save or recompute.
 
     node --pack--> codes (tagged: save)   codes --unpack--> values (tagged: recompute, also nodes computed from them)
 
@@ -24,7 +24,7 @@ IsBackward = Callable[[fx.Node], bool]
 
 
 def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward: IsBackward) -> list[str]:
-    """Make the backward of a joint graph read codes of chosen forward tensors; changes the graph in place.
+    """Make the backward of a joint graph read codes of forward tensors; changes the graph in place.
 
     Args:
         module: The graph. A forward node counts as saved if it is not tagged for recomputation, and the backward or a
@@ -51,7 +51,7 @@ def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward
 
 
 def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
-    """Forward nodes tagged for recomputation that the backward needs."""
+    """Forward nodes tagged for recomputation that the backward reads, directly or through such nodes."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -70,7 +70,10 @@ def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
 def _chosen(
     graph: fx.Graph, kept: list[fx.Node], readers: set[fx.Node], saved: SavedAsCodes, is_backward: IsBackward
 ) -> dict[fx.Node, Packing]:
-    """Packing of each chosen tensor; leaves out tensors with another view that stays in memory anyway."""
+    """For each node of ``kept`` that becomes codes, how: its `Packing`.
+
+    ``readers`` are the nodes that run in the backward. A node is left out if its memory stays alive for another view.
+    """
     forward = _copied(graph, [node for node in graph.nodes if not is_backward(node)])
     backward = _copied(graph, [node for node in graph.nodes if node in readers])
     results = {node for output in graph.find_nodes(op="output") for node in output.all_input_nodes}
@@ -100,7 +103,10 @@ def _copied(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]
 
 
 def _compress(graph: fx.Graph, chosen: dict[fx.Node, Packing], again: set[fx.Node], is_backward: IsBackward) -> None:
-    """Insert the packing after each chosen node, and make the backward read the dequantized values."""
+    """Insert the packing after each node of ``chosen``, and make the backward read dequantized values.
+
+    Nodes of ``again``, which the backward recomputes, are copied; the copies read dequantized values too.
+    """
     from torch.utils.checkpoint import CheckpointPolicy
 
     save, recompute = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
@@ -120,7 +126,10 @@ def _compress(graph: fx.Graph, chosen: dict[fx.Node, Packing], again: set[fx.Nod
 
 
 def _inserted(place: fx.Node, body: fx.GraphModule, inputs: Sequence[fx.Node], tag: object) -> list[fx.Node]:
-    """Insert a traced graph before ``place``, with ``tag`` and the annotations of its first input."""
+    """Insert the graph ``body``, called with ``inputs``, before the node ``place``; returns its results.
+
+    New nodes get ``tag`` in ``meta["recompute"]``, and ``meta["custom"]`` of the first input.
+    """
     before = place.prev
     with place.graph.inserting_before(place):
         results = inlined(place.graph, body, inputs)

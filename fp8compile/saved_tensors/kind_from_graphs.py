@@ -1,4 +1,4 @@
-"""Classifies a saved tensor by the forward graph that saves and the backward graph that reads it."""
+"""Kind of a saved tensor (norm, activation, ...), told by the graphs that save it and that read it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
 
     Args:
         node: Node of the forward graph that makes the tensor.
-        place: Placeholder of the backward graph for the same tensor.
+        place: Placeholder of the backward graph that receives the tensor.
     """
     value = value_of(node)
     if not isinstance(value, Tensor) or value.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -66,7 +66,10 @@ def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
 
 
 def block_beside(node: fx.Node, place: fx.Node) -> tuple[int, int] | None:
-    """Block of the nearest cast computed from a saved tensor, in the forward, else backward; or None."""
+    """Block (rows, columns) of the nearest cast to FP8 of a value computed from a saved tensor; or None.
+
+    ``node`` makes the tensor in the forward, where the search begins; ``place`` receives it in the backward.
+    """
     starts = (*same_memory(node), place)
     return next((block for start in starts if (block := _nearest_block(start)) is not None), None)
 
@@ -89,7 +92,10 @@ def _nearest_block(start: fx.Node) -> tuple[int, int] | None:
 
 
 def _kind(nodes: Sequence[fx.Node], place: fx.Node) -> str:
-    """Kind of a saved tensor; ``nodes`` are its node in the forward and the nodes that share its memory."""
+    """Kind of a saved tensor, made by the first of ``nodes``, which share its memory in the forward.
+
+    ``place`` is the backward's placeholder for the tensor.
+    """
     if any(map(_is_checkpoints_input, nodes)):
         return "checkpoint"
     if (called := _call_that_reads(place, through_copies=False)) is not None:
@@ -110,13 +116,16 @@ def _functions(nodes: Sequence[fx.Node], *, past_nonlinear: bool) -> list[fx.Nod
 
 
 def _is_checkpoints_input(node: fx.Node) -> bool:
-    """Whether a node outside a checkpointed region is read inside it; PyTorch numbers regions from 1."""
+    """Whether a node is read in a checkpointed region (``meta["ac_graph_id"]``) that is not its own."""
     own = node.meta.get("ac_graph_id")
     return any((user.meta.get("ac_graph_id") or own) != own for user in readers_of(node, through_copies=True))
 
 
 def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
-    """Kind of a tensor, told by the first library call that reads it; None if no library call does."""
+    """Kind of a tensor, "gemm" or "attention", if such a call reads ``place``; "other" for other calls.
+
+    None if only operators that Inductor fuses read it.
+    """
     for user in readers_of(place, through_copies=through_copies):
         if is_pointwise(user):
             continue
@@ -128,7 +137,10 @@ def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
 
 
 def _is_softmaxs_input(node: fx.Node) -> bool:
-    """Whether a softmax, which amplifies rounding errors, reads a node; an amax of ``abs`` is a scale's."""
+    """Whether a softmax, which amplifies rounding errors, reads a node.
+
+    An amax of a node ``abs`` is not taken for a softmax's maximum, because it belongs to a scale.
+    """
     if node.op == "call_function" and name_of(node) == "abs":
         return False
     users = [user for user in users_of(node) if user.op == "call_function" and name_of(user) in SOFTMAX]
@@ -174,7 +186,10 @@ def _has_values_of_first(node: fx.Node) -> bool:
 
 
 def _is_statistic(node: fx.Node) -> bool:
-    """Whether a node has one value per row of its source, or is a second or later result of a call."""
+    """Whether a node is a statistic: one value per row, or the second or a later result of an operator.
+
+    Values computed elementwise from a reduction over the last dim count too.
+    """
     current = node
     while current.op == "call_function" and name_of(current) != "realize" and _has_values_of_first(current):
         current = current.args[0]  # type: ignore[assignment]
@@ -205,7 +220,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _hint(size: Any) -> int:
-    """A size as an int: the traced hint of a dynamic size; 8192 for a size that depends on data."""
+    """A size as an int: for a symbolic size its traced hint, or 8192 if it depends on data."""
     if is_unbacked(size):
         return 8192
     found: Any = size.node.hint if isinstance(size, torch.SymInt) else size
@@ -213,7 +228,7 @@ def _hint(size: Any) -> int:
 
 
 def _module(node: fx.Node) -> str:
-    """Path of the innermost module whose call traced a node; empty if there is none."""
+    """Dotted name of the innermost module whose forward traced a node; empty if there is none."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     path = module_path(next(reversed(stack.values()))[0]) if stack else ""
     return path.removeprefix("_orig_mod.")

@@ -59,13 +59,13 @@ GEMMS = {
 
 
 def operator_name(target: Any) -> str:
-    """Name of an operator, without namespace and overload."""
+    """Name of an operator, the target of an FX node, without namespace and overload."""
     packet = getattr(target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(target, "__name__", str(target))
 
 
 def kind_of_call(target: Any) -> str | None:
-    """Kind of a saved tensor that this operator reads: "attention" or "gemm"; None for other operators."""
+    """Kind of a saved tensor that the operator ``target`` reads: "attention" or "gemm"; None for others."""
     name = operator_name(target)
     if "attention" in name:
         return "attention"

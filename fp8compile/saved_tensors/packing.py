@@ -1,4 +1,4 @@
-"""Conversion of a saved tensor to codes and back, shared by graphs and eager mode.
+"""Conversion of a saved tensor to codes and back, used by graphs and eager mode.
 
 x --amax, scale, cast--> codes, scales --saved--> codes times scales, rounded once to the dtype of x
 """
@@ -44,16 +44,17 @@ class Packing:
 
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> Packing | None:
-        """The packing of a tensor by a quantizer; None if the tensor has gaps in memory, or no elements."""
+        """How ``quantizer`` packs the tensor ``x``; None if ``x`` has gaps in memory, or no elements."""
         order = _memory_order(x)
         if order is None or x.ndim == 0 or any_is_zero(x.shape):
             return None
         return Packing(quantizer.for_shape([x.shape[dim] for dim in order]), order, x.dtype)
 
     def pack(self, x: Tensor, steps: Steps = OPS_OF_STEPS) -> tuple[Tensor, ...]:
-        """Quantize the tensor; returns codes, scales and the outer scale if there is one.
+        """Quantize the tensor; returns codes, scales and, if there is one, the outer scale.
 
-        Scales that are powers of two are stored in bfloat16, which has all of them.
+        Scales that are powers of two are stored in bfloat16, without rounding. ``steps`` runs amax, scale and cast, as
+        operators or in Python.
         """
         ordered = x.permute(self.order)
         if self._takes_rows_one_by_one(ordered):
@@ -99,7 +100,7 @@ class Packing:
 
 
 def _is_exact(quantizer: Quantizer) -> bool:
-    """Whether all scales are powers of two, so that bfloat16 represents code times scale exactly."""
+    """Whether all scales are powers of two, so that code times scale is exact in bfloat16."""
     return (
         type(quantizer) is CurrentScaling
         and quantizer.scale != "fp32"
@@ -108,7 +109,7 @@ def _is_exact(quantizer: Quantizer) -> bool:
 
 
 def _times(numbers: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Multiply each number by the scale of its block."""
+    """Multiply each number by the scale of its block of ``block`` rows and columns."""
     rows, columns = block
     if columns == 1 and statically_true(math.prod(numbers.shape[:-1]) % rows == 0):
         groups = numbers.reshape(-1, rows, numbers.shape[-1])

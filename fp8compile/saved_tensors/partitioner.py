@@ -1,8 +1,8 @@
-"""Partitioner for Inductor that passes chosen tensors from forward to backward as codes.
+"""Partitioner for Inductor that passes saved tensors from the forward to the backward as codes.
 
     joint graph --min-cut--> forward, backward --for each chosen tensor--> forward + pack, unpack + backward
 
-AOTAutograd calls the same partitioner for compiled regions, so tensors inside them become codes too.
+AOTAutograd calls the same partitioner for compiled regions, so that tensors inside them become codes too.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NAMED: dict[str, Any] = {}  # partitioners by the text of their value
 
 
 def packing_of(node: fx.Node, place: fx.Node, saved: SavedAsCodes) -> Packing | None:
-    """Packing of a tensor that a forward graph passes to a backward graph; None if it stays as it is.
+    """How a tensor that a forward graph saves becomes codes; None if it stays as it is.
 
     Args:
         node: Node of the forward graph that makes the tensor.
-        place: Placeholder of the backward graph for the same tensor.
+        place: Placeholder of the backward graph that receives the tensor.
         saved: Which tensors become codes, and how.
     """
     tensor = described(node, place)
@@ -67,7 +67,10 @@ def pack_saved(forward: fx.GraphModule, backward: fx.GraphModule, returned: int,
 def _chosen(
     outputs: Sequence[Any], returned: int, places: dict[str, fx.Node], saved: SavedAsCodes
 ) -> dict[fx.Node, Packing]:
-    """Packing of each chosen tensor; skips tensors kept in memory anyway (as a result, by another view)."""
+    """Map each saved output that becomes codes to its `Packing`; the first ``returned`` are not saved.
+
+    ``places`` are the backward's placeholders by name. An output whose memory stays alive anyway is left out.
+    """
     found: dict[fx.Node, Packing] = {}
     stays: set[fx.Node] = set()
     for at, node in enumerate(outputs):
@@ -86,7 +89,10 @@ def _chosen(
 def _packed(
     forward: fx.GraphModule, backward: fx.GraphModule, node: fx.Node, place: fx.Node, packing: Packing
 ) -> list[fx.Node]:
-    """Insert packing and unpacking of a tensor into both graphs; returns the nodes that are now saved."""
+    """Pack the tensor of ``node`` in the forward and unpack it in the backward; returns the saved nodes.
+
+    ``place`` is the backward's placeholder for the tensor, which new placeholders for codes and scales replace.
+    """
     with forward.graph.inserting_before(forward.graph.output_node()):
         parts = inlined(forward.graph, packing_graph(packing, node), [node])
     names = _unused_names(f"{node.name}_codes", len(parts), (forward.graph, backward.graph))
@@ -119,20 +125,20 @@ def _unused_names(stem: str, count: int, graphs: Sequence[fx.Graph]) -> list[str
 
 
 def packing_graph(packing: Packing, node: fx.Node) -> fx.GraphModule:
-    """Trace the packing of a node's tensor to a graph."""
+    """Trace the packing of a node's tensor to a new graph, which takes the tensor."""
     return traced(lambda x: packing.pack(x), node.meta["val"])
 
 
 def unpacking_graph(packing: Packing, parts: Sequence[fx.Node]) -> fx.GraphModule:
-    """Trace the unpacking of the codes and scales ``parts`` to a graph."""
+    """Trace the unpacking to a new graph, which takes codes and scales like those of the nodes ``parts``."""
     return traced(lambda *each: packing.unpack(each), *(each.meta["val"] for each in parts))
 
 
 @lru_cache
 def partitioner(saved: SavedAsCodes) -> Any:
-    """Partitioner for Inductor's ``custom_partitioner_fn`` that packs tensors as ``saved`` says.
+    """Partitioner for Inductor's ``custom_partitioner_fn`` that saves tensors as codes as ``saved`` says.
 
-    Equal values return the same object.
+    Equal values of ``saved`` return the same object.
     """
 
     def change(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:
@@ -145,5 +151,5 @@ def partitioner(saved: SavedAsCodes) -> Any:
 
 
 def _named(text: str) -> Any:
-    """The partitioner with ``uuid()`` equal to ``text``; exists only in the process that made it."""
+    """Unpickle: the partitioner of this process whose ``uuid()`` is ``text``."""
     return NAMED[text]

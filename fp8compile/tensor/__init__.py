@@ -1,6 +1,6 @@
 """QuantizedTensor and QuantizedParameter: codes and scales that stand for a tensor.
 
-Other files register handlers of ops with the classes; an op without a handler raises a TypeError.
+Other packages register handlers of their ops with these two classes. An op without a handler raises a TypeError.
 """
 
 from fp8compile.tensor import factory_ops as factory_ops  # these fill tables of the classes

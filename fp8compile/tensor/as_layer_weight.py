@@ -1,4 +1,4 @@
-"""A QuantizedTensor as the weight of a layer, plain or grouped: forward and backward multiply its codes."""
+"""Run the ops of linear and grouped linear layers on the codes of a weight that is a QuantizedTensor."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["check_serves", "codes_seen", "is_stack", "unserved"]
 
 @_compat.constant_when_traced
 def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | None = None) -> str | None:
-    """The reason why a layer with this recipe can't run on the codes of a quantized weight; None if it can.
+    """Return why a layer with ``recipe`` can't multiply a quantized weight's codes; None if it can.
 
-    ``for_grad_input`` is the quantizer of separate codes for grad_input, if the weight has such.
+    ``quantizer`` made the codes. If grad_input reads separate codes, ``for_grad_input`` made those.
     """
     if for_grad_input is not None:
         wanted = zip((quantizer, for_grad_input), (recipe.weight, recipe.weight_for_grad_input), strict=True)
@@ -46,13 +46,16 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
 
 
 def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None:
-    """Raise a ValueError that names ``function``, if a layer with this recipe can't run on this weight's codes."""
+    """Raise a ValueError if a layer with ``recipe`` can't multiply the codes of ``weight``.
+
+    ``function`` is the name of the called function, with which the error's text begins.
+    """
     if (reason := unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input)) is not None:
         raise ValueError(f"{function}: {reason}")
 
 
 def is_stack(tensor: object) -> bool:
-    """Whether a tensor is a QuantizedTensor of a stack of matrices, each quantized by itself."""
+    """Whether ``tensor`` is a QuantizedTensor of a stack of matrices, each with its own scales."""
     return isinstance(tensor, QuantizedTensor) and tensor.batch == 1
 
 
@@ -95,7 +98,7 @@ def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
 
 
 def _run(func: Any, *args: Any) -> Any:
-    """Run a layer's op on the codes of its weight; the op quantizes only its other operand."""
+    """Run an op of a layer, ``func``, on the codes of its weight; the op quantizes its other operand."""
     op, gemm = OPS_OF_LAYERS[func], LAYER_OPS[func]
     x, weight, recipe = args[0], args[1], args[-1]
     if op.ends:
@@ -108,7 +111,7 @@ def _run(func: Any, *args: Any) -> Any:
 
 
 def _observe(func: Any, *args: Any) -> Any:
-    """Run a layer's statistics op if the weight is kept as codes; it reads the weight's codes and scales."""
+    """Run a layer's statistics op, ``func``, on the codes and scales of a weight that is kept as codes."""
     op = OBSERVE_OPS[func]
     if op.gradient:  # the forward has counted the weight's codes
         tokens, x, _, *others = args
@@ -117,10 +120,10 @@ def _observe(func: Any, *args: Any) -> Any:
 
 
 def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:
-    """The codes of a weight that is kept as codes, by the product that reads them, for statistics.
+    """Return the codes of a quantized weight for statistics, by the recipe's field, such as ``"weight"``.
 
-    If both sets of codes share their memory, the forward sees only the output's. There are none if the codes do not
-    fit ``recipe``.
+    If the codes for the output and for grad_input share memory, only the codes for the output are returned. If the
+    codes do not fit ``recipe``, none are.
     """
     if unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input) is not None:
         return Seen(None)

@@ -1,4 +1,4 @@
-"""Checks of callers' arguments that several functions make, and the texts of their errors."""
+"""Checks of callers' arguments that several functions share, and the texts of their errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shown(value: object) -> str:
 
 
 def not_dense(x: Tensor) -> str | None:
-    """The reason why a tensor is not dense, as the rest of a sentence that begins "x ..."; None if it is dense."""
+    """Return why ``x`` is not dense, as the end of a sentence that begins "x ..."; None if it is dense."""
     if x.layout != torch.strided:
         return f"has layout {x.layout}"
     if x.is_nested:
@@ -32,11 +32,13 @@ def not_dense(x: Tensor) -> str | None:
 
 
 def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup) -> tuple[int, ...]:
-    """Check an argument that gives the size of each rank's part, and return it as a tuple.
+    """Check an argument that gives the size of each rank's shard, and return it as a tuple.
+
+    ``function`` and ``argument`` are the names of the called function and of its argument, for the error's text.
 
     Raises:
-        TypeError: ``given`` is not a sequence of ints from 0.
-        ValueError: ``given`` does not have one entry for each rank.
+        TypeError: ``given`` is not a sequence of ints, each 0 or more.
+        ValueError: ``given`` does not have one entry for each rank of ``group``.
     """
     if not isinstance(given, Sequence) or not all(type(size) is int and size >= 0 for size in given):
         raise TypeError(f"{function}: {argument} is {shown(given)}; it is a tuple of ints from 0, one for each rank.")
@@ -51,12 +53,12 @@ def own_sizes(function: str, argument: str, given: Any, group: ProcessGroup, own
     """Check and return the sizes of all ranks' shards of a tensor.
 
     Args:
-        function: Name of the function that was called, for errors.
-        argument: Name of its argument, for errors.
+        function: Name of the called function, for the error's text.
+        argument: Name of the function's argument that is checked, for the error's text.
         given: The argument: a size for each rank; None if all ranks have as much as this rank.
         group: The ranks.
         own: Size of this rank's shard; this rank's entry of ``given`` must equal it.
-        what: What is counted, such as "rows", for errors.
+        what: What the sizes count, such as "rows", for the error's text.
     """
     if given is None:
         return (own,) * group.size()

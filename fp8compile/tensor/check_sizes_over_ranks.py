@@ -1,7 +1,7 @@
-"""Compare sizes over the ranks of a group once, because a message of unexpected size hangs or crashes.
+"""Compare shard sizes over the ranks of a group, once, since a wrong size makes a collective hang.
 
-The comparison is itself a message of all ranks. It is made in the first call only: a rank that compared again when its
-own sizes change would wait for ranks whose sizes did not change.
+The comparison is itself a collective of all ranks, and only the first call makes it. If a rank compared again when its
+own sizes change, it would wait for ranks whose sizes did not change.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def _compare_once(
 def check_agreement(function: str, x: Tensor, group: ProcessGroup, **sizes: tuple[int, ...]) -> None:
     """Raise a ValueError on all ranks of a group if ranks give different ``sizes``.
 
-    Only the first call with a function, argument names and a group compares. A compiled function compares while Dynamo
-    traces it, so that its steps send nothing more. Symbolic sizes and sizes of fake tensors are not compared.
+    ``sizes`` maps names of arguments of ``function`` to a size for each rank; ``x`` is the sharded tensor. Only the
+    first call with the same function, names and group compares; a compiled function compares while Dynamo traces it.
+    Symbolic sizes, and sizes of fake and meta tensors, are not compared.
     """
     numbers = tuple([size for each in sizes.values() for size in each])
     if group.size() == 1 or x.is_meta or _compat.is_fake(x) or not all(map(_compat.is_static, numbers)):

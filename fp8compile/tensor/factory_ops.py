@@ -1,4 +1,4 @@
-"""Ops that make a new tensor like a QuantizedParameter: empty copies, FSDP2's shards, and optimizer state."""
+"""Handlers of ops that make a tensor like a QuantizedParameter, such as empty_like and new_zeros."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten: Any = torch.ops.aten
 
 
 def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
-    """Make a parameter with uninitialized codes. Its scales are NaN until values are written to it."""
+    """Run ``func``, empty_like: a parameter with uninitialized codes, and NaN scales until a write."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
     sets = []
@@ -39,13 +39,13 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
 
 
 def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
-    """Make a plain tensor of the parameter's shape and dtype, because optimizers keep their state unquantized."""
+    """Run ``func``, such as zeros_like: a plain tensor of the parameter's shape, for optimizer state."""
     values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return func(values, *args, **{"device": x.device, **kwargs})
 
 
 def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> bool:
-    """Whether a tensor of this size is a shard that FSDP2 allocates and that would end within a block."""
+    """Whether FSDP2's shard of ``x`` of shape ``size`` ends within a block of the codes ``own``."""
     if x.extent != WHOLE or len(size) != x.ndim:
         return False
     dim = cut_dim(x, size)
@@ -56,9 +56,10 @@ def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> 
 
 
 def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
-    """Make zero codes of a given size in place of the set ``own``, with new memory for the scales.
+    """Make codes of zeros and new scales for a tensor of shape ``size``, by the quantizer of ``own``.
 
-    A rank without elements needs the scales of the whole weight too, so these are copied if ``own`` has them.
+    ``own`` are codes of ``x``, for the output or for grad_input. If they have the scales of a whole weight that is
+    sharded, these are copied: even a rank without elements needs them.
     """
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(
@@ -83,7 +84,7 @@ def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[
 
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
-    """Make a parameter of zero codes, into which FSDP2 or other code will copy values."""
+    """Run ``func``, new_zeros or new_empty: a parameter of zero codes, into which FSDP2 copies values."""
     if x.batch and len(size) != x.ndim:  # FSDP2 does this for a rank without elements
         return x.flat([own.codes.new_empty(size, **kwargs) for own in x.sets()])
     if kwargs.pop("dtype", None) not in (None, x.dtype):

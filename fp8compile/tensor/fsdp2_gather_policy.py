@@ -1,4 +1,7 @@
-"""What FSDP2 gathers for a weight with different codes for forward and backward, and which codes memory then holds."""
+"""What FSDP2 gathers for a weight whose output and grad_input GEMMs read different codes.
+
+It is the codes of one GEMM, of both, or plain values. A record says which codes the gathered memory holds.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,16 @@ TOO_EARLY = (
 
 
 class PassInMemory:
-    """Records the name of the GEMM whose codes were gathered last; None before the first gather and while tracing."""
+    """Record of whose codes FSDP2 gathered last: ``gemm`` is the GEMM's name.
+
+    ``gemm`` is None before the first gather and while tracing.
+    """
 
     def __init__(self) -> None:
         self.gemm: str | None = None
 
     def check_forward(self) -> None:
-        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds grad_input's codes."""
+        """Raise a RuntimeError if memory holds grad_input's codes, as when the backward repeats a forward."""
         if self.gemm == GRAD_INPUT.name:
             raise RuntimeError(REPEATED.format(what="a forward reads a weight in the backward"))
 
@@ -59,10 +65,10 @@ class PassInMemory:
 
 @dataclass
 class GatherPolicy:
-    """What all gathers of one weight send. The first gather decides, because FSDP2 allocates its buffers only once.
+    """What all gathers of one weight send. The first gather decides, as FSDP2 keeps its buffers.
 
     Attributes:
-        for_both: What is gathered if one gather serves both passes: ``"codes"`` or ``"param_dtype"``.
+        for_both: What is gathered if one gather serves forward and backward: ``"codes"`` or ``"param_dtype"``.
         checkpointed: Whether the backward repeats the forward.
         kind: ``OWN`` (codes of one pass), ``BOTH`` (codes of both) or ``PLAIN`` (values); None before a gather.
         in_memory: Records which codes were gathered last, if each pass gathers its own.
@@ -81,7 +87,10 @@ class GatherPolicy:
         return GatherPolicy(self.for_both, self.checkpointed, name=self.name)
 
     def now(self, module: nn.Module) -> tuple[str, tuple[Gemm, ...]]:
-        """Decide the kind of the gather that is about to start, and the GEMMs whose codes it sends."""
+        """Return the kind of the gather that is about to start, and the GEMMs whose codes it sends.
+
+        ``module`` is the module that has the weight.
+        """
         if self._parameter is None:
             self._parameter = next(
                 each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, self.name)
@@ -91,7 +100,11 @@ class GatherPolicy:
         return kind, PAIR if kind == BOTH else own_pass
 
     def _kind_for(self, parameter: _compat.FsdpParameter) -> str:
-        """The kind of gather that fits how FSDP2 treats the parameter now; raises if that has changed."""
+        """Return the kind of gather that FSDP2's settings for the parameter need.
+
+        Raise a RuntimeError if each pass has gathered its own codes so far, and FSDP2 now keeps the weight after the
+        forward.
+        """
         kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN
         if self.kind is None:
             self.kind = kind
@@ -106,6 +119,6 @@ class GatherPolicy:
         return self.kind
 
     def in_words(self) -> str:
-        """The text for a report before the first gather, when FSDP2's settings are not known yet."""
+        """Say in words what gathers will send, for a report that is made before the first gather."""
         for_both = IN_WORDS[self.for_both]
         return for_both if self.checkpointed else f"{IN_WORDS[OWN]}; or, if FSDP2 keeps the weight, {for_both}"

@@ -30,11 +30,11 @@ PAIR = GEMMS[:2]  # the products that read a weight
 
 @_compat.keeps_parts_after_forward
 class FullyShardHooks:
-    """The two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
+    """Mixin with the two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
 
     Attributes:
         gathers: What gathers send if forward and backward read different codes; None if both read the same codes.
-        batch: Number of leading dims over which matrices are stacked.
+        batch: Number of leading dims over which matrices are stacked: 1 for a stack, 0 for a matrix.
     """
 
     gathers: GatherPolicy | None
@@ -43,25 +43,35 @@ class FullyShardHooks:
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, Sequence[SetToGather]]:
-        """Return how ranks shard the weight, and the sets of codes that this rank can send.
+        """Return how ranks shard the weight, and its codes for the output and grad_input, which can be sent.
 
-        ``size`` is the size of the whole weight, ``module`` the module that has it, and ``mp_policy`` FSDP2's
-        ``MixedPrecisionPolicy``.
+        ``mesh`` and ``mp_policy`` are FSDP2's mesh and ``MixedPrecisionPolicy``, ``size`` is the shape of the whole
+        weight, and ``module`` is the module that has it.
         """
         raise NotImplementedError
 
     def values_to_gather(self, mp_policy: Any) -> Tensor:
-        """The values of this rank's shard, for a gather of plain values that serves both passes."""
+        """Return this rank's shard as values, for a gather that serves forward and backward.
+
+        ``mp_policy`` is FSDP2's ``MixedPrecisionPolicy``.
+        """
         raise NotImplementedError
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
-        """Keyword arguments group, shard_dim and sizes for the gathered QuantizedTensor; empty for a whole weight."""
+        """Return keyword arguments group, shard_dim and sizes of the gathered QuantizedTensor.
+
+        Empty if it is a whole weight. ``shards`` says how FSDP2 shards the weight.
+        """
         return {}
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-        """Return the tensors that this rank sends, and the layout that tells how to read the gathered tensors."""
+        """Return the tensors that this rank sends, and the layout by which the gathered ones are read.
+
+        The arguments are FSDP2's: the mesh, the whole weight's shape and strides, its module and the mixed precision
+        policy.
+        """
         size = tuple(outer_size)
         kind, gemms = (BOTH, PAIR) if self.gathers is None else self.gathers.now(module)
         shards, sets = self.sets_to_gather(mesh, size, module, mp_policy)
@@ -83,7 +93,8 @@ class FullyShardHooks:
             all_gather_outputs: The gathered tensors.
             metadata: The layout that ``fsdp_pre_all_gather`` returned.
             param_dtype: Dtype of the weight.
-            out: The weight of an earlier gather; FSDP2 has gathered into its memory. It gets the new scales.
+            out: The weight of an earlier gather, into whose memory FSDP2 has gathered the codes; it gets the new
+                scales.
 
         Returns:
             The weight, and the tensors that FSDP2 frees with it. None if ``out`` is given.
@@ -105,9 +116,10 @@ class FullyShardHooks:
 
 
 def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quantized], tuple[Tensor, ...]]:
-    """Make the codes and scales of a gathered weight, with codes in the memory that FSDP2 gathers into.
+    """Make a gathered weight's codes, as views of the ``gathered`` tensors, and uninitialized scales.
 
-    Returns the sets of codes, and the tensors whose memory was allocated here.
+    Returns the codes with scales (for the output, then for grad_input), and the tensors that were allocated here.
+    ``layout`` has the shapes.
     """
     sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to these tensors, in inference mode or not
@@ -133,7 +145,10 @@ def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quan
 
 
 def _fill(weight: QuantizedTensor, gathered: Sequence[Tensor], layout: GatherLayout) -> None:
-    """Write the scales of the gathered codes into the memory of a weight that was gathered before."""
+    """Write the scales of the gathered codes into ``weight``, and record whose codes were gathered.
+
+    ``layout`` says how to read the ``gathered`` tensors. Scales of codes that were not gathered become NaN.
+    """
     arrived = layout.scales_of_whole(gathered)
     if layout.is_alone_with_both:
         codes = weight.sets()[1].codes
@@ -148,13 +163,13 @@ def _fill(weight: QuantizedTensor, gathered: Sequence[Tensor], layout: GatherLay
 
 
 def _write(memory: Tensor, values: Tensor) -> None:
-    """Write to memory without incrementing its version counter, because autograd saved the weight in the forward."""
+    """Copy values to memory without incrementing its version counter, because autograd saved the weight."""
     with _compat.uncounted_write(memory):
         memory.copy_(values)
 
 
 def _without_values(own: Quantized) -> list[Tensor]:
-    """NaN in place of all scales of codes that were not gathered."""
+    """Return NaN in place of each scale of the codes ``own``, which were not gathered."""
     device = own.scale.device
     levels = scale_without_values(own.quantizer, (), torch.nan, device), torch.full((), torch.nan, device=device)
     return [level.expand(scale.shape) for level, scale in zip(levels, own.scales, strict=False)]

@@ -1,7 +1,7 @@
-"""The tensors that FSDP2 sends for a weight that is kept as codes, and how to read the gathered tensors.
+"""The tensors that FSDP2 sends for a weight that is kept as codes, and how gathered ones are read.
 
-One tensor has the codes, and a second one, 1-D bytes, the scales that only this rank has. If FSDP2 can't send two
-sizes (one rank, padded shards, sharding along another dim than 0), ranks exchange scales in separate messages.
+The first tensor holds the codes. A second one, 1-D bytes, holds the scales that only this rank has. If FSDP2 can't
+send two sizes (one rank, padded shards, sharding along another dim than 0), ranks exchange scales in other messages.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class SetToGather:
-    """One set of codes of a rank's shard of a weight (the output's or grad_input's), which FSDP2 may gather.
+    """Codes of a rank's shard of a weight that FSDP2 may gather, for the output or for grad_input.
 
     Attributes:
         gemm: The GEMM that reads the codes.
         quantizer: The quantizer of the codes.
-        is_own: For each level of scales (blocks, outer), whether they cover only this rank's shard and so must be
-            sent.
+        is_own: For each level of scales (blocks, outer), whether the scales cover only this rank's shard and are sent.
         scale_shapes: Shapes of the gathered weight's scales, by level.
-        make: Given a quantizer that may pack the same codes differently, returns the codes in that packing, then the
-            scales by level.
+        make: Function of a quantizer that may pack the same codes differently; returns the codes in that packing, then
+            the scales by level.
     """
 
     gemm: Gemm
@@ -47,7 +46,7 @@ class SetToGather:
     make: Callable[[Quantizer], Sequence[Tensor]]
 
     def bytes_of_own_scales(self, size: Sequence[int]) -> int:
-        """Number of bytes of the scales that only this rank has, for a shard of this size."""
+        """Return the number of bytes of the scales that only this rank has, for a shard of shape ``size``."""
         dtypes = self.quantizer.scale_dtype(), torch.float32
         levels = zip(scale_shapes(size, self.quantizer), dtypes, self.is_own, strict=False)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype, is_own in levels if is_own)
@@ -59,9 +58,10 @@ class GatherLayout:
 
     Attributes:
         shards: How ranks shard the weight.
-        size: Size of the whole weight.
-        quantizers: For each set of codes, the quantizer of the codes in the form in which they are sent.
-        scale_shapes: For each set of codes, the shapes of the whole weight's scales, by level.
+        size: Shape of the whole weight.
+        quantizers: For the output's codes and, if different, for grad_input's: the quantizer of codes packed as they
+            are sent.
+        scale_shapes: For each of these quantizers, the shapes of the whole weight's scales, by level (blocks, outer).
         scales: For each GEMM whose codes are sent, a pair for each level: the scale, and whether it is sent beside the
             codes because it belongs to this rank alone. None if plain values are gathered.
     """
@@ -79,11 +79,11 @@ class GatherLayout:
 
     @property
     def is_alone_with_both(self) -> bool:
-        """Whether one tensor holds both sets, because FSDP2 sends only one tensor if a single rank has the weight."""
+        """Whether one tensor holds the codes for the output and for grad_input, as only one rank gathers."""
         return self.ranks == 1 and len(self.scales or ()) == 2
 
     def scales_of_whole(self, gathered: Sequence[Tensor]) -> dict[Gemm, list[Tensor]]:
-        """The whole weight's scales, of blocks and then outer, for each GEMM whose codes were gathered."""
+        """Return the whole weight's scales (of blocks, then outer) for each GEMM whose codes were gathered."""
         found: dict[Gemm, list[Tensor]] = {}
         start = 0
         for gemm, levels in (self.scales or {}).items():
@@ -98,7 +98,7 @@ class GatherLayout:
 
 
 def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
-    """Pad this rank's shard to the length that all ranks send."""
+    """Pad this rank's shard ``local`` with zeros to the length that all ranks send."""
     padding = max(shards.sizes) - shards.length  # only rows are padded: FSDP2 cuts other dims into equal parts
     local = pad(local, (*(0, 0) * (local.ndim - 1), 0, padding)) if padding else local
     return local.contiguous()
@@ -107,15 +107,15 @@ def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
 def codes_to_send(
     sets: Sequence[SetToGather], gemms: Sequence[Gemm], shards: DimSharding, size: tuple[int, ...], *, together: bool
 ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-    """Make the tensors that FSDP2 sends for this rank, and the layout that tells how to read the gathered tensors.
+    """Make the tensors that FSDP2 sends for this rank, and the layout by which gathered ones are read.
 
     Args:
-        sets: All sets of the weight's codes.
+        sets: The weight's codes for the output and, if different, for grad_input.
         gemms: The GEMMs whose codes are sent.
         shards: How ranks shard the weight.
-        size: Size of the whole weight.
-        together: Whether each gather sends all sets. If not, scales are padded to the bytes that the set with the most
-            scales needs, because FSDP2's buffers keep their size.
+        size: Shape of the whole weight.
+        together: Whether each gather sends all of ``sets``. If not, scales are padded to the bytes that the entry with
+            the most scales needs, because FSDP2's buffers keep their size.
     """
     beside = shards.is_even() and len(shards.sizes) > 1 and shards.dim == 0
     quantizers = as_they_travel([each.quantizer for each in sets], shards, size)
@@ -143,7 +143,10 @@ def codes_to_send(
 def _scales_of_all_ranks(
     levels: Sequence[Tensor], own: SetToGather, shards: DimSharding, size: tuple[int, ...]
 ) -> list[Tensor]:
-    """The whole weight's scales by level; ranks exchange the levels that each rank has only for its own shard."""
+    """Return the whole weight's scales, by level; ranks exchange scales that cover only their own shards.
+
+    ``levels`` has this rank's scales of blocks and, if any, its outer scales; ``own`` says which cover only its shard.
+    """
     dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), own.quantizer) for each in shards.sizes]
     for scale, is_own, level in zip(levels, own.is_own, zip(*shapes, strict=True), strict=True):
@@ -152,11 +155,11 @@ def _scales_of_all_ranks(
 
 
 def as_they_travel(quantizers: Sequence[Quantizer], shards: DimSharding, size: Sequence[int]) -> tuple[Quantizer, ...]:
-    """The quantizers of codes in the form in which FSDP2 sends them.
+    """Return the quantizers of the codes as FSDP2 sends them: four-bit codes one or two to a byte.
 
-    Four-bit codes are sent two per byte, either in both sets or in neither, so that the messages of both sets have the
-    same length. If shards are uneven or columns are sharded, codes are sent one to a byte, because in a padded shard
-    each code needs its own element.
+    Codes for the output and for grad_input are packed alike, so that messages of both have the same length. If shards
+    are uneven or columns are sharded, codes are sent one to a byte, because in a padded shard each code needs its own
+    element. ``size`` is the whole weight's shape.
     """
     found = [_as_it_travels(each, shards, size) for each in quantizers]
     if any(packed_dim(each) is None for each in found):

@@ -1,4 +1,4 @@
-"""Round quantized parameters once for each optimizer step, although the optimizer writes to them with several ops.
+"""Quantize parameters once at the end of an optimizer step, although several ops write to them.
 
 Hooks on all optimizers begin and end a step. In between, a `Pending` holds each parameter's plain values. A compiled
 step takes these values as inputs beside the codes, so that its graph is that of plain parameters.
@@ -39,12 +39,12 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Shape, strides and storage offset: equal for two views of one memory that have the same elements."""
+    """Return shape, strides and offset; views of one memory with the same elements have equal ones."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 class Pending:
-    """The values of a parameter during an optimizer's step.
+    """Plain values of a quantized parameter while an optimizer's step runs.
 
     Attributes:
         place: Shape, strides and offset of the parameter that the optimizer writes to.
@@ -60,10 +60,10 @@ class Pending:
         self.values = values
 
     def is_of(self, tensor: QuantizedParameter) -> bool:
-        """Whether ``tensor``, the parameter or a view of it, has all elements of the parameter.
+        """Whether ``tensor``, the parameter itself or a view of it, has all elements of the parameter.
 
         Raises:
-            TypeError: The view is a part of the parameter in a compiled graph, which can only write the whole.
+            TypeError: In a compiled graph, ``tensor`` is a view of only a part of the parameter.
         """
         same = place_of(tensor) == self.place
         if not same and self.parameter is None:
@@ -71,13 +71,13 @@ class Pending:
         return same
 
     def given(self) -> Tensor:
-        """Return the values that a compiled step reads and writes; dequantize the codes if there are none yet."""
+        """Return the values that a compiled step reads and writes; without any, dequantize the codes."""
         if self.values is None:
             self.values = self.parameter.dequantize().detach()  # type: ignore[union-attr]  # a graph is given values
         return self.values
 
     def take(self, values: Tensor) -> None:
-        """Replace the values. If there are values already, overwrite their memory, because a graph may hold it."""
+        """Replace the values. Earlier values are overwritten in their memory, which a graph may refer to."""
         if self.values is None:
             self.values = values
         elif self.values is not values:
@@ -85,20 +85,20 @@ class Pending:
 
 
 def computed_values(tensor: QuantizedParameter) -> Tensor | None:
-    """The values that the running step has computed so far; None if the codes are up to date."""
+    """Return the values that the running optimizer step has computed so far; None if there are none."""
     pending = tensor.pending
     return pending.values if pending is not None and pending.is_of(tensor) else None
 
 
 def values_of(tensor: QuantizedParameter) -> Tensor:
-    """The values that an in-place op reads: what the running step has computed so far, else the dequantized codes."""
+    """Return a parameter's values: those of the running optimizer step, else the dequantized codes."""
     return tensor.dequantize() if (values := computed_values(tensor)) is None else values
 
 
 def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> None:
-    """Write new values to parameters or views of them.
+    """Write new values to parameters or to views of parameters.
 
-    A whole parameter in a running optimizer step is quantized when the step ends, any other tensor now.
+    In an optimizer step, a whole parameter is quantized when the step ends. Any other tensor is quantized immediately.
     """
     now = []
     for tensor, value in zip(tensors, values, strict=True):
@@ -112,7 +112,7 @@ def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> No
 
 
 def settle(parameters: Iterable[QuantizedParameter]) -> None:
-    """Quantize what a step has computed so far; one message exchanges the amaxes of all these parameters."""
+    """Quantize the values that a step has computed so far, with one amax message for all parameters."""
     found = (each.pending for each in parameters)
     every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
     due: list[Any] = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]
@@ -147,9 +147,9 @@ def _close(parameters: Sequence[QuantizedParameter]) -> None:
 
 
 def _outside(argument: Any, parameters: Sequence[QuantizedParameter]) -> Any:
-    """Wrap an optimizer's closure, so that its forward and backward run outside of the step, on up-to-date codes.
+    """Wrap an optimizer's closure: before it runs, values become codes; after it, the step goes on.
 
-    Any other argument is returned unchanged.
+    ``argument`` is returned unchanged if it is not callable; ``parameters`` are the optimizer's.
     """
     if not callable(argument):
         return argument
@@ -182,7 +182,10 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> None:
-    """Raise a TypeError if a tensor is a parameter in a compiled step's graph, where its codes are out of date."""
+    """Raise a TypeError if one of ``tensors`` is a parameter in a compiled optimizer step's graph.
+
+    Its codes are out of date there. ``what`` names the op that reads the codes, for the error's text.
+    """
     for each in tensors:
         pending = getattr(each, "pending", None)
         if pending is not None and pending.parameter is None:
@@ -191,6 +194,6 @@ def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> N
 
 @cache
 def listen_to_optimizers() -> None:
-    """Register the hooks on all optimizers. The first QuantizedParameter calls this; later calls do nothing."""
+    """Register hooks on the steps of all optimizers, once; the first QuantizedParameter calls this."""
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)

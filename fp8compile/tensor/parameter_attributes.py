@@ -1,4 +1,4 @@
-"""Keep the attributes that other libraries set on a parameter when another object replaces the parameter."""
+"""Keep users' attributes of a parameter when another object replaces the parameter."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ def attributes_of_others(tensor: Tensor) -> dict[str, Any]:
 
 
 def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
-    """Copy users' attributes from ``source`` to the result of an op that moves a parameter; returns the result."""
+    """Copy users' attributes from ``source`` to ``result`` if ``op`` moves a parameter; return it."""
     if op in MOVES:
         vars(result).update(attributes_of_others(source))
     return result
 
 
 def in_place_of(parameter: Tensor, data: Tensor) -> Parameter:
-    """Make a parameter from ``data`` with the ``requires_grad``, ``grad_dtype`` and users' attributes of another."""
+    """Make a parameter from ``data`` with the ``requires_grad`` and attributes of ``parameter``.
+
+    The attributes are ``grad_dtype`` and those that users set.
+    """
     found = Parameter(data, requires_grad=parameter.requires_grad)
     vars(found).update(attributes_of_others(parameter))
     keep_grad_dtype(parameter, found)

@@ -104,10 +104,10 @@ def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
 
 
 def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: Any) -> bool:
-    """Whether blocks span the whole ``shard_dim``, so that each block has elements on several ranks.
+    """Whether blocks span all of dim ``shard_dim``, so that each block has elements on all ranks.
 
     Raises:
-        ValueError: A shard boundary cuts a block that does not span the dim.
+        ValueError: This rank's shard ``x`` ends within a block that does not span the dim.
     """
     last = shard_dim == x.ndim - 1
     block = quantizer.block[1 if last else 0]
@@ -128,7 +128,10 @@ def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, sha
 def _quantize_shard(
     x: Tensor, quantizer: Quantizer, group: Any, shard_dim: Any, sizes: tuple[int, ...]
 ) -> QuantizedTensor:
-    """Quantize this rank's shard of a tensor, given the sizes of all shards; shards may cut blocks."""
+    """Quantize this rank's shard ``x`` of a tensor; shards may end within blocks.
+
+    ``sizes`` has the length of each rank's shard along ``shard_dim``.
+    """
     part = Plain(x, TensorLayout((DimSharding(group, group.rank(), shard_dim, sizes),)))
     found = quantize_part(part, quantizer)
     shape = part.whole_shape() if any(found.has_scales_of_whole) else x.shape

@@ -47,7 +47,7 @@ NO_MESSAGE = (
 
 
 class _Shared:
-    """The state that a parameter and all views of it share."""
+    """What a QuantizedParameter shares with its views: initial values, a running step's values, flags."""
 
     def __init__(self) -> None:
         self.written = False
@@ -62,14 +62,17 @@ class _Shared:
 
 
 def _of_shared(name: str, what: str) -> Any:
-    """Make a property that reads and writes an attribute of the state that all views of a parameter share."""
+    """Make a property with docstring ``what`` for the attribute ``name`` that all views share."""
     return property(
         lambda self: getattr(self._shared, name), lambda self, value: setattr(self._shared, name, value), doc=what
     )
 
 
 def _up_to_date(name: str) -> property:
-    """Make a property that reads codes or scales, and first quantizes what a running optimizer's step has computed."""
+    """Make a property that reads codes or scales, named ``_`` + ``name``, in their present state.
+
+    If an optimizer's step is running, its values are quantized first.
+    """
 
     def read(self: QuantizedParameter) -> Tensor | None:
         if self._shared.pending is not None:
@@ -80,19 +83,20 @@ def _up_to_date(name: str) -> property:
 
 
 class QuantizedParameter(FullyShardHooks, QuantizedTensor):
-    """A QuantizedTensor that optimizers write to. A write updates the codes for the output and those for grad_input.
+    """A QuantizedTensor that optimizers write to. A write updates its codes for output and grad_input.
 
-    An in-place op dequantizes the parameter, computes in its dtype and quantizes the result, with the amax over all
-    ranks that share the scale. For a list of parameters (``foreach``), ranks exchange all amaxes in one message. While
-    an optimizer's step runs, ops compute on plain values, which are quantized once at the end of the step (`Pending`).
-    ``UPDATES`` and ``READS`` in write_ops.py list the ops that work. Any other op raises, as on a QuantizedTensor.
+    An in-place op dequantizes the parameter, computes in the parameter's dtype and quantizes the result, with the amax
+    over all ranks that share the scale. For a list of parameters (``foreach``), ranks exchange all amaxes in one
+    message. While an optimizer's step runs, ops compute on plain values, which are quantized once at its end
+    (`Pending`). ``UPDATES`` and ``READS`` in write_ops.py list the ops that work. Any other op raises, as on a
+    QuantizedTensor.
 
     Attributes:
         extent: The part of a weight that this tensor is. ``"whole"``: all of it. ``"slice"``: a view that shares a
-            scale with elements outside of it, so that it can't be written alone. ``"blank"``: zeros that ``new_zeros``
-            made. ``"shard"``: a view of a blank, which is how FSDP2 makes its shards; the blank's other elements are
-            padding. If ranks share a scale, a shard has to know these ranks before it is written to. It learns them in
-            the first forward, or from ``fp8compile.parallel.share_scales``.
+            scale with elements outside of it, and can't be written alone. ``"blank"``: zeros that ``new_zeros`` made.
+            ``"shard"``: a view of a blank tensor, which is how FSDP2 makes shards; the other elements are padding. If
+            ranks share a scale, a shard can be written only once it knows these ranks: from the first forward, or from
+            ``fp8compile.parallel.share_scales``.
     """
 
     extent: str = WHOLE
@@ -118,9 +122,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @staticmethod
     def of(x: Tensor, *quantizers: Quantizer, batch: int = 0) -> QuantizedParameter:
-        """Quantize a matrix or a stack of matrices: with one quantizer, or with two, for output and grad_input.
+        """Quantize a matrix, or a stack of matrices if ``batch`` is 1, with one quantizer or with two.
 
-        On the meta device the result has shapes only.
+        A second quantizer makes separate codes for grad_input. On the meta device the result has shapes only.
         """
         sets = [
             _codes_of_stack(x, each) if batch else quantize(x, each.for_shape(x.shape)).sets()[0]
@@ -131,7 +135,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def data_ptr(self) -> int:
         """Raise a RuntimeError, because no memory holds the values.
 
-        PyTorch returns 0 for other wrapper subclasses, which would make different parameters look like one.
+        For other wrapper subclasses PyTorch returns 0, by which different parameters would look like the same one.
         """
         raise RuntimeError(
             "data_ptr of a QuantizedParameter: there are codes in memory, and no values. Take that of .codes. (Under "
@@ -155,10 +159,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def written(self) -> bool:
-        """Whether anything but `MasterWeights` has written to this parameter, through any view of it.
+        """Whether any code except `MasterWeights` has written to this parameter, through any of its views.
 
-        The value is the same on all ranks that share the scale. FSDP2 pads some ranks' shards by a copy into
-        ``new_zeros``, which does not count, because it is no write by a user.
+        All ranks that share the scale have the same value. FSDP2's copy into the tensor that ``new_zeros`` made, which
+        pads a shard, is no write.
         """
         return self._shared.written
 
@@ -168,10 +172,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def initial(self) -> Tensor | None:
-        """The values that the codes were made from, float32 on the CPU; None if they are not kept.
+        """The values from which the codes were made, float32 on the CPU; None if they are not kept.
 
-        ``fp8compile.convert`` keeps them on request, until ``fp8compile.MasterWeights`` takes them. A write to the
-        parameter replaces them, and a shard has only its own part. Assigning None drops them for all views.
+        With ``keep_initial=True`` ``fp8compile.convert`` keeps them, until ``fp8compile.MasterWeights`` takes them. A
+        write to the parameter replaces them. A shard has only its own part. Assigning None drops them for all views.
         """
         if self._shared.initial is None:
             return None
@@ -189,15 +193,17 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @torch.no_grad()
     def keep(self, values: Tensor) -> None:
-        """Store new values in ``initial``, if initial values are kept. A QuantizedTensor is dequantized first."""
+        """Copy ``values``, dequantized if they are codes, to ``initial``, if initial values are kept."""
         if (initial := self.initial) is not None:
             initial.copy_(values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values)
 
     def row(self) -> tuple[Tensor, Tensor]:
-        """This weight's row in the layer's state of delayed scaling.
+        """Return the amax history (L,) of L steps and the multiplier () of this weight, both float32.
 
-        Returns the amax history (L,) and the multiplier (), both float32. Raises a RuntimeError if this tensor is not
-        the weight of a layer.
+        The layer's state of delayed scaling holds them; a multiplier is 1 / scale.
+
+        Raises:
+            RuntimeError: This tensor is not the weight of a layer with delayed scaling.
         """
         if (found := self.state()) is None:
             raise RuntimeError(
@@ -208,28 +214,31 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def stored(self) -> tuple[Quantized, ...]:
-        """The codes as they are in memory, one or two sets, without what a running optimizer's step has computed."""
+        """Return the codes and scales in memory, for the output and, if separate, for grad_input.
+
+        Values that a running optimizer step has computed are not quantized first.
+        """
         return self._sets_named("_")
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]  # Tensor.values is of sparse ones
-        """The plain values that a compiled optimizer's step reads and writes."""
+        """The plain values that a compiled optimizer step reads and writes."""
         return self.pending.given()  # type: ignore[union-attr]  # only read while a step runs
 
     # ------------------------------------------------------------------ which part of a weight it is
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether this shard holds the whole weight's scales along the sharded dim, because shards may cut blocks."""
+        """Whether this shard holds all scales along the sharded dim, because shards may end within blocks."""
         return any(own.has_all_scales for own in self.stored())
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
-        """Whether only padding follows a slice of this tensor, because ``new_zeros`` made it for FSDP2 to slice."""
+        """Whether only padding follows a slice of this tensor, as ``new_zeros`` made it for FSDP2's shards."""
         return self.extent == BLANK
 
     def cuts_by(self, own: Quantized, dim: int, first: int, last: int) -> bool:
-        """Whether the slice ``[first:last]`` along ``dim`` begins or ends within a block of the set ``own``.
+        """Whether the slice ``[first:last]`` along ``dim`` begins or ends within a block of codes ``own``.
 
         It is False if only padding follows the slice.
         """
@@ -239,7 +248,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return bool(first % block or (last % block and last != self.shape[dim]))
 
     def share_scale(self, group: ProcessGroup, shard_dim: int, total: int) -> None:
-        """Tell this shard which ranks share its scale, so that each update exchanges amaxes with them.
+        """Store which ranks share this shard's scale, so that each update exchanges amaxes with these ranks.
 
         Args:
             group: The ranks whose shards make up the weight.
@@ -260,7 +269,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return super()._values(dtype)
 
     def amax_of(self, own: Quantized, values: Tensor) -> Tensor:
-        """Amaxes of new values, one for each scale of the set ``own``, from this rank's elements alone."""
+        """Return the amaxes of new values over this rank's elements, one for each scale of the codes ``own``."""
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
             return ops.amax(values, own.quantizer)
@@ -269,13 +278,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def codes_of(
         self, own: Quantized, values: Tensor, multiplier: Tensor, quantizer: Quantizer, placed: Sharding
     ) -> Tensor:
-        """Round new values to codes that can replace the codes of the set ``own``.
+        """Round new values to codes that can replace the codes ``own``.
 
         Args:
-            own: The set of codes that is replaced.
+            own: This parameter's codes for the output or for grad_input.
             values: The new values.
-            multiplier: The factor of each block's values.
-            quantizer: The quantizer that rounds, with the format and block of the set's quantizer.
+            multiplier: 1 / scale of each block.
+            quantizer: The quantizer that rounds, with the same format and block as the quantizer of ``own``.
             placed: How ranks shard the weight. Stochastic rounding of a matrix depends on a value's place in the whole
                 weight.
         """
@@ -286,9 +295,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return two_a_byte(cast_part(part, multiplier, quantizer), quantizer)
 
     def check_writable(self, what: object) -> None:
-        """Raise a RuntimeError if elements outside of this tensor share its scale, or may share it.
+        """Raise a RuntimeError unless the op ``what`` may write to this tensor.
 
-        ``what`` names the op that writes, for the error's text.
+        It may not if the parameter is frozen, if elements outside of this tensor share its scale, or if other ranks
+        share the scale and this tensor does not know them yet.
         """
         if self.frozen:
             raise RuntimeError(
@@ -334,7 +344,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """A view of this parameter with the same shape and the given sets of codes."""
+        """Return a view of this parameter with the same shape and other codes.
+
+        ``sets`` has the codes for the output and, if different, for grad_input.
+        """
         return self._shown_by(super().like(sets))
 
     def _shown_by(self, view: Self) -> Self:
@@ -342,7 +355,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return view
 
     def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
-        """A view of this parameter with another shape or with only a part of it, from the given sets of codes."""
+        """Return a view of this parameter that has another shape, or only a part of the elements.
+
+        ``sets`` has the view's codes, ``shard_dim`` is its sharded dim or None, and ``along_batch`` says whether the
+        view selects whole matrices of a stack.
+        """
         found, own = self._shown_by(self.of_sets(sets, self.dtype, batch=self.batch)), self.stored()
         if along_batch or self.extent == BLANK or sets[0].codes.numel() == own[0].codes.numel():
             found.group, found.shard_dim, found.sizes = self.group, shard_dim, self.sizes
@@ -409,7 +426,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """How ranks shard this parameter, and the codes that it can send. A scale that all ranks have is not sent."""
+        """Return how ranks shard this parameter, and its codes that FSDP2 can send.
+
+        For the arguments see `FullyShardHooks.sets_to_gather`. Scales that all ranks have are not sent.
+        """
         dim = cut_dim(self, size)
         if dim and not self.batch and self.gathers is not None:
             raise ValueError(CUT_BY_COLUMNS)
@@ -449,29 +469,30 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return moved(func, args[0], result.unshared() if func in COPIES else result)
 
     def unshared(self) -> Self:
-        """Give this copy a state that it does not share with the original, with equal content; returns the copy."""
+        """Give this copy separate initial values and flags, equal to the original's; return the copy."""
         initial, written = self.initial, self.written
         found = self.alone()
         found.initial, found.written = initial, written
         return found
 
     def alone(self) -> Self:
-        """Give this tensor a new state that no other view shares, without initial values; returns the tensor."""
+        """Stop sharing flags and values with other views of this tensor, drop initial values; return it."""
         shared, self._shared = self._shared, _Shared()
         self.outer, self.gathers, self.frozen = shared.outer, shared.gathers, shared.frozen
         return self
 
     def flattens_blocks(self, size: Sequence[int]) -> bool:
-        """Whether a view of this size is 1-D although codes lie in 2-D blocks, so that scales could not be kept."""
+        """Whether a view of shape ``size`` is 1-D although blocks are 2-D, so that it can't keep scales."""
         if len(size) != 1 or self.ndim == 1:
             return False
         has_blocks = any(own.quantizer.block != (-1, -1) for own in self.stored())
         return bool(self.batch) or (self.extent in (SHARD, BLANK) and has_blocks)
 
     def flat(self, codes: Sequence[Tensor]) -> QuantizedParameter:
-        """Make a 1-D view of the codes, without scales, because a 1-D tensor has no 2-D blocks.
+        """Make a 1-D view without scales, because a 1-D tensor has no 2-D blocks.
 
-        FSDP2 keeps such a view of each shard, but never reads its values, and an op on them raises.
+        ``codes`` are the flattened codes. FSDP2 keeps such a view of each shard, but never reads its values. Ops on it
+        raise.
         """
         sets = [
             own.showing(
@@ -499,17 +520,20 @@ def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Quantized:
 
 
 def _have_scales_in_common(whole: Quantized, part: Quantized) -> bool:
-    """Whether a part shares one of its scales with elements outside of it."""
+    """Whether codes ``part``, a part of ``whole``, share a scale with elements outside of the part."""
     return any(one.numel() == other.numel() for one, other in zip(whole.scales, part.scales, strict=True))
 
 
 def is_quantized_parameter(tensor: object) -> TypeGuard[QuantizedParameter]:
-    """Whether a tensor is a QuantizedParameter, whose codes optimizers write to."""
+    """Whether a tensor is a QuantizedParameter, a quantized weight that optimizers can write to."""
     return isinstance(tensor, QuantizedParameter)
 
 
 def as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
-    """Make a copy a leaf of autograd again, in place, and a ``torch.nn.Parameter`` if ``is_parameter`` is True."""
+    """Make the copy ``found`` a leaf of autograd again, in place, with this ``requires_grad``.
+
+    If ``is_parameter``, it counts as an ``nn.Parameter``.
+    """
     found.requires_grad_(requires_grad)
     if is_parameter:
         found._is_param = True

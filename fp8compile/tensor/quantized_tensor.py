@@ -1,7 +1,7 @@
-"""QuantizedTensor, a wrapper subclass that autograd sees as a tensor of the source's dtype.
+"""QuantizedTensor: codes and scales that autograd sees as a tensor of the dtype that was quantized.
 
-Ops that keep its values without reading a number work: views, copies, moves between devices. Every other op raises a
-TypeError, so that nothing dequantizes unnoticed.
+Views, copies and moves between devices work, because they compute nothing. Every other op raises a TypeError, so that
+nothing dequantizes unnoticed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ INNER = tuple(f"{part}{end}" for end in ENDS for part in PARTS)
 
 
 def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> DimSharding:
-    """Check the arguments of `QuantizedTensor.all_gather`, and return how the ranks shard the whole tensor."""
+    """Check the arguments of ``x.all_gather(dim, sizes)``, and return how ranks shard the whole tensor."""
     if x.group is None:
         raise ValueError(
             "all_gather: this QuantizedTensor has no group, so it is no part of anything. Make it by "
@@ -87,19 +87,20 @@ class QuantizedTensor(Tensor):
         codes: uint8, ``quantizer.codes_shape(shape)``. Only read ``codes`` and ``scale``: a compiled graph does not
             notice that writing to one of them in place changes this tensor.
         scale: The factor of the codes in each block, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. A
-            stack of E matrices has (E, blocks, blocks). If shards cut blocks, it has the scales of the whole tensor.
+            stack of E matrices has (E, blocks along rows, blocks along columns). If shards cut blocks, it has the
+            scales of the whole tensor.
         quantizer: The immutable quantizer that made the codes.
         group: The process group over whose ranks the whole tensor is spread, or None.
-        shard_dim: The dim along which these ranks have parts of the whole tensor. None if there is no group, or if
-            a view has lost the dim.
+        shard_dim: The dim along which these ranks have shards of the whole tensor. None if there is no group, or if a
+            view has lost the dim.
         sizes: Number of entries that each rank has along ``shard_dim``, if ``fp8compile.quantize`` was given them;
             else None.
         outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for a stack. None unless the
             quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
-        batch: Number of leading dims over which matrices are stacked.
-        quantizer_for_grad_input: The quantizer of a second set of codes, which the GEMM of grad_input reads; None if
-            output and grad_input read the same codes. Its other attributes end in ``_for_grad_input`` too.
-        in_memory: Records which set's codes are in memory, if both sets share their memory; else None.
+        batch: Number of leading dims over which matrices are stacked: 1 for a stack, else 0.
+        quantizer_for_grad_input: The quantizer of separate codes that the GEMM of grad_input reads; None if output and
+            grad_input read the same codes. ``codes_for_grad_input`` and so on are these codes and their scales.
+        in_memory: Records whose codes are in memory, if those for the output and for grad_input share it; else None.
     """
 
     codes: Tensor
@@ -131,7 +132,10 @@ class QuantizedTensor(Tensor):
         batch: int = 0,
         **named: Any,
     ) -> QuantizedTensor:
-        """Wrap codes and scales that a quantizer made from a tensor of this dtype; ``quantize`` is the usual way."""
+        """Wrap ``codes`` and ``scale`` that ``quantizer`` made from a tensor of ``dtype``, without a copy.
+
+        ``others`` and ``named`` are the further arguments of ``__init__``. ``fp8compile.quantize`` is the usual way.
+        """
         # in inference mode too, views of a tensor that was made outside of it keep that tensor's version counter
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
             shape = (*codes.shape[:batch], *quantizer.values_shape(codes.shape[batch:]))
@@ -176,7 +180,10 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def of_sets(cls, sets: Sequence[Quantized], dtype: torch.dtype, **others: Any) -> Self:
-        """Wrap the output's codes and, if they differ, grad_input's. ``others`` are further keyword arguments."""
+        """Wrap codes of a tensor of ``dtype``; ``others`` are keyword arguments of the class.
+
+        ``sets`` has one entry, or two if grad_input reads other codes than the output.
+        """
         first, second = sets[0], sets[1] if len(sets) == 2 else None
         own = first.codes, first.scale, first.quantizer, dtype
         found = cls(*own, outer_scale=first.outer_scale, second=second, **others)
@@ -196,42 +203,45 @@ class QuantizedTensor(Tensor):
         return tuple(found)
 
     def sets(self) -> tuple[Quantized, ...]:
-        """The sets of codes: one, or two if grad_input reads other codes; also those that are not in memory now."""
+        """Return the codes with their scales: one entry, or two if grad_input reads separate codes.
+
+        The output's codes come first. Codes that are not in memory now are returned too.
+        """
         return self._sets_named("")
 
     def stored(self) -> tuple[Quantized, ...]:
-        """All sets of codes, as their memory holds them now.
+        """Return the codes with their scales as they are in memory, like `sets`.
 
-        In an optimizer's step, a `QuantizedParameter` returns the codes from before the step.
+        While an optimizer's step runs, a `QuantizedParameter` returns the codes from before the step.
         """
         return self.sets()
 
     def set_of(self, gemm: Gemm) -> Quantized:
-        """The set of codes that a layer's GEMM reads.
+        """Return the codes, with their scales, that ``gemm`` of a layer reads.
 
         Raises:
-            RuntimeError: Both sets share their memory, and the other set's codes are in it now.
+            RuntimeError: Codes for the output and for grad_input share memory, and the other ones are in it now.
         """
         if self.in_memory is not None:
             self.in_memory.check(gemm)
         return self.sets()[-1 if gemm is GEMMS[1] else 0]
 
     def cuts_blocks(self) -> bool:
-        """Whether ranks cut through blocks of this tensor along ``shard_dim``."""
+        """Whether a rank's shard begins or ends within a block of this tensor along ``shard_dim``."""
         return cuts_blocks(self)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The plain tensors inside this tensor: for each set the codes, the scale and, if present, the outer scale."""
+        """Return the plain tensors inside: codes, scale and, if any, outer scale, then those for grad_input."""
         return tuple(part for own in self.sets() for part in own.parts())
 
     # ------------------------------------------------------------------ what torch.compile asks
 
     @property
     def codes_in_forward(self) -> Tensor:
-        """The codes for the output, if both sets share their memory.
+        """The codes for the output, if they share memory with the codes for grad_input.
 
         Raises:
-            RuntimeError: A forward is repeated in the backward, when the memory holds the codes for grad_input.
+            RuntimeError: The memory holds the codes for grad_input now, because the backward repeats a forward.
         """
         self.in_memory.check_forward()  # type: ignore[union-attr]  # only read if both sets share their memory
         return self.codes
@@ -252,7 +262,7 @@ class QuantizedTensor(Tensor):
         return [*names, "group"], (*how, identity)
 
     def _stable_hash_for_caching(self) -> str:
-        """The text that represents this tensor in AOTAutograd's cache key.
+        """Return a text for AOTAutograd's cache key, which includes the arguments of the quantizers.
 
         PyTorch's default has only the quantizer's class, so that e4m3 and e5m2 would share compiled code.
         """
@@ -296,7 +306,7 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Multiply codes by scales in float32, and round once to ``dtype``.
 
-        A tensor with two sets of codes uses the set for the output. Gradients pass straight through.
+        The codes are those for the output, if there are separate ones for grad_input. Gradients pass straight through.
 
         Args:
             dtype: Dtype of the result, a floating point dtype; by default the dtype of this tensor.
@@ -320,14 +330,14 @@ class QuantizedTensor(Tensor):
         return dequantized(part, dtype).local
 
     def cuts_of(self, own: Quantized) -> Sharding:
-        """How ranks shard this tensor, if shards cut through blocks of the set ``own``; else an empty tuple.
+        """Return how ranks shard this tensor, if a shard ends within a block of the codes ``own``; else ().
 
-        A block that spans the whole dim does not count as cut, because every rank has its scale.
+        A block that spans the whole dim does not count, because every rank has its scale.
         """
         return (self.shards(),) if _cuts_blocks_of(self, own.quantizer) else ()
 
     def block_along(self, own: Quantized, dim: int) -> int:
-        """Number of elements along ``dim`` that share a scale in the set ``own``; -1 for all of them."""
+        """Return how many elements along ``dim`` share a scale of the codes ``own``; -1 for all of them."""
         return 1 if dim < self.batch else own.quantizer.block[int(dim == self.ndim - 1)]
 
     def shards(self) -> DimSharding:
@@ -338,13 +348,13 @@ class QuantizedTensor(Tensor):
         return DimSharding(group, group.rank(), dim, sizes)
 
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
-        """Gather the whole tensor from the parts that the ranks of its group have. All ranks of the group call this.
+        """Gather the whole tensor from the shards of the ranks of ``group``, all of which call this.
 
         Ranks send their codes, one byte each. They send scales only if ranks have different ones. Nothing is quantized
         again.
 
         Args:
-            dim: The dim along which the ranks have parts: ``shard_dim``, or the same dim counted from the end.
+            dim: The dim along which the tensor is sharded: ``shard_dim``, or the same dim counted from the end.
             sizes: Number of entries that each rank has along ``dim``. Needed if ranks have different numbers and
                 ``fp8compile.quantize`` was not given them.
 
@@ -352,8 +362,8 @@ class QuantizedTensor(Tensor):
             The whole tensor, with ``group`` None.
 
         Raises:
-            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit. Also if ranks
-                give different sizes; they compare these in the first call with a group.
+            ValueError: There is no group, ranks have no shards along ``dim``, or sizes do not fit. Also if ranks give
+                different sizes; they compare these in the first call with a group.
             TypeError: Sizes are not ints, several codes share a byte, or this tensor requires a gradient.
         """
         if self.requires_grad and torch.is_grad_enabled():
@@ -411,7 +421,10 @@ class QuantizedTensor(Tensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """A tensor of the same shape with the given sets of codes."""
+        """Return a tensor of the same shape and group with other codes.
+
+        ``sets`` has the codes for the output and, if different, for grad_input.
+        """
         return self._wrapped(sets, self.shard_dim, self.sizes)
 
     def _wrapped(self, sets: Sequence[Quantized], shard_dim: int | None, sizes: tuple[int, ...] | None) -> Self:
@@ -419,11 +432,11 @@ class QuantizedTensor(Tensor):
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **place)
 
     def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
-        """A view of another shape with the given sets of codes.
+        """Return a view of another shape, made of views of the codes and scales.
 
         Args:
-            sets: The view's sets of codes.
-            shard_dim: The view's dim along which ranks have parts, or None.
+            sets: The view's codes and scales for the output and, if different, for grad_input.
+            shard_dim: The dim of the view along which ranks have shards, or None.
             along_batch: Whether the view selects whole matrices of a stack.
         """
         codes, own = sets[0].codes, self.stored()[0].codes
@@ -467,9 +480,9 @@ def has_codes(tensor: object) -> TypeGuard[QuantizedTensor]:
 
 
 def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int | torch.SymInt]:
-    """Strides and offset that the values would have if they lay in memory in the order of their codes.
+    """Return strides and offset of the values, as if these lay in memory in the order of their codes.
 
-    If a byte holds several values, each value has a place of its own.
+    ``shape`` is that of the values. If a byte holds several values, each value counts as one element.
     """
     shared = [dim for dim in range(codes.ndim) if codes.shape[dim] != shape[dim]]
     if not shared:
@@ -491,7 +504,7 @@ def _cuts_blocks_of(x: QuantizedTensor, quantizer: Quantizer) -> bool:
 
 
 def cuts_blocks(x: QuantizedTensor) -> bool:
-    """Whether ranks cut through blocks of any set of ``x``.
+    """Whether a rank's shard begins or ends within a block of any codes of ``x``.
 
     This is a function because Dynamo does not trace a tensor's method that returns a bool.
     """
@@ -500,7 +513,7 @@ def cuts_blocks(x: QuantizedTensor) -> bool:
 
 
 def no_meaning(op: object, x: QuantizedTensor | None) -> str:
-    """The error text for an op that this kind of QuantizedTensor does not support."""
+    """Return the error text for an op that ``x`` does not support; ``x`` is None if it is unknown."""
     if x is not None and x.batch:
         return (
             f"{op} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix. "

@@ -1,4 +1,4 @@
-"""Make the operators and methods that a tensor subclass does not support raise an error that says why.
+"""Make the operators that a tensor subclass does not support raise an error that says why.
 
 Without this, `Tensor`'s operators turn a TypeError into NotImplemented. Python then hides the error's text, and `==`
 returns False.
@@ -23,7 +23,10 @@ METHODS = ["share_memory_", "apply_", "map_", "map2_"]  # a wrapper has no memor
 
 
 def refuse_operators(cls: type[Tensor], no_meaning: Callable[[object, Any], str]) -> None:
-    """Make all operators of a wrapper subclass raise a TypeError with the text that ``no_meaning`` returns."""
+    """Make all operators of ``cls``, such as ``+``, raise a TypeError.
+
+    ``no_meaning`` returns the error's text from the operator's name and the tensor.
+    """
 
     def refused(name: str) -> Callable[..., Any]:
         def refuse(self: Tensor, *others: Any) -> Any:

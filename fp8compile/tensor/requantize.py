@@ -28,27 +28,30 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
 def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that share the outer scale of the codes ``own``, or block scales if there is one level; else None."""
+    """Return the ranks that share a scale of the codes ``own`` of a sharded weight; None if no ranks do.
+
+    The scale is the outer scale, or the scales of blocks if there is only this level.
+    """
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
 
 def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
-    """The ranks that have parts of the same matrix, and so share its outer scale; None if no other rank does."""
+    """Return the ranks that have shards of the same matrix, and so share its outer scale; else None."""
     return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
 def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """The ranks that have parts of the same blocks, and so share their scales; None if no other rank does."""
+    """Return the ranks whose shards lie in the same blocks of ``own``, and so share scales; else None."""
     if weight.group is None or weight.shard_dim is None:
         return None
     return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
 
 
 def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Reduce the amaxes of all sets of codes over the ranks that share their scales.
+    """Reduce ``amaxes``, one entry for each of ``sets``, over the ranks that share the scales.
 
-    Returns the amaxes of blocks for each set, and the amax of each matrix for sets with two levels, else None. For
-    those sets, tensor parallel ranks send only the matrices' amaxes, because tensor parallelism never cuts their
+    Returns the amaxes of blocks, and the amax of each matrix (None for codes with one level of scales). For codes with
+    two levels, tensor parallel ranks send only the matrices' amaxes, because tensor parallelism never cuts their
     blocks.
     """
     two_levels = [index for index, each in enumerate(sets) if each.codes.quantizer.has_outer_scale()]
@@ -65,7 +68,11 @@ def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Te
 
 
 def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
-    """Multiplier and scales of a set's blocks, from the amaxes; with delayed scaling, from the layer's state."""
+    """Return multipliers (1 / scale), scales and outer scale for the codes ``each``, from their amaxes.
+
+    ``outer_amax`` is the amax of each matrix, or None with one level of scales. With delayed scaling, the multiplier
+    comes from the layer's state instead.
+    """
     quantizer = each.codes.quantizer
     if not isinstance(quantizer, DelayedScaling):
         return scales_of(amax, quantizer, outer_amax=outer_amax, batch=each.weight.batch)
@@ -76,7 +83,7 @@ def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
 
 @dataclass(frozen=True)
 class _Set:
-    """One set of codes of a weight, and the tensor parallel ranks that share its scale, or None."""
+    """A weight, its codes for output or grad_input, and the tensor parallel ranks that share the scale."""
 
     weight: QuantizedParameter
     codes: Quantized
@@ -90,9 +97,10 @@ def _quantized_anew(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding] | None,
 ) -> Iterator[tuple[_Set, Tensor, Quantized, Tensor]]:
-    """Quantize new values for each set of codes of each weight, without writing them. For the arguments see `assign`.
+    """Quantize new values of weights, without writing anything. For the arguments see `assign`.
 
-    Yields the set, the values, the new codes and scales, and the amaxes from which the scales were computed.
+    Yields, for each weight's codes for the output and then for grad_input: the codes to replace, the values, the new
+    codes and scales, and the amaxes from which these scales were computed.
     """
     dtypes = dtypes or [value.dtype for value in values]
     sets: list[_Set] = []
@@ -113,9 +121,9 @@ def _quantized_anew(
 
 
 def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
-    """The multipliers from which this float32 scale can have been computed.
+    """Return all multipliers whose scale, 1 / multiplier rounded to float32, may be this ``scale``.
 
-    The scale is the rounded reciprocal of the multiplier, so that its own reciprocal is the multiplier or a neighbour.
+    They are 1 / scale and its two neighbours in float32.
     """
     near = (1.0 / scale.double()).float()
     return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
@@ -128,7 +136,10 @@ def stand_for(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding],
 ) -> list[bool]:
-    """For each weight, whether quantizing these values would give its present codes. For arguments see `assign`."""
+    """For each weight, return whether quantizing these values would give its present codes and scales.
+
+    For the arguments see `assign`.
+    """
     same = dict.fromkeys(map(id, weights), True)
     for each, value, new, _ in _quantized_anew(weights, values, dtypes, rounding, cuts):
         own, quantizer = each.codes, each.codes.quantizer
@@ -141,10 +152,10 @@ def stand_for(
 
 
 def count_write(parameter: Tensor) -> None:
-    """Increment the version counters of a parameter that was written to, so that a backward notices the write.
+    """Increment the version counters of a parameter after a write, so that a backward notices the write.
 
-    An eager layer saves the parameter for its backward, and a compiled layer saves codes and scale. Each has a
-    counter.
+    Each tensor has its own counter: the parameter, which eager layers save, and its codes and scale, which compiled
+    layers save.
     """
     local: Any = local_itself(parameter)
     torch.autograd.graph.increment_version((parameter, local, *local.parts()))
@@ -157,13 +168,13 @@ def assign(
     rounding: Callable[[Quantizer], Quantizer] = lambda quantizer: quantizer,
     cuts: Sequence[Sharding] | None = None,
 ) -> None:
-    """Quantize new values and write all codes and scales of the weights in place.
+    """Quantize new values, and write the codes and scales into the weights in place.
 
     Args:
-        weights: The weights. If ranks share their scales, all ranks call this with their parts.
+        weights: The weights. If ranks share their scales, all ranks call this with their shards.
         values: One tensor for each weight, with its shape; bfloat16, float16 or float32.
         dtypes: Dtypes that the values are rounded to first, one for each weight; by default the values' own.
-        rounding: Given a quantizer of the weights, returns one that rounds differently but has its format and block.
+        rounding: Function of a weight's quantizer; returns one that rounds differently but has its format and block.
         cuts: How ranks shard each weight, for rounding that depends on a value's place in the whole weight.
     """
     for each, _, new, amax in _quantized_anew(weights, values, dtypes, rounding, cuts):

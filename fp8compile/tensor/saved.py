@@ -1,6 +1,6 @@
-"""Functions that load quantized tensors from files, which name them: these names and this module must not change.
+"""Functions that rebuild quantized tensors from pickles, which name them: never rename them.
 
-``torch.load(weights_only=True)`` only calls registered functions. These four are registered, and check their
+``torch.load(weights_only=True)`` calls registered functions only. The four here are registered, and check their
 arguments. No tensor class is registered, because a file could then set its attributes.
 """
 
@@ -59,18 +59,27 @@ def _check(
 def load_tensor(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
 ) -> QuantizedTensor:
-    """Make the QuantizedTensor of a pickle, from the parts that the pickle holds."""
+    """Make the QuantizedTensor of a pickle from its parts; ``dtype`` is the dtype that was quantized.
+
+    Raises a TypeError or ValueError if the parts do not fit each other.
+    """
     _check(codes, scale, quantizer, dtype, outer_scale)
     return QuantizedTensor(codes, scale, quantizer, dtype, outer_scale=outer_scale)
 
 
 def load_parameter(*parts: Any) -> QuantizedParameter:
-    """Make the QuantizedParameter of a pickle, for a matrix with one set of codes."""
+    """Make the QuantizedParameter of a pickle: a matrix without separate codes for grad_input.
+
+    ``parts`` are what ``QuantizedParameter.__reduce_ex__`` wrote: codes, scale, quantizer, dtype and flags.
+    """
     return _parameter(None, *parts)
 
 
 def load_stack(codes: Tensor, *parts: Any) -> QuantizedParameter:
-    """Make the QuantizedParameter of a pickle, for a stack of matrices with one set of codes."""
+    """Make the QuantizedParameter of a pickle: a stack of matrices without separate codes for grad_input.
+
+    ``parts`` are what ``QuantizedParameter.__reduce_ex__`` wrote after the codes: scale, quantizer, dtype and flags.
+    """
     if not isinstance(codes, Tensor) or codes.ndim != 3:
         raise ValueError("load: the weights of experts are codes of a stack of matrices, of three dims.")
     return _parameter(codes.shape[0], codes, *parts)
@@ -99,7 +108,11 @@ def _parameter(
 
 
 def load_pair(sets: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
-    """Make the QuantizedParameter of a pickle from two parameters, with the output's and with grad_input's codes."""
+    """Make the QuantizedParameter of a pickle: a weight with separate codes for grad_input.
+
+    ``sets`` are two parameters, with the output's and with grad_input's codes. ``leaf`` says whether it requires a
+    gradient, and whether it is an ``nn.Parameter``.
+    """
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
         raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")
     first, second = sets

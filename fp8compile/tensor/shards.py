@@ -1,4 +1,4 @@
-"""How ranks shard a weight, and which of them share its scales."""
+"""Find out how ranks shard a weight, and which ranks share its scales."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ __all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_d
 
 
 def sharded_dims(placements: Sequence[Any], ndim: int = 2) -> list[tuple[int, int]]:
-    """(mesh dim, tensor dim) for each mesh dim that shards a tensor with these placements."""
+    """Return (mesh dim, tensor dim) for each mesh dim that shards a tensor with these placements.
+
+    ``ndim`` is the number of the tensor's dims.
+    """
     # not is_shard(), which is False for the _StridedShard that FSDP2 makes of rows that tensor parallelism has cut
     cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
     return [(index, placements[index].dim % ndim) for index in cut]
 
 
 def cut_dim(shard: Tensor, outer_size: Sequence[int]) -> int:
-    """The dim along which a shard is smaller than the whole tensor; 0 if it has all elements and other ranks none."""
+    """Return the dim along which ``shard`` is smaller than the whole tensor of shape ``outer_size``.
+
+    It is 0 if this rank has all elements.
+    """
     return next((dim for dim in range(shard.ndim) if shard.shape[dim] != outer_size[dim]), 0)
 
 
@@ -30,7 +36,7 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
 
     Args:
         shard: This rank's shard, as FSDP2 hands it to its hooks; with CPU offload it is a copy of the parameter's.
-        mesh: The mesh of the ranks.
+        mesh: The mesh over which FSDP2 shards.
         outer_size: Shape of the whole parameter.
         module: The module that has the parameter; its other parameters of the shard's shape are told too.
     """
@@ -41,9 +47,9 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
 
 
 def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
-    """How ranks shard a weight that is a DTensor; an empty tuple for a plain tensor.
+    """Return how ranks shard a weight that is a DTensor, by tensor parallelism first and FSDP2 second.
 
-    The sharding by tensor parallelism comes first, because FSDP2 shards the parts that tensor parallelism has made.
+    Empty for a plain tensor. FSDP2 shards the parts that tensor parallelism has made.
     """
     if not is_dtensor(weight):
         return ()
@@ -56,7 +62,7 @@ def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
 
 
 def share_scale_of_part(parameter: Any) -> None:
-    """Tell the local shard of a quantized DTensor parameter which ranks share its scale, unless it knows already."""
+    """Tell the local shard of a quantized DTensor which ranks share its scale, unless this is known."""
     local: Any = local_itself(parameter)
     if local.group is not None:  # known if only tensor parallelism cuts it, or after a forward
         return

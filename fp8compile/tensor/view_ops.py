@@ -1,7 +1,7 @@
-"""Ops on a QuantizedTensor that keep its values without reading a number: views, copies, moves between devices.
+"""Ops on a QuantizedTensor that keep its values: views, copies, moves between devices.
 
-A view has the codes of its elements and the scales of the blocks that these elements are in. A view that would cut a
-block raises a TypeError.
+A view has the codes of its elements, and the scales of their blocks. A view that would begin or end within a block
+raises a TypeError.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _check_not_packed(func: Any, x: QuantizedTensor, own: Quantized) -> None:
 
 
 def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Quantized, *, keeps_bytes: bool = False) -> None:
-    """Raise a TypeError if a partial view of ``x`` can't keep the blocks of the set ``own``.
+    """Raise a TypeError if the view ``func`` of ``x`` can't keep the blocks of the codes ``own``.
 
-    ``keeps_bytes`` allows packed codes: the view keeps all codes of a byte together.
+    ``keeps_bytes`` says that the view never separates codes that share a byte, so that packed codes are allowed.
     """
     if not keeps_bytes or packed_dim(own.quantizer) is None:
         _check_not_packed(func, x, own)
@@ -81,7 +81,7 @@ def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Quantized, *, keeps_
 
 
 def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
-    """Swap the two dims of the matrix, or of each matrix of a stack."""
+    """Run ``func`` (t, transpose): swap the two dims of a matrix, or of each matrix of a stack."""
     if x.ndim < 2:
         return x.like([own.showing(func(own.codes, *dims)) for own in x.stored()])
     if x.ndim - x.batch != 2:
@@ -122,7 +122,10 @@ def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
-    """The dim along which a reshaped view is sharded, or None. Both shapes have the same last dim."""
+    """Return the dim along which a view is sharded that reshapes ``before`` to ``after``, or None.
+
+    ``dim`` is the sharded dim before. Both shapes have the same last dim.
+    """
     if dim is None or dim == len(before) - 1:
         return None if dim is None else len(after) - 1
     outer = math.prod(before[:dim])
@@ -134,7 +137,7 @@ def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> 
 def _reshaped(
     func: Any, x: QuantizedTensor, shape: torch.Size, codes_of: Callable[[Tensor], Tensor]
 ) -> QuantizedTensor:
-    """A view of ``x`` with another shape; ``codes_of`` views the codes."""
+    """Return a view of ``x`` with shape ``shape``; ``codes_of`` makes the view of codes."""
     if shape == x.shape:
         return x.like([own.showing(codes_of(own.codes)) for own in x.stored()])
     if x.batch:
@@ -169,9 +172,9 @@ def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
 def _as_strided(
     func: Any, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> QuantizedTensor:
-    """Express a strided view by transposes, slices and reshapes.
+    """Run ``as_strided`` as transposes, slices and reshapes; raise a TypeError if none of them fit.
 
-    AOTAutograd rebuilds a graph's outputs that are views of inputs by ``as_strided``.
+    AOTAutograd calls ``as_strided`` to rebuild a graph's outputs that are views of its inputs.
     """
     size, stride = tuple(size), tuple(stride)
     is_whole = size == tuple(x.shape) and stride == x.stride() and storage_offset in (None, x.storage_offset())
@@ -204,7 +207,7 @@ def _as_strided(
 
 
 def _position(offset: Any, stride: Sequence[int]) -> list[int]:
-    """Indices, one for each dim, of the element at ``offset`` in memory."""
+    """Return the indices, one for each dim, of the element that lies ``offset`` elements into memory."""
     indices = [0] * len(stride)
     for dim in sorted(range(len(stride)), key=lambda d: -stride[d]):
         indices[dim], offset = divmod(offset, stride[dim]) if stride[dim] else (0, offset)
@@ -215,10 +218,10 @@ def _position(offset: Any, stride: Sequence[int]) -> list[int]:
 
 
 def _block_along(x: QuantizedTensor, own: Quantized, dim: int) -> int:
-    """Number of elements along ``dim`` that share a scale; -1 for all of them.
+    """Return how many elements along ``dim`` share a scale of the codes ``own``; -1 for all of them.
 
     Raises:
-        TypeError: The scales can't be cut along ``dim``, because blocks lie over flattened leading dims.
+        TypeError: The scales can't be sliced along ``dim``, because blocks lie over flattened leading dims.
     """
     block = x.block_along(own, dim)
     if dim == x.ndim - 1 or block in (1, -1) or x.ndim - x.batch == 2:
@@ -245,9 +248,9 @@ def _slice(
 
 
 def _slice_of(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place, may_cut: bool) -> Quantized:
-    """The slice of one set of codes along a dim of the matrices.
+    """Slice the codes ``own`` of ``x`` and their scales along ``dim``.
 
-    ``where`` is start, end and step; ``may_cut`` allows that the slice begins or ends within a block.
+    ``where`` is start, end and step; ``may_cut`` allows a slice that begins or ends within a block.
     """
     size, is_column = x.shape[dim], dim == x.ndim - 1
     first, last, step = slice(*where).indices(size)
@@ -272,7 +275,10 @@ def _slice_of(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Pl
 
 
 def _codes_slice(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place) -> Tensor:
-    """The codes of a slice along ``dim``. If neighbours along ``dim`` share a byte, a slice must have whole bytes."""
+    """Slice only the codes ``own`` along ``dim``; ``where`` is start, end and step.
+
+    Raise a TypeError if neighbours along ``dim`` share a byte and the slice would separate them.
+    """
     if own.codes.shape[dim] == x.shape[dim]:
         return func(own.codes, dim, *where)
     first, last, step = slice(*where).indices(x.shape[dim])

@@ -5,7 +5,7 @@
         +---optimizer.step------+  makes the codes again, in the same memory
 
 Whether the codes are valid is part of the tensor's metadata, on which Dynamo guards: a graph that reads codes never
-runs with codes of another version of the weight. This is decided outside of the graph, without a graph break.
+runs with codes of another version of the weight. The guard is outside of the graph, without a graph break.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class WeightCodes(QuantizedTensor):
 
     @staticmethod
     def of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
-        """Make the codes of a weight in the dtype that its layer computes in."""
+        """Make the codes of a weight with the quantizers of ``recipe``.
+
+        ``dtype`` is the dtype in which the layer computes. ``is_turned`` says whether matrices are transposed first.
+        """
         sets = sets_of_weight(_values(weight, dtype, is_turned), recipe)
         own = sets[:1] if sets[0] is sets[1] else sets
         found = WeightCodes.of_sets(own, dtype, batch=weight.ndim - 2)
@@ -77,7 +80,10 @@ class WeightCodes(QuantizedTensor):
         return weight is not None and not self.is_in_step and self._made_of == _version(weight)
 
     def fits(self, recipe: Recipe | None, dtype: torch.dtype, *, is_turned: bool) -> bool:
-        """Whether a layer with this recipe reads such codes, even if the weight has changed since they were made."""
+        """Whether a layer with these arguments can read the codes; the weight's values may have changed.
+
+        ``dtype`` is the dtype in which the layer computes, ``is_turned`` whether it reads transposed matrices.
+        """
         weight = None if self._weight is None else self._weight()
         is_same = self.recipe is recipe or self.recipe == recipe
         same = is_same and self.dtype == dtype and self.is_turned == is_turned
@@ -86,7 +92,7 @@ class WeightCodes(QuantizedTensor):
     @torch.inference_mode(mode=False)  # training reads them too
     @torch.no_grad()
     def renew(self) -> None:
-        """Make the codes again from the weight's present values, in the same memory, which graphs may refer to."""
+        """Make the codes again from the weight's present values, in the same memory, as graphs refer to it."""
         weight: Any = None if self._weight is None else self._weight()
         how: Any = self.recipe, self.dtype, self.is_turned
         run = _compiled(*how) if self.is_compiled else partial(_renew, how)
@@ -127,7 +133,7 @@ def _version(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _values(weight: Tensor, dtype: torch.dtype, is_turned: bool) -> Tensor:
-    """The values to quantize: the matrices as products read them, in the dtype that the layer computes in."""
+    """Return the values to quantize: the weight in ``dtype``, with transposed matrices if ``is_turned``."""
     values = weight.detach().to(dtype)
     return values.transpose(-2, -1) if is_turned else values
 
@@ -142,14 +148,17 @@ def _renew(how: tuple[Recipe, torch.dtype, bool], weight: Tensor, memories: list
 
 @cache
 def _compiled(recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Any:
-    """`_renew` compiled as a graph of its own for each shape of weights."""
+    """Return the compiled function that renews codes with these arguments, one graph for each shape.
+
+    For the arguments see `WeightCodes.of`.
+    """
     return _compat.compiled_alone(_renew, (recipe, dtype, is_turned), "inductor")
 
 
 def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
-    """The codes that are kept with a plain parameter; made now if it has none that fit the layer.
+    """Return the codes that are kept with a plain parameter; make them if none fit the arguments.
 
-    They may be codes of an earlier version of the weight, see `WeightCodes.holds`.
+    The arguments are those of `WeightCodes.of`. The codes may be out of date, see `WeightCodes.holds`.
     """
     found = known_codes(weight)
     if found is None or not found.fits(recipe, dtype, is_turned=is_turned):
@@ -161,13 +170,13 @@ def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: b
 
 
 def known_codes(weight: Any) -> WeightCodes | None:
-    """The codes that are kept with a parameter, or None."""
+    """Return the codes that are kept with a parameter; None if there are none."""
     found = getattr(weight, ATTRIBUTE, None)
     return found if isinstance(found, WeightCodes) else None  # a parameter out of a file has an empty dict there
 
 
 def pair(codes: WeightCodes) -> Sets:
-    """The codes that output and grad_input read, as plain tensors. A function, because Dynamo traces it."""
+    """Return the codes that output and grad_input read, as plain tensors; this function can be traced."""
     layout = STACK if codes.batch else WHOLE
     first = Quantized(
         codes=codes.codes, scale=codes.scale, quantizer=codes.quantizer, outer_scale=codes.outer_scale, layout=layout
@@ -203,7 +212,10 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @_compat.untraced
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Renew the kept codes of an optimizer's parameters, even if its kernels do not count versions."""
+    """Renew the kept codes of an optimizer's parameters after its step; a hook of all optimizers.
+
+    This is done even if the optimizer's kernels do not increment version counters.
+    """
     for codes in _codes_of_parameters(optimizer):
         codes.is_in_step = False
         if codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):

@@ -39,7 +39,7 @@ READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm",
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an op writes to: arguments, and entries of lists among them."""
+    """Return the arguments that the op ``func`` writes to, by its schema; lists are flattened."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -48,7 +48,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op on the parameters' values, then quantize all parameters that it wrote to at once."""
+    """Run the op ``func`` on parameters' values, then quantize all parameters that it wrote to."""
     written: list[Any] = [each for each in written_arguments(func, args, kwargs) if has_codes(each)]
     for each in written:
         if not isinstance(each, QuantizedParameter):
@@ -74,7 +74,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy into a parameter: plain values are quantized; codes are copied together with their scale."""
+    """Run ``copy_`` into a parameter: plain values are quantized; codes are copied with their scale."""
     if not isinstance(target, QuantizedParameter):
         raise TypeError(
             "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."

@@ -13,7 +13,7 @@ WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bits of each element as an integer; all NaN get the same integer."""
+    """The bits of each element of a tensor as an integer; all NaN get the same integer."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
@@ -50,9 +50,10 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
 
 
 def sum_difference(actual: Tensor, expected: Tensor) -> str | None:
-    """Like ``difference``, but tolerates 8 roundings of the largest element, for reordered sums.
+    """Describe how tensors differ by more than 8 roundings of the largest element; None if they don't.
 
-    A backend chooses a GEMM's order of additions by its sizes, and Inductor chooses the order of a plain sum.
+    This tolerates reordered sums: a backend chooses a GEMM's order of additions by its sizes, and Inductor chooses the
+    order of a plain sum.
     """
     differs = difference(actual, expected)
     alike = (actual.dtype, actual.shape) == (expected.dtype, expected.shape) and actual.is_floating_point()

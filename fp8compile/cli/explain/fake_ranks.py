@@ -1,4 +1,4 @@
-"""`fp8compile explain --tp N`: explains the first of N ranks; the other ranks do not exist.
+"""`fp8compile explain --tp N`: explains rank 0 of N tensor-parallel ranks; no other rank exists.
 
 A fake process group accepts every message and sends none, so a model is parallelized, traced and run as on N ranks.
 The computed values are meaningless; the messages and the formats of GEMMs are right.
@@ -23,7 +23,7 @@ __all__ = ["check_spread", "pretended_ranks"]
 
 @contextmanager
 def pretended_ranks(size: int | None) -> Iterator[None]:
-    """Context in which a fake process group is initialized.
+    """Context with a fake process group of ``size`` ranks, in which this process is rank 0.
 
     Args:
         size: Number of ranks; None starts no group.
@@ -48,7 +48,10 @@ def pretended_ranks(size: int | None) -> Iterator[None]:
 
 
 def check_spread(target: Target, size: int) -> None:
-    """Raise a `UserError` if no parameter is a DTensor; the target has to parallelize the model itself."""
+    """Raise a `UserError` if the model has no DTensor parameter, so that nothing is tensor-parallel.
+
+    The target's code has to parallelize the model; ``size``, the number of ranks, is for the error text.
+    """
     if not any(map(_compat.is_dtensor, target.model.parameters())):
         raise UserError(
             f"--tp {size}: no parameter of {target.name} is a DTensor; apply the plan there, as for {size} ranks: "

@@ -32,10 +32,10 @@ KEPT = (
 
 
 def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
-    """Yield two sections for the terminal: memory at moments of a step, and tensors kept for the backward.
+    """Yield two tables for the terminal: memory at moments of a step, and tensors saved for the backward.
 
     Args:
-        reports: A report for each column of the first section, by column name; the second shows the first report.
+        reports: For each column of the first table, its name and report. The second table shows the first report.
     """
     first = next(iter(reports.values()))
     columns, *rows = moment_cells(reports)

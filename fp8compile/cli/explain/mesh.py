@@ -1,4 +1,4 @@
-"""`fp8compile explain --mesh fsdp=8,ep=8`: explains one rank of a mesh, without others or a GPU."""
+"""`fp8compile explain --mesh fsdp=8,ep=8`: explains one rank of a mesh, without other ranks or a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def _builder(text: str) -> tuple[Callable[..., Any], int]:
-    """The function that TARGET ``text`` names, and its argument count: 1 (mesh) or 2 (mesh, recipe)."""
+    """Import the function that TARGET ``text`` names; also returns its argument count.
+
+    The count is 1 for a function of the mesh, 2 for a function of the mesh and a recipe.
+    """
     function = found_at(text)
     if not callable(function):
         raise UserError(f"{text} is a {type(function).__name__}; with --mesh it has to be {WANTED}")
@@ -73,7 +76,7 @@ def _built(text: str, function: Callable[..., Any], rest: tuple[Any, ...], mesh:
 
 
 def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[str, MeshExplanation]:
-    """Explain one rank of a mesh, in FP8 and, if TARGET takes a recipe, in high precision too.
+    """Explain a model on one rank of a mesh, in FP8 and, if TARGET takes a recipe, in high precision too.
 
     Args:
         text: TARGET, the name of a function that builds the model.
@@ -111,14 +114,14 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
 
 
 def check(found: dict[str, MeshExplanation]) -> None:
-    """Raise `Failed` unless the model of the first explanation runs as its recipes say."""
+    """Raise `Failed` unless the model of the first explanation runs in the formats of its recipes."""
     name, first = next(iter(found.items()))
     if first.problem:
         raise Failed(f"{name}: {first.problem}")
 
 
 def to_json(found: dict[str, MeshExplanation]) -> str:
-    """Convert the explanations to a JSON object; its keys are the column names."""
+    """Convert explanations, given by column name, to a JSON object with the same keys."""
     return json.dumps(
         {
             name: {**asdict(each), "problem": each.problem, "sent_bytes": each.sent_bytes, "fp8": each.fp8_products}
@@ -128,7 +131,7 @@ def to_json(found: dict[str, MeshExplanation]) -> str:
 
 
 def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
-    """Sections for the terminal: a table of numbers, and a table of messages between ranks."""
+    """Tables for the terminal: numbers with a column for each explanation, and messages between ranks."""
     each = list(found.values())
     first = each[0]
     ranks = " x ".join(f"{name} {size}" for name, size in first.mesh.items())

@@ -31,12 +31,12 @@ LAYER_COLUMNS = ("layer", "out x in", "recipe", "GEMMs", "really run in")
 
 
 def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
-    """Merge rows of equal layers into one; the first cell of a row is a layer's name."""
+    """Merge rows that differ only in the first cell, the layer's name; names merge into a pattern."""
     return tuple((name, *rest) for name, rest in folded((str(row[0]), row[1:]) for row in rows))
 
 
 def _runs(gemm: GemmExplanation) -> Cell:
-    """Table cell with the formats in which a GEMM runs; its detail becomes a note."""
+    """Table cell with the formats in which a GEMM runs; if they are not the recipe's, a note tells why."""
     if gemm.status in (ABSENT, UNPROVEN):
         return Note(gemm.detail, gemm.status)
     if gemm.status == FELL_BACK:
@@ -45,7 +45,7 @@ def _runs(gemm: GemmExplanation) -> Cell:
 
 
 def _layer_content(layer: LayerExplanation) -> tuple[Any, ...]:
-    """A layer's table cells except its name: size, recipe, formats of its GEMMs, whether one fell back."""
+    """Table cells of a layer without its name: size, recipe, formats of GEMMs, whether a GEMM fell back."""
     ways: dict[Cell, list[str]] = {}
     for gemm in layer.gemms:
         ways.setdefault(_runs(gemm), []).append(gemm.gemm)
@@ -88,7 +88,7 @@ def _sends(sent: Sends) -> Section:
 
 
 def _small(found: Explanation) -> Section:
-    """Section on layers in FP8 that the default filter would leave in high precision on the GPU."""
+    """Section on FP8 layers so small that ``convert``, by default, would leave them in high precision."""
     rows = _folded(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers

@@ -1,4 +1,4 @@
-"""`fp8compile explain`: defines its flags and runs it. PyTorch is imported only when the command runs."""
+"""`fp8compile explain`: defines its flags and runs it; imports PyTorch only when it runs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ def _convert(model: Any, name: str, experts: str | None) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise a `UserError` if the HTML page can't be written, before minutes are spent on the explanation."""
+    """Raise a `UserError` if the file of the HTML page can't be written.
+
+    This is called before the explanation, which takes minutes.
+    """
     is_new = not path.exists()
     try:
         path.open("a", encoding="utf-8").close()
@@ -100,7 +103,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _target(parsed: argparse.Namespace) -> Target:
-    """Load the model and its inputs; what the user's code prints goes to standard error."""
+    """Load the model and inputs that the flags name; output of the user's code goes to standard error."""
     from fp8compile.cli.explain.fake_ranks import check_spread
     from fp8compile.cli.explain.target import load_target
 
@@ -115,7 +118,7 @@ def _target(parsed: argparse.Namespace) -> Target:
 
 
 def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation, None, None]:
-    """Explain the model step by step; yields the explanation after each step."""
+    """Explain the model step by step; yields the explanation, more complete after each step."""
     from fp8compile.testing.explain import explain_in_steps
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -133,7 +136,7 @@ def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation,
 
 
 def _memory(parsed: argparse.Namespace, target: Target) -> dict[str, MemoryReport]:
-    """Memory reports of a training step, by column name: the model as TARGET makes it, and without FP8."""
+    """Memory reports of a training step, by column: the model as TARGET makes it, and without FP8."""
     from fp8compile.testing.memory import memory_beside_unconverted
 
     log.info("generating code for its memory")

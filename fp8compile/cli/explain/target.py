@@ -48,8 +48,8 @@ class Target:
         """Call the model once, so that wrong inputs raise here and not in a compiler.
 
         Returns:
-            Whether the model can only be called with real values. None if it needs values but is on the meta device;
-            the explanation then says what is wrong.
+            Whether the call needs tensors with real values, because it fails with fake tensors. None if it needs real
+            values but the model is on the meta device; the explanation then reports the failure.
 
         Raises:
             UserError: The call fails.
@@ -112,7 +112,7 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 def found_at(text: str) -> Any:
     """Import the object that ``package.module:name``, ``FILE.py:name`` or ``FILE.py`` names.
 
-    ``FILE.py`` alone means the first of ``DEFAULT_NAMES`` that the file has.
+    ``FILE.py`` alone means the first of the names in ``DEFAULT_NAMES`` that the file defines.
     """
     place, colon, name = text.rpartition(":")
     if not colon:
@@ -130,7 +130,10 @@ def found_at(text: str) -> Any:
 
 
 def _called(text: str, value: Any) -> Any:
-    """Call a function or a class without arguments, and return the result; failures raise a `UserError`."""
+    """Call ``value`` without arguments, and return the result; an exception becomes a `UserError`.
+
+    ``text`` names the value in the error.
+    """
     with running(f"{text}: calling it without arguments"):
         return value()
 
@@ -167,7 +170,7 @@ def _loaded(text: str) -> Target:
 
 
 def load_target(text: str) -> Target:
-    """Find the target, and call it to get a model and inputs.
+    """Import a target, and call it to get a model and inputs.
 
     Args:
         text: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``.

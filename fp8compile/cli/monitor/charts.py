@@ -31,7 +31,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title and a caption.
+    """A matplotlib figure with a title and a caption.
 
     Attributes:
         name: A word for file names.
@@ -87,7 +87,10 @@ def _grid(rows: Rows) -> Any:
 
 
 def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Rows]) -> dict[str, Rows]:
-    """Rows of a statistic by layer, for each operand; operands with equal rows share a panel."""
+    """For each operand, its numbers by layer; operands with equal numbers share one entry.
+
+    ``rows_of(operand, statistic)`` returns the numbers, such as `Readings.rows` or `Readings.last`.
+    """
     panels: dict[str, Rows] = {}
     for operand in readings.operands(statistic):
         rows = rows_of(operand, statistic)
@@ -129,7 +132,7 @@ def _heat_map(readings: Readings, statistic: str, norm: Callable[[list[Any]], An
 
 @dataclass(frozen=True)
 class _Scale:
-    """A color scale: matplotlib's norm, a function that prepares numbers for drawing, and a label."""
+    """A color scale: matplotlib's norm, a function that maps a grid of numbers to drawable ones, a label."""
 
     norm: Any
     shown: Callable[[Any], Any]
@@ -137,7 +140,7 @@ class _Scale:
 
 
 def _shares(grids: list[Any]) -> _Scale:
-    """Logarithmic color scale for shares; 0 gets the color of the smallest positive share."""
+    """Logarithmic color scale for grids of shares; 0 gets the color of the smallest positive share."""
     import numpy
     from matplotlib.colors import LogNorm
 
@@ -149,7 +152,7 @@ def _shares(grids: list[Any]) -> _Scale:
 
 
 def _decibels(grids: list[Any]) -> _Scale:
-    """Linear color scale for decibels; an infinite ratio (no error) is drawn like the largest finite one."""
+    """Linear color scale for grids of decibels; an infinite ratio is drawn like the largest finite one."""
     import numpy
     from matplotlib.colors import Normalize
 
@@ -186,13 +189,13 @@ def _losses(readings: Readings) -> Any:
 
 
 def _bad_steps(readings: Readings) -> list[int]:
-    """Steps in which an operand had NaN or infinite elements."""
+    """Steps in which any operand had NaN or infinite elements."""
     rows = [row for (_, _, name), row in readings.values.items() if name == "nonfinite"]
     return [step for at, step in enumerate(readings.steps) if any(row[at] for row in rows)]
 
 
 def _ranges(readings: Readings) -> Any:
-    """Bar chart of each operand's dynamic range (max / min magnitude, powers of two) and the formats'."""
+    """Bar chart of the dynamic range (log2 of max / min magnitude) of each operand and of the formats."""
     panels = _panels(readings, "range", readings.last)
     figure = _figure(max(map(len, panels.values())), len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -215,7 +218,7 @@ def _ranges(readings: Readings) -> Any:
 
 
 def _exponents(readings: Readings) -> Any:
-    """Chart of the share of codes in each exponent field."""
+    """Chart of how often each exponent field occurs in the codes, as a share of all codes."""
     import numpy
     from matplotlib.colors import LogNorm
 

@@ -47,7 +47,7 @@ def _figure(chart: Chart) -> str:
 
 
 def page(title: str, sections: Sequence[Section], charts: Sequence[Chart]) -> str:
-    """HTML text of the page.
+    """HTML text of the page on a run's readings.
 
     Args:
         title: Title of the page.

@@ -1,4 +1,4 @@
-"""Loads the monitor's readings of a run from JSON lines, one flat dict each (docs/monitor.md).
+"""Loads the readings of a run's monitor from a file of JSON lines, each a flat dict (docs/monitor.md).
 
 A line has ``step`` and entries ``fp8/<layer>/<operand>/<statistic>``; its other numbers, such as ``loss``, are curves.
 """
@@ -29,8 +29,8 @@ class Readings:
     Attributes:
         source: The file.
         steps: Step of each reading.
-        values: For each (layer, operand, statistic), a value per reading; None if a reading has none.
-        curves: For each other number, the step and the value of each line that has it.
+        values: For each (layer, operand, statistic), a value per reading; None where a reading lacks the value.
+        curves: For each other number in the file, such as ``loss``, its (step, value) pairs.
         notes: Parts of the file that were skipped, in words.
     """
 
@@ -50,7 +50,7 @@ class Readings:
         return list(dict.fromkeys(operand for _, operand, name in self.values if name == statistic))
 
     def rows(self, operand: str, statistic: str) -> dict[str, list[Any]]:
-        """Values of a statistic of an operand, one per reading, by layer."""
+        """Values of one operand's ``statistic`` by layer: a list with a value for each reading."""
         return {
             layer: self.values[layer, operand, statistic]
             for layer in self.layers
@@ -58,7 +58,7 @@ class Readings:
         }
 
     def last(self, operand: str, statistic: str) -> dict[str, Any]:
-        """Latest value of a statistic of an operand, by layer."""
+        """Latest value of one operand's ``statistic``, by layer."""
         found = {
             layer: next((each for each in reversed(row) if each is not None), None)
             for layer, row in self.rows(operand, statistic).items()

@@ -1,4 +1,4 @@
-"""Finds notable readings of a run: first NaN, then operands that saturate, underflow or are imprecise."""
+"""Summary of a run's notable readings: NaN, saturation, underflow, low signal-to-noise ratios."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Subclasses of torchtitan config classes that build the same object and then change it.
+"""Copies of torchtitan configs whose ``build`` makes the same object and then changes it.
 
-A torchtitan config builds an instance of the class that contains it; a subclass of the config does the same. Code that
-checks the type of a config, or of the built object, therefore still works.
+A torchtitan config builds an instance of the class that contains it; the copy is of a subclass of the config's class.
+Code that checks the type of a config, or of the built object, therefore still works.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ __all__ = ["Change", "building"]
 
 
 class Change(Protocol):
-    """Protocol of a change to a built object; implementations are hashable."""
+    """Protocol of a hashable value that changes what a torchtitan config builds."""
 
     def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> Any:
-        """Call ``plain.build(config, **kwargs)``, change the result, and return it."""
+        """Call ``plain.build(config, **kwargs)``, change the result, and return it.
+
+        ``plain`` is the class of the original config.
+        """
 
     def to_dict(self) -> dict[str, Any]:
         """Description of the change as plain values, for logs of the config."""
@@ -38,7 +41,7 @@ def _class(plain: type[Any]) -> type[Any]:
 
 
 def building(config: Any, change: Change) -> Any:
-    """Copy a config so that its ``build`` also applies a change.
+    """Copy a config, so that its ``build`` also applies ``change`` to the built object.
 
     Args:
         config: A ``Configurable.Config`` of torchtitan.

@@ -18,9 +18,9 @@ __all__ = ["convert"]
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Makes torchtitan's metrics treat the model as quantized, so that they omit MFU (relative to bf16).
+    """Makes torchtitan's metrics omit MFU, which torchtitan computes relative to a GPU's bf16 peak.
 
-    torchtitan itself only recognizes its own quantized classes.
+    torchtitan omits it by itself only for its own quantized classes.
     """
 
     def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> Any:

@@ -33,7 +33,10 @@ def _shown(recipe: Recipes) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Conversion:
-    """Builds a model and converts it, on the device of the build (torchtitan uses the meta device)."""
+    """Change of a model's config: ``build`` also converts the built model, on the device of the build.
+
+    torchtitan builds on the meta device.
+    """
 
     recipe: Recipes
     filter: Filter | None
@@ -55,8 +58,8 @@ class Float8Converter(QuantizationConverter):
     When the model is built, `fp8compile.convert` converts its linears and modules of experts to FP8. Routers stay in
     high precision. ``fp8compile.conversion_report`` lists layers that are left out, with reasons.
 
-    `fp8compile.integrations.torchtitan.convert` applies this converter, and also changes the rest of the training's
-    config.
+    `fp8compile.integrations.torchtitan.convert` uses this converter, and also changes other parts of the
+    ``Trainer.Config``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -78,7 +81,7 @@ class Float8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """Return a config for the same model in FP8; the given config is not changed.
+        """Return a copy of a model's config that builds the model in FP8.
 
         Args:
             model_config: Config of the whole model.

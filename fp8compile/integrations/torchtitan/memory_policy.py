@@ -18,8 +18,8 @@ def register_memory_policy(
 ) -> str:
     """Register a memory policy with GraphTrainer; select it by ``config.compile.memory_policy = name``.
 
-    The policy runs another policy, ``base``, which decides what is saved and what is recomputed. Chosen tensors among
-    the saved ones are then saved as codes, and dequantized in the backward.
+    The policy runs another policy, ``base``, which decides what is saved and what is recomputed. Then ``saved``
+    chooses saved tensors to store as codes instead; the backward dequantizes them.
 
     Args:
         saved: Which tensors become codes, and how; None for `SavedAsCodes()`.

@@ -1,7 +1,7 @@
 """Wrapper of torchtitan's ``parallelize_fn`` for a converted model.
 
-A ``parallelize_fn`` takes these steps. Only activation checkpointing is passed to it as an object, so this module runs
-`fsdp_float8_all_gather` as a part of that object:
+A ``parallelize_fn`` takes the steps below. torchtitan passes activation checkpointing to it as an object with a method
+``apply``. This module replaces that object by one whose ``apply`` first calls `fsdp_float8_all_gather`:
 
     tensor and expert parallel -> activation checkpointing -> torch.compile of each block -> fully_shard
                                   ^ fsdp_float8_all_gather
@@ -38,7 +38,10 @@ NO_CODES = (
 
 @dataclass(frozen=True)
 class _BeforeCompile:
-    """Prepares FP8 weights for FSDP2's gathers, then applies a policy of activation checkpointing, if any."""
+    """Object whose ``apply(model)`` prepares gathers of codes, then applies activation checkpointing.
+
+    ``policy`` is torchtitan's checkpointing, or None; ``gather`` tells whether FSDP2 gathers weights as codes.
+    """
 
     policy: ActivationCheckpointing | None
     gather: bool
@@ -52,7 +55,7 @@ class _BeforeCompile:
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """Activation checkpointing config for FP8 models; selective checkpointing also saves GEMM results.
+    """Config of activation checkpointing for FP8 models; the selective kind also saves FP8 GEMM results.
 
     Attributes:
         plain: The user's config; None for no checkpointing.
@@ -95,7 +98,7 @@ class Float8Parallelize:
     fsdp_float8_all_gather: bool = False
 
     def __call__(self, model: nn.Module, *, parallel_dims: ParallelDims, ac_config: Any, **kwargs: Any) -> nn.Module:
-        """Parallelize a model and return it; takes the arguments that torchtitan passes.
+        """Parallelize a model and return it; torchtitan calls this with its run's parallel dims and configs.
 
         Raises:
             ValueError: Weights are to be gathered as codes, and torchtitan's ``spmd_backend`` is not partial_dtensor.

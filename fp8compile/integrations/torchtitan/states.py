@@ -1,4 +1,4 @@
-"""Declares the distribution of delayed-scaling states over ranks, to torchtitan and to the layers."""
+"""Declarations of how delayed-scaling states are distributed over ranks, for torchtitan and layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _with_state(model: nn.Module) -> Iterator[Linear]:
 
 
 def declare_states(model: nn.Module) -> None:
-    """Declare each layer's delayed-scaling state as replicated, in torchtitan's sharding config."""
+    """Add each layer's delayed-scaling state to the layer's torchtitan sharding config, as replicated."""
     for layer in _with_state(model):
         sharding: Any = layer._sharding_config
         if sharding is not None:
@@ -34,7 +34,7 @@ def declare_states(model: nn.Module) -> None:
 
 
 def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
-    """Process group that reduces amaxes, besides the DTensor's mesh; None if no other rank takes part."""
+    """Process group over which layers reduce amaxes, in addition to a DTensor's mesh; None if not needed."""
     if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
         mesh = parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()

@@ -1,1 +1,1 @@
-"""Modules of other libraries that convert knows: experts, and linear layers that are not a ``nn.Linear``."""
+"""Modules of other libraries that `convert` knows: experts, and linears that are not a ``nn.Linear``."""

@@ -1,4 +1,4 @@
-"""Additions to the product of a stack of experts, such as the low-rank product of an adapter."""
+"""Add to the result of a GEMM with a stack of experts, as the low-rank product of an adapter does."""
 
 from __future__ import annotations
 
@@ -15,23 +15,29 @@ NAME = "_fp8compile_added"  # attribute of a module: for each of its weights, by
 
 
 def takes_additions(module: nn.Module) -> bool:
-    """Whether `add_to_product` works for a module: whether its experts' products call `with_additions`."""
+    """Whether `add_to_product` works for a module, because its FP8 method calls `with_additions`."""
     host = getattr(type(module), "_host", None)
     return host is not None and bool(host.takes_additions)
 
 
 def add_to_product(module: nn.Module, weight: str, added: Added) -> None:
-    """Add the result of ``added`` to each product with a weight of a module's experts; replaces earlier ones."""
+    """Add the result of ``added`` to each product of rows with the experts' weight named ``weight``.
+
+    It replaces an earlier addition. ``added`` gets the rows and the end of each expert's rows.
+    """
     vars(module).setdefault(NAME, {})[weight] = added
 
 
 def no_longer_add(module: nn.Module, weight: str) -> None:
-    """Undo `add_to_product` for a weight of a module."""
+    """Undo `add_to_product` for the weight named ``weight`` of a module."""
     vars(module).get(NAME, {}).pop(weight, None)
 
 
 def with_additions(module: Any, weight: str, x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
-    """The product ``y`` of rows ``x`` and a weight, plus the addition that `add_to_product` set for the weight."""
+    """Return ``y`` plus the addition that `add_to_product` set for the weight named ``weight``.
+
+    ``y`` is the product of the rows ``x`` and this weight; ``offsets`` are the ends of the experts' rows.
+    """
     own = getattr(module, NAME, None)
     if not own or weight not in own:
         return y

@@ -1,4 +1,4 @@
-"""The FP8 class of a module of another library: a subclass of the module's class, which multiplies in FP8."""
+"""The FP8 class of another library's module: a subclass of the module's class that multiplies in FP8."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ __all__ = [
 
 
 class ConvertedModule(CodesInState, MadeClass):
-    """Mixin of converted modules of other libraries; their FP8 class derives from it and from their original class.
+    """Mixin of converted modules of other libraries.
 
-    Parameters and the state dict stay as they were, unless ``fp8compile.convert`` is called with
-    ``quantized_parameters=True``, which makes the weights codes and scales.
+    The class of a converted module derives from this mixin and from its original class. Parameters and the state dict
+    stay as they were, unless ``fp8compile.convert(..., quantized_parameters=True)`` makes the weights codes and
+    scales.
 
     Attributes:
-        recipe: Quantizers for the operands of each product. It can be set to another recipe.
+        recipe: Quantizers for the operands of each GEMM. It can be set to another recipe.
     """
 
     _plain_class: ClassVar[type[nn.Module]]  # the class that `revert` restores
@@ -54,12 +55,12 @@ class ConvertedModule(CodesInState, MadeClass):
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
-        """Raise a ValueError if modules of this kind can't have the recipe."""
+        """Raise a ValueError if modules of this class can't run with the recipe."""
         raise NotImplementedError
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe: quantizers for the operands of each product. It can be set to another recipe."""
+        """Quantizers for the operands of each GEMM. It can be set to another recipe."""
         return self._recipe
 
     @recipe.setter
@@ -70,7 +71,7 @@ class ConvertedModule(CodesInState, MadeClass):
         self._recipe = recipe
 
     def weights_to_observe(self) -> dict[str, int]:
-        """Names of the weights that the module multiplies by, each with its number of experts; 0 for one linear."""
+        """Return the names of the module's weights, each with its number of experts; 0 for one linear."""
         layout = layout_of(self)
         names = layout.weights if self._host.observed is None else self._host.observed(self)
         return dict.fromkeys(names, layout.num_experts)
@@ -80,12 +81,12 @@ class ConvertedModule(CodesInState, MadeClass):
         return bool(self._quantized_parameters())
 
     def cached_weights(self) -> dict[str, bool]:
-        """Names of the parameters whose codes may be kept for a step; True if the matrices are stored transposed."""
+        """Return the parameters whose codes may be kept for a step, as ``{name: is stored transposed}``."""
         return {} if self._host.observed is not None else dict.fromkeys(layout_of(self).weights, is_transposed(self))
 
 
 class ConvertedExperts(ConvertedModule):
-    """Mixin of converted experts; their FP8 class derives from it and from their original class.
+    """Mixin of converted experts; their class derives from it and from their original class.
 
     Attributes:
         dispatch_options: How rows are sent to experts on other ranks.
@@ -95,7 +96,7 @@ class ConvertedExperts(ConvertedModule):
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
-        """Raise a ValueError if experts can't have the recipe."""
+        """Raise a ValueError if experts can't run with the recipe, such as one with delayed scaling."""
         check_recipe_of_groups(recipe)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -113,7 +114,7 @@ class ConvertedLinearLike(ConvertedModule):
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
-        """Raise a ValueError if the recipe has delayed scaling, because only ``fp8compile.Linear`` keeps its state."""
+        """Raise a ValueError if the recipe has delayed scaling, whose state only ``fp8compile.Linear`` keeps."""
         if recipe.history():
             raise ValueError(
                 "recipe: delayed scaling keeps its state in a fp8compile.Linear, and this is a linear of another "
@@ -125,7 +126,7 @@ OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quanti
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a module's FP8 method, so that it first calls `warn_if_not_sharded`."""
+    """Wrap ``replacement``, a module's FP8 method, so that it first calls `warn_if_not_sharded`."""
 
     @wraps(replacement)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +137,7 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
-    """The FP8 class for the modules of a class that a registered `Host` describes."""
+    """Return the FP8 class for modules of the class ``plain``, which a registered `Host` describes."""
     host = host_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
     assert host is not None
     return class_by(host, plain)  # type: ignore[arg-type]  # classes are hashable
@@ -144,7 +145,7 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
 
 @cache
 def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
-    """Make the FP8 class for a module class: a subclass with the FP8 method of a `Host`."""
+    """Make the FP8 class of ``plain``: a subclass whose multiplying method is the FP8 one of ``host``."""
     base = ConvertedLinearLike if host.is_linear else ConvertedExperts
     methods = {host.method: _multiplying(host.replacement)}
     return made_class(base, plain, (hosted_class, plain), _plain_class=plain, _host=host, **methods)
@@ -154,13 +155,13 @@ experts_class = hosted_class  # older pickles have this name
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    """The name of the method that multiplies, if an attribute of the instance hides the FP8 method; else None."""
+    """Return the name of the module's multiplying method if the instance replaces it; else None."""
     host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 
 
 def cannot_convert_hosted(module: nn.Module) -> str | None:
-    """The reason why a module can't be converted with any recipe, or None."""
+    """Return why another library's module can't be converted with any recipe; None if it can."""
     if is_parametrized(module):
         return "a weight is parametrized; convert first and parametrize what convert returns"
     if is_sharded_class(type(module)):
@@ -183,7 +184,7 @@ def cannot_convert_hosted(module: nn.Module) -> str | None:
 
 
 def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
-    """The reason why a module can't be converted with this recipe, or None."""
+    """Return why another library's module can't be converted with this recipe; None if it can."""
     try:
         (ConvertedExperts if is_experts(module) else ConvertedLinearLike).check_takes(recipe)
     except ValueError as error:
@@ -193,7 +194,7 @@ def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
 
 
 def cannot_revert_hosted(module: Any) -> str | None:
-    """The reason why a converted module can't be reverted, or None."""
+    """Return why a converted module of another library can't be reverted; None if it can."""
     if "_plain_class" not in vars(type(module)):
         return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
     if module.is_quantized():
@@ -206,7 +207,7 @@ def cannot_revert_hosted(module: Any) -> str | None:
 
 
 def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
-    """Convert a module in place: replace its class by the FP8 one, and set the recipe."""
+    """Convert another library's module in place: replace its class by the FP8 one, and set the recipe."""
     converted: Any = module
     converted.__class__ = hosted_class(type(module))
     converted.recipe = recipe
@@ -214,7 +215,7 @@ def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
 
 
 def become_plain_hosted(module: nn.Module) -> None:
-    """Undo `become_float8_hosted` for a module, in place."""
+    """Revert a converted module of another library in place, to its original class."""
     for name in ("_recipe", "_caches_weights", "_observers"):
         vars(module).pop(name, None)
     CONVERTED.discard(module)

@@ -1,4 +1,4 @@
-"""Host: describes how another library writes a module that multiplies, such as experts or its own linear layer."""
+"""Host: describes how a module of another library multiplies, such as experts or a linear layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Host", "Layout", "code_of", "inherits", "stacks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The matrices that a module multiplies by.
+    """The matrices by which a module multiplies.
 
     Attributes:
         weights: The parameters that hold the matrices, by name; ``"mlp.w1"`` is the parameter of a child.
@@ -29,7 +29,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Describes a kind of module that multiplies by its own parameters, and the method that does it in FP8."""
+    """Describes a kind of modules of another library: its classes, its matrices, and its method in FP8."""
 
     # Returns whether a class is of this kind. It looks at the class only, and imports nothing.
     takes: Callable[[type[nn.Module]], bool]
@@ -46,7 +46,10 @@ class Host:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The 3-D parameters of a module by name, which are stacks of matrices; for a parametrized one, its original."""
+    """Return the 3-D parameters of a module, which are stacks of matrices, by name.
+
+    If a parameter is parametrized, its original is returned.
+    """
     own = dict(module.named_parameters(recurse=False))
     for name, computed in getattr(module, "parametrizations", {}).items():
         own.update((name, original) for original in computed.parameters(recurse=False))
@@ -54,12 +57,15 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """The module and the qualified name of a class's forward, or of its wrapper if a decorator wrapped the forward."""
+    """Return the module name and the qualified name of a class's forward.
+
+    If a decorator wrapped the forward, they are the wrapper's.
+    """
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")
 
 
 def inherits(cls: type[nn.Module], base: type[nn.Module], method: str) -> bool:
-    """Whether ``cls`` is ``base``, or a subclass that inherits this method from ``base``."""
+    """Whether ``cls`` is ``base``, or a subclass that inherits the method named ``method`` from ``base``."""
     return issubclass(cls, base) and getattr(cls, method, None) is getattr(base, method)

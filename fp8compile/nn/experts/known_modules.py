@@ -1,4 +1,4 @@
-"""The modules of other libraries that convert knows, each kind described by a `Host`, and their matrices."""
+"""The modules of other libraries that `convert` knows: the registered hosts, and what they describe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOSTS = [ROUTED, LLAMA4, DBRX, JETMOE, METHOD, CONV1D]
 
 @cache
 def host_of_class(plain: type[nn.Module]) -> Host | None:
-    """The registered `Host` that describes a class; None if convert does not know the class."""
+    """Return the registered `Host` that describes ``plain``, a class of modules; None if there is none."""
     return next((host for host in HOSTS if host.takes(plain)), None)
 
 
@@ -42,7 +42,7 @@ def add_host(host: Host) -> None:
 
 
 def host_of(module: nn.Module) -> Host | None:
-    """The `Host` that describes a module; for a converted module, the one by which it was converted."""
+    """Return the `Host` that describes a module, or by which it was converted; None if there is none."""
     return getattr(type(module), "_host", None) or host_of_class(type(module))  # type: ignore[arg-type]  # it is hashable
 
 
@@ -64,7 +64,10 @@ def _host(module: nn.Module) -> Host:
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:
-    """The reason why a module's experts can't be kept or gathered as codes; None if they are its 3-D parameters."""
+    """Return why experts can't be kept or gathered as codes; None if they can.
+
+    They can if their matrices are 3-D parameters of the module itself. None for linear layers too.
+    """
     host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
         return None
@@ -72,18 +75,18 @@ def holds_no_stacks(module: nn.Module) -> str | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module keeps its matrices as (in_features, out_features)."""
+    """Whether a module stores its matrices as (in_features, out_features)."""
     host = host_of(module)
     return host is not None and host.is_transposed(module)
 
 
 def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
-    """The quantizer for a module's matrices as they are stored: transposed if the module stores them transposed."""
+    """Return ``quantizer`` for a module's matrices as stored: transposed if they are stored transposed."""
     return quantizer.transposed() if is_transposed(module) else quantizer
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """The matrices by which a module multiplies; the module is of a kind that a `Host` describes."""
+    """Return the matrices by which a module multiplies; a `Host` describes the module."""
     host = _host(module)
     if host.layout is not None:
         return host.layout(module)
@@ -94,5 +97,5 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """The name of the method in which a module multiplies by its matrices, from the module's `Host`."""
+    """Return the name of the method in which a module multiplies, from the `Host` that describes it."""
     return _host(module).method

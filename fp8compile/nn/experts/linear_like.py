@@ -17,9 +17,9 @@ FORWARD = ("transformers.pytorch_utils", "Conv1D.forward")
 
 
 def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool) -> Host:
-    """Make a `Host` for the classes that ``takes`` accepts, which compute ``x @ weight.T + bias``.
+    """Make a `Host` for linear layers, ``x @ weight.T + bias``, of the classes that ``takes`` accepts.
 
-    If ``is_transposed``, ``weight`` is (in_features, out_features), and they compute ``x @ weight + bias``.
+    If ``is_transposed``, ``weight`` is (in_features, out_features), and the layers compute ``x @ weight + bias``.
     """
 
     def layout(module: nn.Module) -> Layout:

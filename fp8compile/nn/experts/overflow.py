@@ -1,4 +1,4 @@
-"""Count the rows of this rank that did not fit into the messages of a module of experts.
+"""Count this rank's rows that did not fit into the messages of a module of experts.
 
 The counter is a plain tensor attribute of the module, on the device of its parameters. It is not a buffer, because
 DistributedDataParallel would overwrite it with one rank's counter, and ``to_empty`` would leave it uninitialized.
@@ -18,7 +18,7 @@ NAME = "overflowed_rows"
 
 
 def counter_of(module: nn.Module) -> Tensor | None:
-    """A module's counter, () int64; None if its messages have no capacity."""
+    """Return a module's counter of rows that did not fit, () int64; None if messages have no capacity."""
     return vars(module).get(NAME)
 
 
@@ -27,12 +27,15 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def start_counting(module: nn.Module) -> None:
-    """Give a module a counter that starts at 0."""
+    """Give a module of experts a counter of rows that did not fit, which starts at 0."""
     setattr(module, NAME, keep_address(torch.zeros((), dtype=torch.int64, device=_device(module))))
 
 
 def place_counter(module: nn.Module) -> None:
-    """Move a module's counter, if any, to the device of its parameters. A counter on the meta device becomes 0."""
+    """Move a module's counter, if any, to the device of its parameters.
+
+    A counter on the meta device becomes 0.
+    """
     counter = counter_of(module)
     if counter is None or counter.device == _device(module):
         return
@@ -42,6 +45,9 @@ def place_counter(module: nn.Module) -> None:
 
 
 def count(module: nn.Module, rows: Tensor) -> None:
-    """Add a number of rows, () int64, to a module's counter. A forward that checkpointing repeats adds nothing."""
+    """Add ``rows``, a number of rows as () int64, to a module's counter.
+
+    A forward that checkpointing repeats adds nothing.
+    """
     counter = getattr(module, NAME)
     counter.copy_(counted(counter, rows))

@@ -1,4 +1,4 @@
-"""Register other libraries' modules with convert: experts, and linear layers that are not a ``nn.Linear``."""
+"""Register other libraries' modules with convert: experts, and linears that are not a ``nn.Linear``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _check(function: str, cls: object, method: str) -> None:
 
 
 def register_linear_like(cls: type[nn.Module], *, is_transposed: bool = False) -> type[nn.Module]:
-    """Make ``fp8compile.convert`` take the modules of a class that is a linear layer, but not a ``nn.Linear``.
+    """Make ``fp8compile.convert`` take modules of a linear class that is not a ``nn.Linear``.
 
     The forward of the class computes ``x @ weight.T + bias`` for x with any leading dims, and does nothing else. Its
     parameters are named ``weight`` and ``bias``; the bias may be missing or None. Subclasses that inherit the forward
@@ -58,8 +58,9 @@ def register_experts(
     A converted module gets a subclass of its class, in which ``replacement`` replaces ``method``. Subclasses that
     inherit the method are converted too.
 
-    If the matrices are the module's own 3-D parameters, (experts, out_features, in_features), and ``replacement`` only
-    multiplies by them, then FSDP gathers their codes, and ``quantized_parameters=True`` keeps them as codes.
+    FSDP gathers codes of the matrices, and ``quantized_parameters=True`` keeps codes of them, on two conditions: they
+    are the module's own 3-D parameters, (experts, out_features, in_features), and ``replacement`` only multiplies by
+    them.
 
     Args:
         cls: The class.
@@ -68,8 +69,8 @@ def register_experts(
             ``fp8compile.grouped_linear(..., recipe=self.recipe)`` or ``fp8compile.grouped_mm``.
         is_transposed: Whether each matrix is kept as (in_features, out_features).
         layout: Returns the matrices that a module multiplies by, if they are not its own 3-D parameters but, for
-            example, the rows of one 2-D parameter. FSDP gathers such weights in high precision, and convert can't
-            keep them as codes.
+            example, the rows of one 2-D parameter. FSDP gathers such weights in high precision, and convert can't keep
+            them as codes.
 
     Returns:
         The class.

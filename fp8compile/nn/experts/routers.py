@@ -1,4 +1,4 @@
-"""Find routers, which score the experts for each token. They cost next to nothing and stay in high precision.
+"""Find routers, which score the experts for each token. Routers are small and stay in high precision.
 
 A router has no class of its own. It is a sibling of its experts, or of a module that contains them, and all its
 matrices have as many rows as there are experts on all ranks together.
@@ -21,7 +21,10 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
-    """The possible numbers of a router's scores: the experts of this module, or of all ranks together."""
+    """Return how many scores a router of ``experts`` may have: one for each expert here, or on all ranks.
+
+    The number on all ranks is an attribute ``num_experts`` of the experts, or of ``beside``, the router in question.
+    """
     own = layout_of(experts).num_experts
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
     return {own} | {count for count in said if type(count) is int and count % max(own, 1) == 0}
@@ -34,12 +37,16 @@ def _scores(module: nn.Module, experts: nn.Module) -> bool:
 
 
 def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
-    """The other children of a module's parent that have matrices."""
+    """Return the children of ``parent`` that have matrices, except ``module``."""
     return [each for each in parent.children() if each is not module and _matrices(each)]
 
 
 def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
-    """Search siblings of experts and of their ancestors, on the first `LEVELS` levels whose siblings have matrices."""
+    """Return the routers among the siblings of ``experts`` and of the modules around the experts.
+
+    ``parents`` has each module's parents. The search goes up `LEVELS` levels, not counting levels without siblings
+    that have matrices.
+    """
     below, level = {experts}, 0
     while below and level < LEVELS:
         above = [(module, parent) for module in below for parent in parents.get(module, ())]
@@ -52,7 +59,7 @@ def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -
 
 
 def routers(model: nn.Module) -> set[nn.Module]:
-    """The routers of a model's experts, and all modules inside the routers."""
+    """Return the routers of a model's experts, and all modules inside these routers."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for parent in model.modules():
         for child in parent.children():

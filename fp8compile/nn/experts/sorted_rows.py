@@ -15,7 +15,7 @@ __all__ = ["SortedRows", "sorted_rows", "summed"]
 
 
 class SortedRows(NamedTuple):
-    """Rows of tokens, sorted by expert."""
+    """Rows of tokens sorted by expert: the rows, their factors, and which token each row comes from."""
 
     x: Tensor  # (R, hidden), the rows; R = tokens * top_k
     weights: Tensor  # (R, 1), the factor of each row's result
@@ -26,7 +26,7 @@ class SortedRows(NamedTuple):
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:
-    """Raise unless each index is that of an expert, or ``num_experts``, which stands for another rank's expert."""
+    """Raise unless each index is that of an expert, or ``num_experts`` for another rank's expert."""
     is_right = ((index >= 0) & (index <= num_experts)).all()
     rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":
@@ -40,15 +40,15 @@ def sorted_rows(
 ) -> SortedRows:
     """Make a row for each pair of a token and one of its experts, sorted by expert.
 
-    The index ``num_experts`` stands for another rank's expert, or for none. Its rows come after all groups, where
-    `grouped_linear` reads nothing and returns zeros; their gradients are zeros too.
+    The index ``num_experts`` stands for another rank's expert, or for none. Rows with this index come last, after all
+    groups: `grouped_linear` does not read them and returns zeros, and their gradients are zeros too.
 
     Args:
         hidden_states: (tokens, hidden).
         top_k_index: (tokens, top_k), the experts of each token.
         top_k_weights: (tokens, top_k), the factor of each expert's result.
         num_experts: Number of this rank's experts.
-        recipe: The recipe of the products that read the rows.
+        recipe: The recipe of the GEMMs that read the rows.
     """
     if not (torch.compiler.is_compiling() or _compat.is_traced(top_k_index)):  # a graph can't look at the data
         _check_index(top_k_index, num_experts)
@@ -65,6 +65,9 @@ def sorted_rows(
 
 
 def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
-    """Sum the results (R, hidden) of each token's experts by weight, to (tokens, hidden)."""
+    """Sum the results of each token's experts, times their factors, to (tokens, hidden).
+
+    ``y`` is (R, hidden), the results of the R ``rows``. ``recipe`` is that of the GEMMs that read the rows.
+    """
     y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
     return y.view(*rows.shape, y.shape[-1]).sum(dim=1)

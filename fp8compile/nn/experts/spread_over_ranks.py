@@ -1,4 +1,4 @@
-"""Spread experts over ranks (expert parallelism): their parameters become DTensors, whose placements show how."""
+"""Spread experts over ranks (expert parallelism): their parameters become DTensors with ``Shard(0)``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SPREAD = "_experts_are_spread"  # attribute of a module whose experts were sprea
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """How rows are sent to the ranks of their experts."""
+    """How rows are sent to the ranks of their experts: the capacity, as codes or as values.
+
+    ``same_tokens`` are ranks that have the same tokens, each of which sends a share of them.
+    """
 
     capacity: int | None = None  # the number of rows that a rank may send to another; None for no limit
     codes: bool = True  # whether to send codes instead of values, if all products that read the rows take codes
@@ -33,7 +36,10 @@ class DispatchOptions:
 
 
 def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
-    """Raise a ValueError that names ``function``, unless each rank of the mesh can have the same number of experts."""
+    """Raise a ValueError unless the mesh has one dim and its size divides ``experts``, their number.
+
+    ``function`` names the caller in the error.
+    """
     if mesh.ndim != 1:
         raise ValueError(
             f"{function}: the mesh has {mesh.ndim} dims, {mesh.mesh_dim_names}; take the one over which experts "
@@ -47,13 +53,14 @@ def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
 
 
 def spread_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
-    """Give each rank of a mesh some of the experts, in place: parameters become DTensors with ``Shard(0)``.
+    """Give each rank of a mesh some of the experts: parameters become DTensors with ``Shard(0)``.
 
-    This is for a module that gets its rows sorted by expert, such as torchtitan's. Its caller sends the rows to the
-    ranks of their experts with `expert_routes`. For experts that route tokens themselves, `ExpertParallel` does both.
+    This is for a module whose rows are sorted by expert by its caller, as torchtitan's are. The caller sends the rows
+    to the ranks of their experts with `expert_routes`. For experts that route tokens themselves, `ExpertParallel` does
+    both.
 
     Args:
-        module: A module whose own parameters are stacks, (experts, ...); converted or not.
+        module: A module whose own parameters are stacks, (experts, ...); converted or not. It is changed in place.
         mesh: A mesh with one dim. The number of experts is a multiple of its ranks.
         src_data_rank: The rank whose values are sent to all ranks; None if each rank takes its part of its own values.
 
@@ -80,7 +87,7 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
-    """The ranks over which a stack (experts, ...) is spread; None if each rank has all experts."""
+    """Return the ranks over which a stack (experts, ...) is spread; None if each rank has all experts."""
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
             return None
@@ -94,6 +101,9 @@ def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
 
 
 def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
-    """This rank's part of a parameter of experts; under graph_fsdp, an `UngatheredStack`, which products gather."""
+    """Return this rank's part of the experts' parameter named ``name``.
+
+    Under graph_fsdp this is an `UngatheredStack`, which the grouped GEMMs gather.
+    """
     stack = getattr(module, name)
     return stack.to_local() if isinstance(stack, UngatheredStack) or is_dtensor(stack) else stack

@@ -1,4 +1,4 @@
-"""Experts that multiply in a method ``_grouped_mm(self, *, A, B_t, offs)``, as torchtitan's experts."""
+"""Experts that multiply in a method ``_grouped_mm(self, *, A, B_t, offs)``, as torchtitan's do."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
 
 
 def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
-    """Map the shape of one matrix to a name for observed products; stacks of equal shape share a name.
+    """Map the shape of one matrix of each stack of experts to the stack's name, for statistics.
 
-    A call shows only the shape of a stack, and not which of the module's stacks it is.
+    A call of ``_grouped_mm`` shows only the shape of a stack. Stacks of equal shape share a name, joined by "+".
     """
     found: dict[tuple[int, ...], list[str]] = {}
     for name, stack in stacks(module).items():

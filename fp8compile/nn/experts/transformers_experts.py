@@ -2,7 +2,7 @@
 
 transformers' `use_experts_implementation` replaces the forward of such a module by one that looks up an implementation
 in the model's config. It sets flags on the module: transposed weights, biases, a gate, a norm after the experts. The
-forward here reads the same flags.
+forward here reads these flags too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
 
 
 def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """Raise unless the tokens and their routing fit each other and the experts."""
+    """Raise unless the arguments of a call of experts fit each other and the module ``self``.
+
+    The arguments are hidden_states (tokens, features) and, for each token, the indices and weights of its experts.
+    """
     what = f"{type(self).__name__}:"
     weight = getattr(self, "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj")
     features = weight.shape[-2 if self.is_transposed else -1]
@@ -72,7 +75,7 @@ def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 
 def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's share, about (tokens / R, ...), of a tensor that all R ranks of a mesh have.
+    """Return this rank's share, about (tokens / R, ...), of a tensor that all R ranks of ``mesh`` have.
 
     If all ranks sent all tokens, each token would count R times in the experts' gradients.
     """
@@ -83,7 +86,10 @@ def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
-    """Gather the shares of all ranks, as `_own_share` made them, to (tokens, features) on each rank."""
+    """Gather the shares of tokens of all ranks of ``mesh`` to (tokens, features) on each rank.
+
+    It undoes `_own_share`; ``local`` is this rank's share, and ``tokens`` the number of all tokens.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     shape = Size((tokens, local.shape[1]))
@@ -92,7 +98,10 @@ def _all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
 
 
 def _rows(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
-    """Sort the rows of all tokens, or of this rank's share. Wrong arguments raise here, before any rank sends."""
+    """Sort the rows of all tokens, or of this rank's share, by expert, after a check of the arguments.
+
+    Wrong arguments raise here, before any rank sends. For the arguments see `sorted_rows`.
+    """
     given: tuple[Any, ...] = (hidden_states, top_k_index, top_k_weights)
     _check_given(self, *given)
     if (mesh := self.dispatch_options.same_tokens) is not None:
@@ -101,7 +110,7 @@ def _rows(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
 
 def _products(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
-    """Compute the experts' results for their rows."""
+    """Compute the experts' results for rows ``x``, whose ends for each expert are ``offsets``."""
     has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
     inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
     inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
@@ -110,7 +119,10 @@ def _products(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup) -> Tensor:
-    """Send rows to the ranks of their experts, multiply there, send the results back, and sum them by weight."""
+    """Send rows to the ranks of their experts, multiply there, send results back and sum them by token.
+
+    ``rows`` are `SortedRows`. If this rank found an ``error`` in them, all ranks of ``group`` raise.
+    """
     experts, capacity = self.down_proj.shape[0], self.dispatch_options.capacity
     if error is None:
         counts = sizes_of_groups(rows.offsets)
@@ -127,9 +139,10 @@ def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the experts' results for each token, (tokens, hidden), in the dtype of ``hidden_states``.
+    """Return the weighted sum of each token's experts' results, (tokens, hidden), in the input's dtype.
 
-    If ranks have the same tokens, each rank computes a share of them, and all ranks get the results of all tokens.
+    For the arguments see `sorted_rows`. If ranks have the same tokens, each rank computes a share of them, and all
+    ranks get the results of all tokens.
     """
     given = hidden_states, top_k_index, top_k_weights
     group, mesh = group_of_experts(self.down_proj), self.dispatch_options.same_tokens

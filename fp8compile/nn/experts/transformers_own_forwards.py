@@ -1,4 +1,4 @@
-"""Experts of transformers whose model has a forward of its own: Llama 4, JetMoE and DBRX."""
+"""Experts of transformers' models that define their own forward of experts: Llama 4, JetMoE and DBRX."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _product(self: Any, x: Tensor, name: str, matrices: Any, offsets: Tensor, *,
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
-    """Map (experts * tokens, hidden) to the same shape.
+    """Llama 4's forward of experts in FP8: map (experts * tokens, hidden) to the same shape.
 
     Each expert gets all tokens; tokens that chose another expert are zeros.
     """
@@ -37,7 +37,10 @@ def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
-    """Map (rows, in_features) to (rows, out_features). The first ``expert_size[0]`` rows go to the first expert."""
+    """JetMoE's forward of experts in FP8: map (rows, in_features) to (rows, out_features).
+
+    The first ``expert_size[0]`` rows go to the first expert, and so on.
+    """
     rows = sum(expert_size)
     if not torch.compiler.is_compiling() and rows != inputs.shape[0]:  # a graph knows no sizes
         raise ValueError(
@@ -49,14 +52,20 @@ def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
 
 
 def _dbrx_layout(module: Any) -> Layout:
-    """The matrices in the child's 2-D parameters. ``w2`` has the shape of ``w1``, but is multiplied transposed."""
+    """Return DBRX's matrices, which are rows of 2-D parameters of a child module.
+
+    ``w2`` has the shape of ``w1``, but the forward multiplies by its transpose.
+    """
     up = module.ffn_hidden_size, module.hidden_size
     weights = {f"mlp.{name}": module.mlp.get_parameter(name) for name in ("w1", "v1", "w2")}
     return Layout(weights=weights, matrices=(up, up, up[::-1]), num_experts=module.num_experts)
 
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Map (batch, ..., hidden) to (batch, tokens / batch, hidden), the shape that DBRX's own forward returns."""
+    """DBRX's forward of experts in FP8: map (batch, ..., hidden) to (batch, tokens / batch, hidden).
+
+    For ``top_k_index`` and ``top_k_weights`` see `sorted_rows`.
+    """
     tokens = hidden_states.reshape(-1, self.hidden_size)
     rows = sorted_rows(tokens, top_k_index, top_k_weights, num_experts=self.num_experts, recipe=self.recipe)
     w1, v1, w2 = (

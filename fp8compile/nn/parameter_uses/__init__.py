@@ -1,1 +1,1 @@
-"""What a model's forwards do with each parameter, watched while they run in eager mode or are compiled."""
+"""Record what a model's forwards do with each parameter, in eager mode and in graphs of Dynamo."""

@@ -1,4 +1,4 @@
-"""Find out what a forward does with parameters from the graphs that Dynamo makes of it, before they are compiled."""
+"""Find out from Dynamo's graphs, before they are compiled, what a forward does with parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["uses_in_graph"]
 
 
 def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type[Any]) -> Uses:
-    """Find the uses of the parameters among the inputs of a graph that Dynamo made.
+    """Return how a graph that Dynamo made uses the parameters among its inputs.
 
     Args:
         graph: The graph.
         inputs: Its inputs, in the order of its placeholders.
-        owners: The parameters of the watched modules, by their memory.
+        owners: The parameters of the model's modules, found by their memory.
         traced: The class whose method was traced. A node without an ``nn_module_stack`` belongs to this method.
     """
     given = [_value_of_input(each, owners) for each in inputs]
@@ -38,7 +38,7 @@ def _value_of_input(given: Any, owners: Owners) -> Value:
 
 
 class _Reading:
-    """Follows parameters through a graph, and through the graphs inside it."""
+    """Follows parameters through the nodes of a graph and of graphs inside it, and collects their uses."""
 
     def __init__(self, traced: type[Any]) -> None:
         self.traced, self.uses = traced, Uses()
@@ -53,7 +53,10 @@ class _Reading:
                 values[node] = self._called(graph, node, values)
 
     def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
-        """Return the value of a node, and note what the node does with parameters."""
+        """Return which parameters a node's result is made of, and record how the node uses parameters.
+
+        ``values`` has this for the nodes before; None stands for data.
+        """
         given: list[fx.Node] = []  # a node that is given twice is in the list twice
         fx.map_arg((node.args, node.kwargs), given.append)
         arguments = [each for each in given if each in values]
@@ -69,7 +72,7 @@ class _Reading:
         return value
 
     def _method_of(self, node: fx.Node) -> str:
-        """Name of the forward in whose call a node was traced, such as "Attention.forward"."""
+        """Return the name of the forward in which a node was traced, such as "Attention.forward"."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         cls = stack[-1][1] if stack else self.traced
         name = cls.rpartition(".")[2] if isinstance(cls, str) else cls.__name__
@@ -81,7 +84,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _graphs_in(graph: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """The graphs among the arguments of an operator, such as the body of a checkpoint or of a region."""
+    """Yield the graphs among a node's arguments, such as the body of a checkpoint or of a region."""
     for each in node.all_input_nodes:
         if each.op == "get_attr" and isinstance(found := getattr(graph, str(each.target), None), fx.GraphModule):
             yield found

@@ -1,4 +1,7 @@
-"""Find out what a forward does with parameters while it runs in eager mode. No operator is changed."""
+"""Find out in eager mode, by a dispatch mode, what a forward does with parameters while it runs.
+
+The mode only looks on: operators run unchanged.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ CALLS = nn.modules.module.__file__  # the file with the frames of __call__ and o
 
 
 def running_method() -> str:
-    """Name of the innermost method of a module on the call stack; ``"a function"`` if there is none."""
+    """Return the name of the innermost module method on the call stack, or ``"a function"``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -33,7 +36,7 @@ def running_method() -> str:
 
 
 class Watching(_compat.OnlookingMode):
-    """Follows parameters through every operator that runs inside.
+    """Mode that follows parameters through every operator that runs inside, and collects their uses.
 
     Attributes:
         uses: The uses that were seen.
@@ -47,7 +50,7 @@ class Watching(_compat.OnlookingMode):
         self.forms: dict[Hashable, Value] = {}
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the operator, and follow the parameters among its arguments."""
+        """Call the operator ``func``, and record how it uses the parameters among its arguments."""
         result = func(*args, **kwargs)
         given = tensors_in([*args, *kwargs.values()])
         if given and not any(map(_compat.is_traced, given)):

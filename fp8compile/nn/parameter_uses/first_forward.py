@@ -1,7 +1,8 @@
-"""Watch the first forward after `convert`: warn about weights that it multiplies itself, and keep uses for the report.
+"""Watch the first forward after `convert`: warn if other code multiplies weights of FP8 layers.
 
-In eager mode, hooks on the model begin and end the watching, and remove themselves after the first forward. For
-compiled code, the graphs that Dynamo has made are read. Nothing is added to a graph, its guards or its cache key.
+Uses of parameters are also kept for the conversion report. In eager mode, hooks on the model begin and end the
+watching, and remove themselves after the first forward. For compiled code, the graphs that Dynamo has made are read.
+Nothing is added to a graph, its guards or its cache key.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Traced:
 
 
 class _Running(threading.local):
-    """The forward that is watched in this thread."""
+    """The mode that watches a forward in this thread, if any, and the module whose call ends it."""
 
     module: nn.Module | None = None  # the module whose call ends the watching; None if `watched` ends it
     watching: Watching | None = None  # the mode that watches; None if no forward is watched
@@ -61,7 +62,10 @@ RUNNING = _Running()
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Context in which no forward counts as the first one, and no warning is issued: the caller reports uses."""
+    """Context in which no forward counts as the first one after `convert`, and no warning is issued.
+
+    The caller reports the uses of parameters itself.
+    """
     before, RUNNING.is_untold = RUNNING.is_untold, True
     try:
         yield
@@ -71,7 +75,7 @@ def untold() -> Iterator[None]:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watching]:
-    """Context that watches what runs inside, without warnings."""
+    """Context that records how code inside it uses a model's parameters, without warnings."""
     with untold():
         watching = RUNNING.begin(model, None)
         try:
@@ -83,7 +87,7 @@ def watched(model: nn.Module) -> Iterator[Watching]:
 def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: bool) -> None:
     """Watch the next forward of a model in which `convert` has converted ``layers``.
 
-    If ``strict``, a forward that multiplies a layer's weight outside of the layer raises, instead of warning.
+    If it multiplies a layer's weight outside of the layer, it warns; if ``strict``, it raises.
     """
     ROOTS.add(model)
     for layer in layers if strict else ():
@@ -101,10 +105,10 @@ def _hook(module: nn.Module) -> None:
 
 
 def stop_watching(model: nn.Module) -> None:
-    """Remove the hooks that `watch_first_forward` registered; the layers keep the mark that they are strict.
+    """Remove the hooks that `watch_first_forward` registered; strict layers stay strict.
 
-    Compiled code has a guard on the number of hooks. If Dynamo has traced hooks since they were registered, the hooks
-    stay and do nothing.
+    Compiled code has a guard on the number of hooks. If Dynamo has traced a module's hooks after the registration, the
+    hooks stay and do nothing.
     """
     if vars(model).pop(WATCHED, None) != _Traced.count:
         return
@@ -116,9 +120,9 @@ def stop_watching(model: nn.Module) -> None:
 
 @_compat.constant_when_traced
 def _note_traced() -> None:
-    """Note that Dynamo has traced a module's hooks and has a guard on their number.
+    """Count that Dynamo has traced a module's hooks, and so has a guard on their number.
 
-    The module itself is not noted: an attribute of it would become a guard, and blocks could no longer share code.
+    The count is global: an attribute of the module would become a guard, and blocks could no longer share code.
     """
     _Traced.count += 1
 
@@ -136,7 +140,7 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """Wrap a function so that Dynamo does not trace it; unchanged if Dynamo was not imported."""
+    """Wrap ``fn`` so that Dynamo does not trace it; if Dynamo was not imported, return it unchanged."""
     return _compat.untraced(fn) if "torch._dynamo" in sys.modules else fn
 
 
@@ -158,7 +162,10 @@ def _finish(module: nn.Module) -> None:
 
 
 def _in_graph(graph: fx.GraphModule, inputs: Sequence[Any], traced: object) -> None:
-    """Find out from a graph that Dynamo made how it uses parameters, and warn if there is something to report."""
+    """Record how a graph that Dynamo made uses parameters, and issue the warning that `_told` returns.
+
+    ``inputs`` are the graph's inputs, and ``traced`` is the module whose method was traced.
+    """
     if not any(isinstance(each, nn.Parameter) for each in inputs):
         return
     modules = dict.fromkeys(module for model in (*ROOTS, *CONVERTED) for module in model.modules())
@@ -170,10 +177,10 @@ _compat.when_graph_is_made(_in_graph)
 
 
 def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
-    """Keep the uses that were seen, and return the warning about weights that are multiplied outside of their layers.
+    """Keep ``uses`` for the report, and return the warning about weights multiplied outside of layers.
 
     The text is empty if there is nothing new to warn about. If one of the layers is strict, raise ``error`` with the
-    text.
+    text. ``owners`` finds the modules of parameters.
     """
     uses = settled(uses, owners)
     weights = {slot for layer in CONVERTED for slot in weight_slots(layer)}

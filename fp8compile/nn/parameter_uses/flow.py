@@ -1,8 +1,8 @@
 """How parameters flow through the operators of a forward, one operator at a time.
 
 Each tensor of the forward has a value: the set of parameters that it was computed from, or DATA if anything else went
-into it. A tensor that is computed from weights alone, by scaling, slicing, casting or concatenation, is called a form
-of these weights. The search is for products of a form and data.
+into it. A tensor computed from weights alone, by scaling, slicing, casting or concatenation, is called a form of these
+weights. The search is for products of a form and data.
 
     x @ weight.t()                      a product of data and a form of weight
     x @ cat(a.weight, b.weight).t()     a product of data and a form of both weights
@@ -60,7 +60,7 @@ def _name_and_namespace(op: Any) -> tuple[str, str]:
 
 
 def _kind_of(op: Any) -> Kind:
-    """The kind of use if an operator takes a parameter together with data."""
+    """Return how the operator ``op`` uses a parameter that it combines with data, such as in a product."""
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in OPS:
         return Kind.FLOAT8
@@ -70,9 +70,10 @@ def _kind_of(op: Any) -> Kind:
 
 
 def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
-    """Find the value of an operator's result, and which parameters it combines with data, by kind of use.
+    """Return the value of the result of ``op``, and the parameters that it combines with data, by kind.
 
-    ``operands`` are the values of the operator's tensor arguments.
+    A value is the set of parameters that a tensor was computed from; None stands for data. ``operands`` are the values
+    of the operator's tensor arguments.
     """
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in LAYERS:

@@ -1,4 +1,4 @@
-"""Find the modules of a parameter: by itself, or by its memory, as views and gathered weights are other objects."""
+"""Find the modules of a parameter by its memory, as views and gathered weights are other objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Owners", "memory_of", "tensors_in", "users_of_parameters"]
 
 
 def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """For each parameter of a model, the modules that hold it, in the order of ``model.modules()``."""
+    """Return, for each parameter, the modules that hold it, in the order of ``model.modules()``."""
     users: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -29,9 +29,9 @@ def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]
 
 
 def memory_of(tensor: Tensor) -> Hashable | None:
-    """A key for the memory of a tensor, or of a DTensor's local tensor, that does not keep the memory alive.
+    """Return a key of the memory of a tensor, or of a DTensor's local tensor; None without storage.
 
-    It is None if the tensor has no storage.
+    The key does not keep the memory alive.
     """
     try:
         return StorageWeakRef(local_itself(tensor).untyped_storage())
@@ -40,7 +40,7 @@ def memory_of(tensor: Tensor) -> Hashable | None:
 
 
 class Owners:
-    """Finds the parameters of some modules that share memory with a tensor."""
+    """Finds the parameters of given modules that share memory with a tensor."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules: list[nn.Module] = list(modules)
@@ -48,7 +48,7 @@ class Owners:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look for parameters again, because FSDP makes new ones while a model runs."""
+        """Look up the modules' parameters again, because FSDP makes new ones while a model runs."""
         for module in self.modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None and not is_lazy(parameter):
@@ -64,7 +64,10 @@ class Owners:
             slots.add((module, name))
 
     def of(self, memory: Hashable, tensor: Any) -> Value:
-        """The parameters that share memory with a tensor; DATA if none does."""
+        """Return the parameters that lie in ``memory``, the key of a tensor's memory; None if none does.
+
+        If several do, the one at the tensor's offset counts.
+        """
         if memory not in self.parts and isinstance(tensor, nn.Parameter):
             self.refresh()
             self.parts.setdefault(memory, {})  # a parameter of another model
@@ -77,13 +80,16 @@ class Owners:
         return frozenset().union(*(slots for (start, stop), slots in parts.items() if start <= first < stop))
 
     def sharing(self, slot: Slot) -> frozenset[Slot]:
-        """All places (module and name) that hold the same parameter; a tied parameter has several."""
+        """Return all (module, name) that hold the parameter of ``slot``, itself one such pair.
+
+        A tied parameter has several.
+        """
         groups = (slots for parts in self.parts.values() for slots in parts.values() if slot in slots)
         return frozenset().union(*groups)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments, and in lists or tuples among them."""
+    """Return the tensors among ``values``, and in lists or tuples among ``values``."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Find layers whose weight other code multiplies without calling the layer, so that the product is not in FP8."""
+"""Find layers whose weight other code multiplies without calling the layer, so not in FP8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
-    """The layers whose weight a PyTorch module multiplies without calling the layer, each with that method's name."""
+    """Return layers whose weight a module of PyTorch multiplies itself, each with the method that does.
+
+    An example is ``nn.MultiheadAttention``, which never calls its ``out_proj``.
+    """
     return {
         getattr(module, name): f"{cls.__name__}.forward"
         for module in model.modules()
@@ -32,16 +35,16 @@ def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def past_forward(layer: nn.Module, uses: Uses) -> str | None:
-    """The method that multiplies a layer's weights instead of calling the layer; None if none was seen."""
+    """Return the name of a method that multiplied a layer's weight itself, as ``uses`` tell; else None."""
     found = (uses.found.get(slot) for slot in weight_slots(layer))
     return next((use.method for use in found if use is not None and use.multiplies), None)
 
 
 def settled(uses: Uses, owners: Owners) -> Uses:
-    """Remove uses of tied weights that need no warning.
+    """Remove uses of tied weights that need no warning from ``uses``; return the rest.
 
-    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too, as an embedding
-    does that shares its matrix with the head.
+    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too. An example is
+    an embedding that shares its matrix with the head. ``owners`` finds the modules of parameters.
     """
     of_layers = {slot for layer in CONVERTED for slot in weight_slots(layer)}
 

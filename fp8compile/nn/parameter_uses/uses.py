@@ -1,4 +1,4 @@
-"""Records of how forwards use parameters. The conversion report reads the records of earlier forwards."""
+"""Records of how forwards use parameters, from which the conversion report is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Slot = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
 
 class Kind(enum.IntEnum):
-    """How a parameter is used together with data. If it has several uses, the greatest kind counts."""
+    """How an operator uses a parameter together with data. Of several uses, the greatest kind counts."""
 
     FLOAT8 = 0  # in an operator of this library, or one registered with it
     OTHER = 1  # in an operator that is no product
@@ -30,33 +30,36 @@ Met = dict[Kind, frozenset[Slot]]  # the parameters that meet data in an operato
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a parameter."""
+    """One use of a parameter: its kind, and the method that called the operator."""
 
     kind: Kind  # how the parameter is used
     method: str  # the method of a module that uses the parameter, such as ``"MultiheadAttention.forward"``
 
     @property
     def multiplies(self) -> bool:
-        """Whether the use is a product, or may be one."""
+        """Whether the use is a product, a convolution, or an operator of an unknown library."""
         return self.kind > Kind.OTHER
 
 
 @dataclass
 class Uses:
-    """Uses of parameters in high precision, and the parameters that FP8 operators multiply."""
+    """How parameters are used in high precision, and which parameters FP8 operators multiply."""
 
     found: dict[Slot, Use] = field(default_factory=dict)  # for each parameter, the use with the greatest kind
     # parameters that an operator of this library, or one registered with it, has read
     in_float8: set[Slot] = field(default_factory=set)
 
     def add(self, slot: Slot, use: Use) -> None:
-        """Keep a use, unless a use of the same or a greater kind is known."""
+        """Keep a use of the parameter ``slot``, unless a use of the same or a greater kind is known."""
         known = self.found.get(slot)
         if known is None or known.kind < use.kind:
             self.found[slot] = use
 
     def note(self, met: Met, method: str) -> None:
-        """Add the uses in one operator; ``method`` is the module's method that called the operator."""
+        """Add the uses in one operator; ``method`` is the module's method that called the operator.
+
+        ``met`` has the parameters that the operator combines with data, by kind of use.
+        """
         for kind, slots in met.items():
             if kind is Kind.FLOAT8:
                 self.in_float8 |= slots
@@ -71,13 +74,16 @@ class Uses:
         self.in_float8 |= other.in_float8
 
     def kind(self, module: nn.Module, name: str) -> Kind | None:
-        """The greatest kind of use of a parameter; None if no use was seen."""
+        """Return the greatest kind of use of the parameter ``name`` of ``module``; None if none was seen."""
         use = self.found.get((module, name))
         return None if use is None else use.kind
 
 
 def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
-    """Keep uses for the report. Uses of the weights of layers are kept only if they are products."""
+    """Keep uses for the conversion report, by module and parameter name.
+
+    ``of_layers`` has the weights of FP8 layers; their uses are kept only if they are products.
+    """
     for slot, use in uses.found.items():
         module, name = slot
         if use.multiplies or slot not in of_layers:
@@ -85,7 +91,7 @@ def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
 
 
 def uses_seen(modules: Iterable[nn.Module]) -> Uses:
-    """How the parameters of these modules were used in earlier forwards, as far as `keep_uses` recorded it."""
+    """Return the uses of the modules' parameters in earlier forwards that `keep_uses` has kept."""
     uses = Uses()
     for module in modules:
         for name, use in USES.get(module, {}).items():
@@ -94,5 +100,5 @@ def uses_seen(modules: Iterable[nn.Module]) -> Uses:
 
 
 def forget_uses(module: nn.Module) -> None:
-    """Drop the uses that `keep_uses` has kept for a module."""
+    """Drop the uses that `keep_uses` has kept for the parameters of a module."""
     USES.pop(module, None)

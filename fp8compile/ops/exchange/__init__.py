@@ -1,1 +1,1 @@
-"""Ops that send rows to the ranks of their experts, and send the experts' results back."""
+"""Ops that send rows to the ranks of their experts, and send the results of the experts back."""

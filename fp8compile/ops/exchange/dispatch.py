@@ -45,7 +45,11 @@ OUTPUT, GRAD_INPUT = GEMMS[:2]
 
 
 def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
-    """Exchange rows; returns the rows that arrived, in the order of ranks."""
+    """Exchange rows between ranks; returns the rows that arrived, in the order of ranks.
+
+    Arguments are those of the op `exchange_rows`; ``back`` means from experts to their origins. If ``sizes`` is None,
+    all ranks send messages of the same length.
+    """
     if sizes is not None:
         return exchange_rows(rows, sizes, back, length, group)
     return all_to_all(rows, None, None, group) if ranks > 1 else rows
@@ -116,7 +120,10 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for one rank; more ranks need processes (tests/parallel/test_expert_parallel.py)."""
+    """Yield sample arguments of `dispatch` for one rank.
+
+    More ranks need processes (tests/parallel/test_expert_parallel.py).
+    """
     rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = torch.tensor([[5, 0, 7]])
     for index, recipe in enumerate(samples.recipes()):
@@ -157,9 +164,10 @@ combine: OpOverload = register_op(
 
 
 def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tuple[torch.dtype, int]:
-    """Dtype and number of elements of the messages that `dispatch` sends.
+    """Dtype and number of elements of the messages that `dispatch` sends for these rows.
 
-    ``length`` is the number of rows that all messages have room for, if there is a capacity; otherwise None.
+    ``length`` is the number of rows that all messages together have room for, None if this is not fixed. ``slot`` is
+    the recipe's field for the rows, ``"input"`` or ``"grad_output"``.
     """
     quantizer, features = sent_as(recipe, slot), rows.shape[1]
     count = rows.shape[0] if length is None else length

@@ -1,7 +1,7 @@
 """fp8compile::exchange_rows: send rows to the other ranks of a group, and return the rows received.
 
-The numbers of rows are on the host, which needs them to send messages. The number of rows that arrive is an
-unbacked symbol of the graph, and no guard depends on it.
+The host has the numbers of rows, which it needs to send messages. In a graph, the number of rows that arrive is an
+unbacked symbol on which no guard depends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: st
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for one rank; more ranks need processes (tests/parallel/test_expert_parallel.py)."""
+    """Yield sample arguments of `exchange_rows` for one rank.
+
+    More ranks need processes (tests/parallel/test_expert_parallel.py).
+    """
     rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
     yield rows[::2, :3], torch.tensor([[2], [3]]), THERE, 3, ""
     for count in (6, 4, 0):

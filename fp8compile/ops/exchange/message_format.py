@@ -1,7 +1,8 @@
-"""The format in which rows are sent as codes: codes and scales of each row side by side, as bytes, in one message.
+"""Format of rows that are sent as codes: each row's codes and scales side by side, as bytes.
 
-Rows are sent in their own dtype in two cases: another product reads them in high precision, so codes would be an extra
-message; or the recipe has two levels of scales, whose codes first need the amax of an expert's rows on all ranks.
+Rows are sent in their own dtype in two cases. Either a GEMM also reads them in high precision, so codes would be an
+extra message; or the recipe has two levels of scales, so codes would first need the amax of an expert's rows on all
+ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
 
 
 def wire_width(features: int, quantizer: Quantizer) -> int:
-    """Number of bytes of a row in a message, for its codes and its scales."""
+    """Number of bytes of a row of ``features`` values in a message, for its codes and its scales."""
     of_rows = by_row(quantizer)
     scales = of_rows.scale_shape((1, features))[1] * of_rows.scale_dtype().itemsize
     return of_rows.codes_shape((1, features))[1] + scales
 
 
 def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase: Phase) -> Tensor:
-    """Quantize rows, and lay the codes and scales of each row side by side in bytes, (rows, `wire_width`) uint8.
+    """Quantize rows, and put each row's codes and scales side by side: (rows, `wire_width`) uint8.
 
-    Rows are sorted by expert; ``counts``, (R, E), has their number for each expert of each rank. A tensorwise
-    quantizer has one scale for an expert's rows on all ranks, which is sent with each row.
+    Rows are sorted by expert; ``counts``, (R, E), has their number for each of E experts of each of R ranks. A
+    tensorwise quantizer has one scale for an expert's rows on all ranks of ``group``; it is sent with each row.
+    ``phase`` says whether the code runs in eager mode or is traced.
     """
     steps = STEPS[phase]
     if quantizer.block[0] == 1:
@@ -58,7 +60,10 @@ def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase
 
 
 def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    """The values of rows that arrived as codes and scales, (rows, features); the inverse of `packed`."""
+    """Dequantize rows that arrived as codes and scales, (rows, features); inverse of `packed`.
+
+    ``wire`` are the rows as bytes, (rows, `wire_width`); ``dtype`` is the dtype of the result.
+    """
     of_rows = by_row(quantizer)
     codes = of_rows.codes_shape((1, features))[1]
     scale = _seen_as(wire[:, codes:], of_rows.scale_dtype())
@@ -73,9 +78,9 @@ def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dty
 def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy rows and reinterpret their bytes as another dtype.
 
-    A slice of a row may begin at any byte, so it is copied. The copy is flattened before the view, which needs a last
-    dim without gaps: `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses its own for a single
-    column.
+    The copy is needed because a slice of a row may begin at any byte. It is flattened before the view, which needs a
+    last dim without gaps: `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses strides of its
+    own for a single column.
     """
     shape = x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize
     if guard_or_false(x.shape[0] == 0):  # Inductor (2.11) can't view a tensor without rows as another dtype

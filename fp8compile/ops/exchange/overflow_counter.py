@@ -1,4 +1,4 @@
-"""fp8compile::counted: add to a counter, except in a forward that activation checkpointing repeats."""
+"""fp8compile::counted: add to a counter, except when activation checkpointing repeats the forward."""
 
 from __future__ import annotations
 

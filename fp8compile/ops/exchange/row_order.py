@@ -1,12 +1,12 @@
-"""The four orders of a rank's rows in expert parallelism, and the indices that move rows between these orders.
+"""Four orders of a rank's rows in expert parallelism, and indices that move rows between them.
 
     rows       sorted by expert, over all ranks' experts       e0 e0 e1 e2 e2 e2 e3
     slots      in the order of the ranks to which they go      to rank 0: e0 e0 e1     to rank 1: e2 e2 e2 e3
     buffer     received, in the order of sending ranks         from rank 0: e0 e0 e1   from rank 1: e0 e1 e1
     grouped    received, sorted by expert of this rank         e0 e0 e0 e1 e1 e1
 
-A single process with the tokens of all ranks gets the same order, and so the same blocks along tokens. With a
-capacity, each rank's part of a message has room for a fixed number of rows; else slots are equal to rows.
+A single process with the tokens of all ranks gets the order "grouped" too, and so the same blocks along tokens. With a
+capacity, each rank's part of a message has room for a fixed number of rows; otherwise the slots are the rows.
 
 Letters: R ranks of the group, E experts of each rank.
 """
@@ -24,24 +24,26 @@ __all__ = ["Moves", "fitting", "take"]
 
 
 def fitting(counts: Tensor, capacity: int) -> Tensor:
-    """How many rows of each expert fit if each rank gets at most ``capacity`` rows, (R, E) int64.
+    """Number of rows of each expert that fit if each rank gets at most ``capacity`` rows, (R, E) int64.
 
-    ``counts``, (R, E), are the numbers of all rows. The room for a rank is filled in the order of its experts.
+    ``counts`` has the numbers of all rows, for each of E experts of each of R ranks. A rank's room is filled in the
+    order of its experts.
     """
     ends = counts.cumsum(1).clamp(max=capacity)
     return torch.diff(ends, dim=1, prepend=ends.new_zeros((ends.shape[0], 1)))
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Offset of each part if parts of these sizes follow one another without gaps, in the shape of ``sizes``."""
+    """Offset of each part, if parts of these sizes follow one another; in the shape of ``sizes``."""
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
-    """For each row of the result, the index of its row in the source, (length,) int64; -1 for a row of zeros.
+    """Index of the source row for each of ``length`` rows of a result, int64; -1 for a row of zeros.
 
-    ``to`` has the offset of each part in the result, in ascending order, and ``at`` its offset in the source.
+    Rows move in parts of ``sizes`` rows: ``to`` has each part's offset in the result, ascending, ``at`` its offset in
+    the source.
     """
     place = torch.arange(length, device=to.device)
     part = (torch.searchsorted(to.contiguous(), place, right=True) - 1).clamp(min=0)
@@ -50,7 +52,7 @@ def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
 
 
 def take(rows: Tensor, sources: Tensor) -> Tensor:
-    """Take rows by index; an index of -1 gives zeros."""
+    """Take rows by the indices ``sources``, (length,); an index of -1 gives zeros."""
     if guard_or_false(rows.shape[0] == 0):
         return rows.new_zeros((sources.shape[0], *rows.shape[1:]))
     return torch.where((sources >= 0).unsqueeze(1), rows[sources.clamp(min=0)], 0)
@@ -58,12 +60,13 @@ def take(rows: Tensor, sources: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moves:
-    """Indices that move rows between four orders: rows, slots, buffer and grouped; see the head of `moves.py`.
+    """Indices that move rows between the orders rows, slots, buffer and grouped (head of `row_order.py`).
 
     Attributes:
-        sent: Number of rows that this rank has for each expert of each rank, (R, E) int64.
+        sent: Number of rows that this rank has for each of E experts of each of R ranks, (R, E) int64.
         received: Number of rows that each rank has for each expert of this rank, (R, E) int64.
-        capacity: Number of rows that each rank's part has room for; None if parts follow one another without gaps.
+        capacity: Number of rows that each rank's part of a message has room for; None if parts follow one another
+            without gaps.
     """
 
     sent: Tensor
@@ -74,7 +77,7 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each receiving rank, (R,): its first row, its first slot, and the number of rows sent."""
+        """For each receiving rank: indices of its first row and first slot, and the number of rows sent."""
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -82,7 +85,7 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each (sending rank, expert), (R, E): offset in the buffer, offset in grouped rows, number of rows."""
+        """For each sending rank and expert, (R, E): offsets in buffer and in grouped rows, number of rows."""
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:
@@ -91,21 +94,21 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """For each of ``length`` slots of the messages that are sent, the index of the row that the slot holds."""
+        """Index of the row in each of ``length`` slots of the sent messages, int64; -1 for an unused slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 
     def slots_of_rows(self, length: int) -> Tensor:
-        """For each of ``length`` rows, the index of its slot in the sent messages."""
+        """Index of the slot of each of ``length`` rows in the sent messages, int64; -1 without a slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, rows, slots, sizes)
 
     def buffer_of_grouped(self, length: int) -> Tensor:
-        """For each of ``length`` rows sorted by expert, its index in the buffer of received rows."""
+        """Index in the received buffer of each of ``length`` rows sorted by expert, int64; -1 if unused."""
         buffer, grouped, sizes = (each.t().flatten() for each in self._pieces())
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """For each of ``length`` rows of the receive buffer, its index among the rows sorted by expert."""
+        """Index among rows sorted by expert for each of ``length`` received rows; -1 for an unused place."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

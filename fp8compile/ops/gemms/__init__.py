@@ -1,4 +1,4 @@
-"""The GEMMs, one file each: which codes a GEMM takes, where it runs, how it multiplies. `table` has their order.
+"""The GEMMs, one file each: the codes that each takes, where it runs, how it multiplies.
 
     tensorwise   torch._scaled_mm with two numbers                          GPUs from compute capability 8.9
     rowwise      torch._scaled_mm with a scale for each row and column      GPUs from 9.0 (bf16 out); CPU
@@ -9,7 +9,8 @@
     (registered) added by other packages with `register_gemm`               where the packages say
     emulated     float64 product of the exact values                        CPU without a kernel; a GPU if asked
 
-To add a GEMM, write a file like `blockwise.py` and add its `GemmKernel` to `NATIVE` in `table.py`.
+`table` has the order in which they are tried. To add a GEMM, write a file like `blockwise.py` and add its `GemmKernel`
+to `NATIVE` in `table.py`.
 
     interface.py        what a GEMM has to say of itself: `GemmKernel`
     gpu_support.py      which GPU runs which product: one table, which a GEMM's `lacks` asks

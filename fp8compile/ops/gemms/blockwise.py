@@ -1,4 +1,4 @@
-"""Hopper's blockwise GEMM: `torch._scaled_mm` with a scale for each 128 values along k, or for a 128 x 128 tile."""
+"""Hopper's blockwise GEMM: `torch._scaled_mm` with scales of 128 values along k, or of 128 x 128."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ POWERS_OF_TWO = (
 
 
 def takes_blocks(a: Quantizer, b: Quantizer) -> bool:
-    """Whether operands have float8 codes and a scale per 128 values along k; one side may have 128 x 128 tiles."""
+    """Whether operands have float8 codes and a scale for each 128 values along k.
+
+    Instead, one of the operands may have a scale for each 128 x 128 tile.
+    """
     is_blockwise = float8_kind(a, b) == "blockwise" and a.block[1] == BLOCK
     return is_blockwise and not a.block[0] == b.block[1] == BLOCK  # at most one side has tiles
 
@@ -41,7 +44,10 @@ def _has_tiles(operand: Quantized) -> bool:
 
 
 def _block_scales(operand: Quantized, rows: int, sum_to: int) -> Tensor:
-    """Block scales along the summed dim, padded with 1, in the layout of Hopper's GEMM."""
+    """Block scales along the summed dim, in the layout of Hopper's GEMM, padded with 1.
+
+    ``rows`` is the padded number of rows; the summed dim is padded to a multiple of ``sum_to``.
+    """
     values = operand.scale_values()
     further = -values.shape[1] % max(1, sum_to // BLOCK)  # blocks of padding
     if _has_tiles(operand):

@@ -3,9 +3,9 @@
 blockwise_by_mx   blocks of 128: the exponent of a scale is repeated for each 32 values; scales are powers of two
 scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1, and the scales are applied after it
 
-The first is the only product of such blocks from compute capability 10.0 on. The second is an option of a recipe for
-GeForce cards of 12.0, whose tensor cores sum plain FP8 products in float32 at half the rate of MX products. A scale
-of 1 changes no bit of the sum (github.com/triton-lang/triton/pull/11320).
+`blockwise_by_mx` is the only GEMM for such blocks from compute capability 10.0 on. `scaled_by_mx` is an option of a
+recipe for GeForce cards of 12.0, whose tensor cores sum plain FP8 products in float32 at half the rate of MX products.
+A scale of 1 changes no bit of the sum (github.com/triton-lang/triton/pull/11320).
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def _takes_rows(a: Quantizer, b: Quantizer) -> bool:
 
 
 def may_run_by_mx(a: Quantizer, b: Quantizer, config: GemmConfig) -> bool:
-    """Whether one of the GEMMs in this file takes codes of these two quantizers, on a GPU that has MX products."""
+    """Whether a GEMM of this file takes codes of quantizers ``a`` and ``b``, on a GPU with MX products.
+
+    `scaled_by_mx` is considered only if ``config.by_mx`` is set.
+    """
     return _takes_blocks(a, b) or (config.by_mx and _takes_rows(a, b))
 
 
@@ -57,7 +60,10 @@ def _lacks_rows(problem: GemmProblem) -> str | None:
 
 
 def _exponents(operand: Quantized) -> Tensor:
-    """Block scales as E8M0 bytes: the exponent bits of the float32 scales, which have the same bias; 255 for NaN."""
+    """Block scales as E8M0 bytes, which are the exponent bits of the float32 scales; 255 for NaN.
+
+    The exponents of E8M0 and of float32 have the same bias.
+    """
     if operand.quantizer.stores_e8m0():
         return operand.scale
     # multipliers end at 2**127, so scales begin at 2**-127, which is byte 0 and the largest subnormal power of two
@@ -65,7 +71,10 @@ def _exponents(operand: Quantized) -> Tensor:
 
 
 def _block_scales(operand: Quantized) -> Tensor:
-    """Repeat each scale of 128 values for its four blocks of 32 and its rows; returns E8M0 bytes in tiles."""
+    """Repeat each scale for its four blocks of 32 values, and for its rows.
+
+    Returns E8M0 bytes in the MX GEMM's layout, tiles of 128 x 4 (`fp8compile.scale_layouts`).
+    """
     rows, k = operand.codes.shape
     along = _exponents(operand).repeat_interleave(BLOCK // MX_BLOCK, 1)[:, : -(-k // MX_BLOCK)]
     return swizzled(for_each_row(along, operand.quantizer.block[0], rows))

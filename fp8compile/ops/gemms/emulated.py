@@ -1,7 +1,7 @@
 """Emulation: dequantizes both operands to float64, multiplies them and rounds once.
 
-It takes the codes of every quantizer. A CPU emulates every product for which it has no kernel. A GPU emulates only if
-the user asks for it (``emulate=True``); otherwise this GEMM says why no other GEMM takes the operands.
+This GEMM takes the codes of every quantizer. A CPU emulates every product for which it has no kernel. A GPU emulates
+only if the user asks for it (``emulate=True``); otherwise the error says why no other GEMM takes the operands.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ checks admit but its kernels do not run: rowwise groups on 10.x trap and destroy
 (pytorch#187095), and before 2.15 the rowwise kernel returns bfloat16 bits for float16 (pytorch#187569).
 
 AMD's GPUs are in the table by their own names (ScaledBlasUtils.cpp), because their compute capabilities look like
-NVIDIA's. Those with the OCP formats run tensorwise and rowwise products by hipBLASLt. MX of gfx950 is left out,
+NVIDIA's. AMD GPUs with the OCP formats run tensorwise and rowwise products by hipBLASLt. MX of gfx950 is left out,
 because hipBLASLt reads its scales in another layout than cuBLASLt.
 """
 
@@ -86,7 +86,7 @@ class Gate:
     needs_mslk: bool = False
 
     def is_for(self, target: Target) -> bool:
-        """Whether the kernel is made for a GPU, whatever the build of PyTorch."""
+        """Whether the kernel is made for the target's GPU, whatever the build of PyTorch."""
         return target.architecture in (self.capabilities if target.hip is None else self.gcn)
 
     def lacks(self, build: Build) -> str | None:
@@ -217,7 +217,10 @@ def _names(capabilities: tuple[tuple[int, int], ...]) -> str:
 
 
 def _lacks_formats(target: Target) -> str | None:
-    """The error text for a device that multiplies no codes of the OCP formats, else None; always None for NVIDIA."""
+    """The error text for a device that multiplies no codes of the OCP formats, else None.
+
+    NVIDIA's GPUs always give None here. OCP formats are e4m3, e5m2 and e2m1 as opposed to AMD's "fnuz".
+    """
     if target.type != "cuda":
         return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
     if target.hip is None:
@@ -238,7 +241,10 @@ def _lacks_formats(target: Target) -> str | None:
 
 
 def lacks_tensor_cores(problem: GemmProblem) -> str | None:
-    """Why a device has no tensor cores for the float8 codes of a problem, as an error text; None if it has them."""
+    """Why a device can't multiply a problem's float8 codes on tensor cores; None if it can.
+
+    ``problem`` describes the product's operands and device.
+    """
     target, formats = problem.target, (problem.a.gemm_format(), problem.b.gemm_format())
     if (lacking := _lacks_formats(target)) is not None:
         return lacking
@@ -253,15 +259,18 @@ def lacks_tensor_cores(problem: GemmProblem) -> str | None:
 
 
 def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
-    """The kernels that run a product on a GPU with the target's build of PyTorch; ``product`` is a key of PRODUCTS."""
+    """The kernels that run a product on the target's GPU with the target's build of PyTorch.
+
+    ``product`` is a key of PRODUCTS, such as ``"tensorwise"``.
+    """
     return tuple(gate for gate in PRODUCTS[product].gates if gate.is_for(target) and gate.lacks(target.build) is None)
 
 
 def advice(target: Target, *, is_grouped: bool = False) -> str:
-    """A sentence for errors that names the ready recipes that run on a GPU, for a product that does not run there.
+    """A sentence for errors that names the ready recipes that run on a GPU.
 
     Args:
-        target: The GPU.
+        target: The GPU, on which the product at hand does not run.
         is_grouped: Whether the product is one of experts, for which a GPU has no emulation.
     """
     having = {each.recipe: None for each in _PRODUCTS if each.is_grouped == is_grouped and gates_of(each.name, target)}

@@ -1,6 +1,6 @@
 """Blackwell's MX GEMM: `torch._scaled_mm` with an E8M0 scale, a power of two, for 32 values along k.
 
-If a block has 32 x 32 values, its scale is repeated for each of its rows.
+A scale of a block of 32 x 32 values is repeated for each row of the block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _row_scales(operand: Quantized) -> Tensor:
-    """Put scales of rows into tiles; the scale of a 32 x 32 block is repeated for its rows."""
+    """Put the scales of an operand's rows into 128 x 4 tiles; repeat one of 32 x 32 values for its rows."""
     return swizzled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[0]))
 
 

@@ -1,4 +1,4 @@
-"""Register the GEMM of another package: check its functions, and each value that they return."""
+"""Registration of other packages' GEMMs, with checks of their functions and of what these return."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _lacking(name: str, lacks: Callable[..., Any], problem: GemmProblem) -> str 
 
 
 def _is_contiguous(x: Tensor) -> bool:
-    """Whether a tensor is contiguous; True if its sizes or strides are symbols, because the answer is then unknown."""
+    """Whether a tensor is contiguous; True if sizes or strides are symbols, so that it is unknown."""
     return not all(type(size) is int for size in (*x.shape, *x.stride())) or x.is_contiguous()
 
 
@@ -126,7 +126,11 @@ def _product(
 def _check_parts(
     function: str, name: str, taken: Container[str], functions: dict[str, Any], detail: str, calls: tuple[str, ...]
 ) -> None:
-    """Check the arguments that both kinds of GEMMs share, and put the functions' sources into compile cache keys."""
+    """Check the arguments that GEMMs and grouped GEMMs share; add the functions to compile cache keys.
+
+    ``function`` names the caller in errors; ``taken`` has the names in use. Other arguments are those of
+    `register_gemm`.
+    """
     _check_name(function, name, taken)
     for argument, given in functions.items():
         _check_function(function, name, argument, given)
@@ -144,7 +148,7 @@ def _new_gemm(
     detail: str,
     calls: tuple[str, ...],
 ) -> GemmKernel:
-    """Check the arguments of a new GEMM, add it to the table, and put its source into the keys of compile caches.
+    """Check a new GEMM's arguments, add the GEMM to the table and its source to compile cache keys.
 
     The arguments are those of `fp8compile.library.register_gemm`.
     """
@@ -170,7 +174,7 @@ def register_gemm(
     detail: str = "",
     calls: tuple[str, ...] = (),
 ) -> GemmKernel:
-    """Add a GEMM for operands that no other GEMM takes, such as operands of your own quantizer with its own codes.
+    """Add a GEMM for operands that no other GEMM takes, such as those of your own quantizer.
 
     The new GEMM is tried after the GEMMs of fp8compile and before emulation, so it changes no product that has a GEMM
     already. Call this function in the module that defines the GEMM, when that module is imported. A graph that was
@@ -225,7 +229,7 @@ def _new_grouped_gemm(
     calls: tuple[str, ...],
     is_opaque: bool,
 ) -> GroupedGemm:
-    """Check the arguments of a new grouped GEMM and make it; the caller adds it to the table of grouped GEMMs.
+    """Check the arguments of a new grouped GEMM and make it; the caller adds it to the table.
 
     The arguments are those of `fp8compile.library.register_grouped_gemm`.
     """
@@ -264,11 +268,12 @@ def register_grouped_gemm(
         name: ``package::name``; ``fp8compile doctor`` and ``fp8compile explain`` show this name.
         takes: ``(a, b) -> bool``, as for `register_gemm`. Takes two quantizers, over (m, k) and (k, n) of one group.
         lacks: ``(problem) -> str | None``, as for `register_gemm`.
-        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each row of a, (R, K), by the matrix of its
-            group in b, (E, N, K). Returns (R, N), zeros in rows after the last group. `Quantized` documents the
-            layout of codes and scales.
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each of R rows of a, (R, K), by the matrix
+            of its group in b, (E, N, K), one of E. Returns (R, N), zeros in rows after the last group. `Quantized`
+            documents the layout of codes and scales.
         outer: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies a, (N, C), and b, (K, C), and sums over the
-            tokens of each group. Returns (E, N, K), zeros for a group without tokens.
+            tokens of each group; C is the number of tokens after padding. Returns (E, N, K), zeros for a group without
+            tokens.
         detail: How the GEMM runs, in a few words.
         calls: Names of the operators that multiply codes; reports count them.
         is_opaque: Whether the GEMM reads the data of ``offsets`` on the host. Compiled code can't do that, so the op
@@ -281,8 +286,8 @@ def register_grouped_gemm(
 
     Raises:
         ValueError: The name has no package or is taken.
-        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is
-            not text.
+        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is not
+            text.
     """
     parts: dict[str, Any] = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
     gemm = _new_grouped_gemm(name, **parts, detail=detail, calls=calls, is_opaque=is_opaque)

@@ -1,6 +1,6 @@
 """The product of two quantized matrices: selects a GEMM and calls it.
 
-If a GPU has no GEMM for two operands, the product raises and says which GPU has one.
+If a GPU has no GEMM for two operands, the call raises an error that says which GPU has one.
 """
 
 from __future__ import annotations
@@ -52,16 +52,20 @@ def selected_gemm(
 def select_gemm(
     a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig | None = None
 ) -> str:
-    """The name of the GEMM that `selected_gemm` returns, registered by another package or one of fp8compile's own.
+    """The name of the GEMM that `selected_gemm` returns for these operands, device and options.
 
     Names of fp8compile's own GEMMs are ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"scaled_by_mx"``,
-    ``"blockwise"``, ``"blockwise_by_mx"``, ``"mx"``, ``"nvfp4"`` and ``"emulated"``.
+    ``"blockwise"``, ``"blockwise_by_mx"``, ``"mx"``, ``"nvfp4"`` and ``"emulated"``. Other names are those of GEMMs
+    that packages registered.
     """
     return selected_gemm(a, b, device, out_dtype, config).name
 
 
 def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply quantized matrices (m, k) and (k, n), contiguous product in ``out_dtype``; zeros if k is 0."""
+    """Multiply quantized matrices (m, k) and (k, n) to a contiguous product in ``out_dtype``.
+
+    The product is zeros if k is 0. ``config`` are the options of the GEMM.
+    """
     (m, k), (_, n) = a.shape, b.shape
     gemm = selected_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
     if _compat.any_is_zero((m, k, n)):
@@ -70,5 +74,5 @@ def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCon
 
 
 def forget_selected() -> None:
-    """Select anew: the table of GEMMs has changed."""
+    """Clear the cache of selected GEMMs, after the table has changed."""
     _selected.cache_clear()

@@ -1,7 +1,8 @@
-"""Small cases of each product in `gpu_support.PRODUCTS`, to run once on a GPU and to compare bit for bit.
+"""Small cases of each product in `gpu_support.PRODUCTS`, run on a GPU and compared bit for bit.
 
-`fp8compile doctor` runs the cases that the gates admit. The operands (`self_test_operands`) make every right
-result the same bits, so a case is right or wrong, without a tolerance. A test fails if a product has no case.
+`fp8compile doctor` runs the cases that the GPU is said to support. With the operands of `self_test_operands`, every
+correct result has the same bits, so a case is right or wrong, without a tolerance. A test fails if a product has no
+case.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _shown(block: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCase:
-    """One product of a kind, with its formats, blocks and dtype.
+    """One case of a product of `gpu_support.PRODUCTS`, with formats, blocks and dtype.
 
     Attributes:
         product: The key in `gpu_support.PRODUCTS`.
@@ -49,7 +50,7 @@ class ProductCase:
         a: Quantizer of the left operand, over (m, k), or over (tokens, m) if the sum is over tokens of groups.
         b: Quantizer of the right operand, over (n, k), or over (tokens, n).
         out_dtype: Dtype of the result.
-        fast_accumulation: The option of `GemmConfig`.
+        fast_accumulation: Whether the GEMM may accumulate with reduced precision, as in `GemmConfig`.
         over_tokens: Whether a grouped product sums over the tokens of each group, as for grad_weight.
     """
 
@@ -69,22 +70,22 @@ class ProductCase:
         return f"{' by '.join(sides)} to {SHORT[self.out_dtype]}{options}"
 
     def _sides(self) -> tuple[Quantizer, Quantizer]:
-        """The quantizers of the two operands as the product sees them, over (m, k) and over (k, n)."""
+        """The quantizers of both operands as the GEMM reads them: over (m, k) and over (k, n)."""
         return (transposed(self.a), self.b) if self.over_tokens else (self.a, transposed(self.b))
 
     @property
     def config(self) -> GemmConfig:
-        """The options of the GEMM."""
+        """The options of the GEMM: fast accumulation, and whether an MX GEMM multiplies."""
         return GemmConfig(fast_accumulation=self.fast_accumulation, by_mx=self.product == BY_MX)
 
     def refusal(self, target: Target) -> str | None:
-        """Why the tables of GEMMs refuse this product on a target; None if they say that the product runs there."""
+        """Why this product can't run on a target, by the tables of GEMMs, as a text; None if it can."""
         a, b = self._sides()
         problem = GemmProblem(a=a, b=b, target=target, out_dtype=self.out_dtype, config=self.config)
         return self.gemm.lacks(problem)
 
     def expected(self) -> Tensor:
-        """The result on a CPU: the sum of the exact values, rounded once to ``out_dtype``."""
+        """The correct result, computed on a CPU: the sum of the exact values, rounded once to ``out_dtype``."""
         a, b = (side.values for side in _operands(self))
         if isinstance(self.gemm, GemmKernel):
             return (a @ b.t()).to(self.out_dtype)

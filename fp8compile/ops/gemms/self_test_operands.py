@@ -1,9 +1,9 @@
-"""Operands whose products are exact until the final rounding, so that every correct GEMM gives the same bits.
+"""Operands whose products are exact until the final rounding, so all correct GEMMs give equal bits.
 
 Codes are whole numbers from -2 to 2, scales are powers of two. Each addend of a sum is then a multiple of one unit,
-and no partial sum has more than `SUM_BITS` binary digits in that unit, in whatever order it is added. Tensor cores of
-compute capability 8.9 and 9.0 keep the fewest digits of a partial sum: 14 bits, which leave 13 after the largest one
-(DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2). So the sum is exact everywhere, also with fast
+and no partial sum has more than `SUM_BITS` binary digits in that unit, whatever the order of the addends. Tensor cores
+of compute capability 8.9 and 9.0 keep the fewest digits of a partial sum: 14 bits, which leave 13 after the largest
+one (DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2). So the sum is exact everywhere, also with fast
 accumulation, and its one rounding to the result's dtype is to nearest.
 """
 
@@ -33,7 +33,7 @@ LARGEST_CODE = 6.0  # of e2m1; the amax of a block that has it decides the block
 
 
 def offsets() -> Tensor:
-    """Ends of three groups of rows, (3,) int32; the second group is empty, and some rows follow the last group."""
+    """Ends of three groups of rows, (3,) int32; the second is empty, and rows follow the last group."""
     return torch.tensor(GROUP_SIZES, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
@@ -56,7 +56,10 @@ def _whole_numbers(seed: int, *shape: int) -> Tensor:
 
 
 def _exponents(shape: tuple[int, ...], summed: int) -> Tensor:
-    """Exponents of the scales of a grid: 0 or 1 along the dim of the sum, -1, 0 or 1 along the other dim."""
+    """Exponents of a grid of scales: 0 or 1 along the summed dim, -1, 0 or 1 along the other dim.
+
+    ``shape`` is the grid's shape; ``summed``, 0 or 1, is the dim that the product sums over.
+    """
     rows, columns = shape
     periods, first = ((2, 3), (0, -1)) if summed == 0 else ((3, 2), (-1, 0))
     down, along = (torch.arange(size) % period + at for size, period, at in zip(shape, periods, first, strict=True))
@@ -77,7 +80,10 @@ def _stored(quantizer: Quantizer, scales: Tensor) -> Tensor:
 
 
 def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Exact:
-    """A quantized matrix (rows, K), or (K, rows) if ``summed``, the dim that the product sums over, is 0."""
+    """A quantized matrix (rows, K), or (K, rows) if ``summed`` is 0; K is the module's constant.
+
+    ``summed`` is the dim that the product sums over; ``seed`` decides the values.
+    """
     shape = (rows, K) if summed == 1 else (K, rows)
     scales = _powers(_exponents(quantizer.scale_shape(shape), summed))
     outer = _outer(quantizer, seed % 3)
@@ -92,7 +98,10 @@ def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Ex
 
 
 def stack(quantizer: Quantizer, seed: int) -> Exact:
-    """A quantized stack of matrices (E, N, K), one for each group; ``quantizer`` is that of one matrix."""
+    """A quantized stack (E, N, K), one matrix for each of E groups; ``quantizer`` is that of one matrix.
+
+    N and K are the module's constants; ``seed`` decides the values.
+    """
     parts = [matrix(quantizer, N, seed + group) for group in range(len(GROUP_SIZES))]
     outer = [part.operand.outer_scale for part in parts if part.operand.outer_scale is not None]
     operand = Quantized(
@@ -105,7 +114,10 @@ def stack(quantizer: Quantizer, seed: int) -> Exact:
 
 
 def rows_of_groups(quantizer: Quantizer, seed: int) -> Exact:
-    """Rows (R, K) in groups, with codes along rows; ``quantizer`` is that of the rows of one group."""
+    """Rows (R, K) in groups, quantized along rows; ``quantizer`` is that of one group's rows.
+
+    R is the number of rows of all groups and after them; ``seed`` decides the values.
+    """
     ends, rows = offsets(), sum(GROUP_SIZES) + TAIL
     if isinstance(quantizer, TwoLevelScaling):
         x = _with_largest(_whole_numbers(seed, rows, K).t()).t()
@@ -123,7 +135,10 @@ def rows_of_groups(quantizer: Quantizer, seed: int) -> Exact:
 
 
 def tokens_of_groups(quantizer: Quantizer, features: int, seed: int) -> Exact:
-    """Tokens (R, features) in groups, with transposed codes along tokens; ``quantizer`` is that of one group."""
+    """R tokens (R, features) in groups, quantized along tokens, with transposed codes.
+
+    ``quantizer`` is that of one group; ``seed`` decides the values. R includes tokens after the last group.
+    """
     ends, rows = offsets(), sum(GROUP_SIZES) + TAIL
     x = _whole_numbers(seed, rows, features)
     if isinstance(quantizer, TwoLevelScaling):
@@ -163,7 +178,11 @@ def _with_largest(x: Tensor) -> Tensor:
 
 
 def _two_levels(x: Tensor, quantizer: TwoLevelScaling, ends: Tensor, *, along_rows: bool) -> Exact:
-    """Quantize tokens (R, features) with outer amaxes for which each group's outer scale is a power of two."""
+    """Quantize R tokens (R, features), of groups with these ``ends``, in two levels.
+
+    If ``along_rows``, along rows, otherwise along tokens. Outer amaxes are chosen so that each group's outer scale is
+    a power of two.
+    """
     exponents = torch.arange(len(GROUP_SIZES)) - 1
     values = x.clone()
     for group, (own, _) in enumerate(spans(ends, 1)):

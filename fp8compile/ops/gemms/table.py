@@ -1,4 +1,4 @@
-"""The table of GEMMs, in the order in which they are tried for a product, and the one loop over the table.
+"""The table of GEMMs, in the order in which they are tried, and the loop that searches it.
 
 GEMMs of this package come first, so a GEMM that another package registers changes no product that has a GEMM already.
 Emulation comes last.
@@ -38,7 +38,7 @@ def multiplying_calls() -> frozenset[str]:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """Words for an operand: the format of its codes, or its quantizer's class if another package defines the class."""
+    """Name of an operand's codes for errors: their format, or their quantizer's class if it is foreign."""
     stored: Float8Format | Float4Format | None = quantizer.gemm_format()
     if stored is None and is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         stored = quantizer.element_format()

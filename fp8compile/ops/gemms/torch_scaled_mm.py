@@ -1,4 +1,4 @@
-"""What all GEMMs that call `torch._scaled_mm` share: float8 codes, padding, and the call.
+"""Shared by GEMMs that call `torch._scaled_mm`: views as float8, padding and the call.
 
 A GPU needs rows of codes that are multiples of 16 bytes, a row-major left operand and a column-major right operand.
 Other sizes are padded with zeros, and the product is cut to its own size.
@@ -23,20 +23,29 @@ ALIGNMENT = 16  # bytes of a row of codes, for cuBLASLt; Inductor's CPU code for
 
 
 def float8_kind(a: Quantizer, b: Quantizer) -> str | None:
-    """The kind of a product of float8 codes, as `gemm_kind` returns it; None if an operand's codes are not float8."""
+    """The kind of GEMM for float8 codes, as `gemm_kind` returns it; None if an operand is not float8.
+
+    ``a`` and ``b`` are the quantizers of the operands, over (m, k) and (k, n).
+    """
     is_float8 = a.gemm_format() is not None and b.gemm_format() is not None
     return gemm_kind(a.block, b.block) if is_float8 else None
 
 
 def padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor:
-    """Append rows and columns to a matrix; returns the matrix itself if both numbers are known to be 0."""
+    """Append ``rows`` rows and ``columns`` columns of ``value`` to a matrix.
+
+    Returns the matrix itself if both numbers are known to be 0.
+    """
     if _compat.statically_equal((rows, columns), (0, 0)):
         return x
     return pad(x, (0, columns, 0, rows), value=value)
 
 
 def _padded_codes(a: Quantized, b: Quantized, rows_to: int, sum_to: int) -> tuple[Tensor, Tensor]:
-    """Float8 codes in the layout of `_scaled_mm`: a row-major, b column-major, both padded to the sizes it needs."""
+    """Float8 codes in the layout of `_scaled_mm`, padded: ``a`` row-major, ``b`` column-major.
+
+    m is padded to a multiple of ``rows_to``, k to a multiple of ``sum_to``.
+    """
     (m, k), n = a.codes.shape, b.codes.shape[1]
     on_gpu = target_of(a.codes.device).type == "cuda"
     extra_k = -k % sum_to

@@ -1,1 +1,1 @@
-"""Ops that quantize and multiply groups of tokens, such as the tokens of each expert, without padding activations."""
+"""Ops that quantize and multiply groups of tokens, such as each expert's; activations aren't padded."""

@@ -1,7 +1,7 @@
-"""fp8compile::checked_offsets: return offsets of groups unchanged, or raise if they are not valid.
+"""fp8compile::checked_offsets: return the ends of groups unchanged, or raise if they are not valid.
 
-The op checks when the graph runs, because sizes of groups are data. A CPU raises. A GPU stops by an assertion on the
-device, and the host does not wait for it.
+The op checks when the graph runs, because sizes of groups are data. On a CPU it raises a ValueError. On a GPU it
+asserts on the device, and the host does not wait.
 """
 
 from __future__ import annotations

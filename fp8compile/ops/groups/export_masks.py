@@ -1,4 +1,4 @@
-"""Masks that replace the sizes of groups in exported programs, which can't read these sizes on the host.
+"""Masks that replace group sizes in exported programs, which can't read the sizes on the host.
 
 Each step computes all rows for every group, and a mask selects the rows of the group.
 """
@@ -21,7 +21,7 @@ ON_GPU = "it is a kernel of this package for groups of rows on a GPU. Export the
 
 
 def masks_of_groups(offsets: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yield for each group the mask of its rows, (rows, 1) bool."""
+    """Yield for each group the mask of its rows, (rows, 1) bool; ``offsets`` are the ends of the groups."""
     group = group_of_rows(offsets, rows).unsqueeze(1)
     for index in range(offsets.shape[0]):
         yield group == index

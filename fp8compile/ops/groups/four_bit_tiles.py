@@ -1,10 +1,11 @@
-"""The layout of groups for a GPU's four-bit grouped product: each group has whole tiles of 128 columns, at least one.
+"""The layout of groups for a GPU's four-bit grouped GEMM: each group has whole tiles of 128 columns.
 
     tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
     columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
 
-Scales are in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). The tile of zeros for a group without
-tokens gives its grad_weight of zeros; without it the GEMM would leave the result unwritten.
+A group has at least one tile. Scales are in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). The tile
+of zeros for a group without tokens gives its grad_weight of zeros; without it the GEMM would leave the result
+unwritten.
 
 Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`.
 """
@@ -23,18 +24,27 @@ __all__ = ["scales_of_rows", "tile_columns", "tile_ends", "tile_spans"]
 
 
 def tile_columns(rows: int, groups: int) -> int:
-    """Number of columns that suffices for every split of ``rows`` tokens into ``groups`` groups."""
+    """Number of columns of transposed codes that suffices for every split of ``rows`` tokens into groups.
+
+    Each of ``groups`` groups takes whole tiles of 128 columns.
+    """
     return (rows // TILE_ROWS + groups) * TILE_ROWS
 
 
 def tile_ends(offsets: Tensor) -> Tensor:
-    """End of each group among the columns, (E,) int32. A group begins at the end of the previous group."""
+    """End of each of E groups among the columns of transposed codes in whole tiles, (E,) int32.
+
+    A group begins at the end of the previous group. ``offsets`` are the ends of the groups among the tokens.
+    """
     tiles = ((sizes_of_groups(offsets) + (TILE_ROWS - 1)) // TILE_ROWS).clamp(min=1)
     return (tiles * TILE_ROWS).cumsum(0, dtype=torch.int32)
 
 
 def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
-    """For each group, the slices of its rows and of its columns with padding; reads ``offsets`` on the host."""
+    """Yield each group's slice of rows and slice of columns, with padding to whole tiles.
+
+    ``offsets``, the ends of the groups among the rows, are read on the host.
+    """
     start, column = 0, 0
     for end, column_end in zip(offsets.tolist(), tile_ends(offsets).tolist(), strict=True):
         yield slice(start, end), slice(column, column_end)
@@ -42,9 +52,10 @@ def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Tensor:
-    """The scales of each row, (rows, blocks), from the tiles of all groups; the host reads no size of a group.
+    """The scales of each row, (rows, blocks), read from the tiles of all groups.
 
-    ``tiles`` are bytes (C, at least blocks), group after group. A row after the last group gets an arbitrary scale.
+    ``tiles`` are bytes (rows padded to whole tiles, at least ``blocks``), group after group. The host reads no size of
+    a group. A row after the last group gets an arbitrary scale.
     """
     group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
     first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))

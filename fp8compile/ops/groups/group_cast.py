@@ -1,6 +1,7 @@
-"""fp8compile::group_cast: cast tokens by their groups' multipliers, to transposed codes in padded columns.
+"""fp8compile::group_cast: cast tokens by their groups' multipliers (1 / scale) to transposed codes.
 
-On a GPU it is one Triton kernel. On a CPU it runs the quantizer's own cast of each group's rows.
+Each group's columns are padded. On a GPU the op is one Triton kernel. On a CPU it runs the quantizer's own cast of
+each group's rows.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def _counted_fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Qua
 
 
 def _counted_kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Run `group_cast`, and also count for each group, int64 (1, 3, E); see `fp8compile.ops.counting_kernels`."""
+    """Run `group_cast`, and also compute the groups' statistics, int64 (1, 3, E) for E groups.
+
+    See `fp8compile.ops.counting_kernels`.
+    """
     how = x, offsets, multiplier, quantizer
     if target_of(x.device).type == "cpu":
         return _group_by_group(*how), counts_of_groups(x, offsets, (quantizer,), multiplier)

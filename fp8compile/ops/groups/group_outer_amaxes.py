@@ -1,7 +1,7 @@
-"""fp8compile::group_outer_amaxes: the amax of each group's tokens, before and after the Hadamard transform.
+"""fp8compile::group_outer_amaxes: amaxes of groups of tokens, with and without Hadamard transform.
 
-Codes with two levels of scales need the amax of their whole group first; this op is the first of two reads. On a GPU
-it is one Triton kernel, into which Inductor can fuse the computation of the tokens.
+Codes with two levels of scales first need the amax of their whole group, so tokens are read twice; this op is the
+first read. On a GPU it is one Triton kernel, into which Inductor can fuse the computation of the tokens.
 """
 
 from __future__ import annotations
@@ -30,24 +30,30 @@ DIRECTIONS = ("both", "rows", "tokens")
 
 
 def rows_of_two_levels(quantizer: Quantizer | None) -> bool:
-    """Whether the GPU kernel can quantize along rows with this quantizer."""
+    """Whether the GPU kernel can quantize groups along rows by this quantizer."""
     if type(quantizer) is not TwoLevelScaling or not quantizer.has_kernels():
         return False
     return quantizer.block == (1, GROUP) and not quantizer.hadamard
 
 
 def tokens_of_two_levels(quantizer: Quantizer | None) -> bool:
-    """Whether the GPU kernel can quantize along tokens with this quantizer."""
+    """Whether the GPU kernel can quantize groups along tokens by this quantizer."""
     return type(quantizer) is TwoLevelScaling and quantizer.has_kernels() and quantizer.block == (GROUP, 1)
 
 
 def is_two_level_pair(rows: Any, columns: Any) -> bool:
-    """Whether the GPU kernel can quantize with both quantizers at once; both must have the same rule of scales."""
+    """Whether one launch of the GPU kernel can quantize along rows and along tokens by these quantizers.
+
+    Both must have the same rule of scales.
+    """
     return rows_of_two_levels(rows) and tokens_of_two_levels(columns) and rows.scale == columns.scale
 
 
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
-    """Raise a ValueError that names ``op``, unless GPU kernels take these quantizers in the given directions."""
+    """Raise a ValueError that names ``op``, unless the GPU kernels take these quantizers.
+
+    ``directions`` says which of them are used: ``"both"``, ``"rows"`` or ``"tokens"``.
+    """
     allowed = {
         "both": is_two_level_pair(rows, columns),
         "rows": rows_of_two_levels(rows),
@@ -76,14 +82,18 @@ def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
 
 
 def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Any, Any]:
-    """The quantizers along rows and along tokens; None for a direction that is left out."""
+    """The quantizers along rows and along tokens; None for one that ``directions`` leaves out.
+
+    ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``.
+    """
     return rows if directions != "tokens" else None, columns if directions != "rows" else None
 
 
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
-    """Compute outer amaxes along rows, then along tokens, (2, E) float32; zeros for a direction that is left out.
+    """Compute each whole group's amaxes for codes along rows and along tokens, (2, E) float32.
 
-    ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``. Rows after the last group do not count in any amax.
+    ``offsets`` are the ends of E groups; later rows count in no amax. ``directions`` is ``"both"``, ``"rows"`` or
+    ``"tokens"``; amaxes that it leaves out are 0.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
     if target_of(x.device).type != "cpu":
@@ -98,7 +108,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
 
 
 def two_level_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of this op, and of `group_quantize_two_levels`."""
+    """Yield sample arguments of `group_outer_amaxes`; other samples of groups are made from them."""
     noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
     line, pillar = TwoLevelScaling(**noisy), TwoLevelScaling(block=(GROUP, 1), packed="columns")
     for number, (x, offsets) in enumerate(tokens()):

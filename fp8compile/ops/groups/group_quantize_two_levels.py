@@ -1,10 +1,11 @@
-"""fp8compile::group_quantize_two_levels: four-bit codes of groups of tokens, laid out for a GPU's grouped product.
+"""fp8compile::group_quantize_two_levels: four-bit codes of groups of tokens, for grouped GEMMs.
 
     along rows      codes (R, K / 2), two codes of a row in a byte         scales in tiles of each group's rows
     along tokens    codes (K, C / 2), two codes of a column in a byte      scales in tiles of each group's tokens
 
-K is rounded up to a multiple of 32; `fp8compile.ops.groups.four_bit_tiles` defines C. On a GPU this op is one Triton kernel. On
-a CPU it runs the steps of `group_two_levels`. The outer amaxes come from `fp8compile.ops.groups.group_outer_amaxes`.
+R is the number of tokens, C the number with padding (`fp8compile.ops.groups.four_bit_tiles`); K, the number of
+features, is rounded up to a multiple of 32. On a GPU this op is one Triton kernel. On a CPU it runs the steps of
+`group_two_levels`. The outer amaxes come from `fp8compile.ops.groups.group_outer_amaxes`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def _empty_outputs(
 
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize one group's tokens; returns codes, one per byte, then the scales of blocks and the outer scale."""
+    """Quantize one group's tokens: returns codes, one per byte, scales of blocks and the outer scale.
+
+    ``outer_amax`` is the amax of the whole group, (1,) float32.
+    """
     return by_outer_amax(x, outer_amax, quantizer.unpacked() or quantizer)
 
 
@@ -110,7 +114,7 @@ def _group_by_group(
 
 
 def _words(codes: Tensor) -> Tensor:
-    """View four-bit codes as 64-bit integers with sixteen codes each, because the kernel writes such integers."""
+    """View packed four-bit codes as int64 with sixteen codes each, which is how the kernel writes them."""
     return codes.view(torch.int64) if codes.numel() else codes
 
 
@@ -140,10 +144,10 @@ def _launched(
 def _kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns codes, scales in tiles and outer scales along rows, then the same three along tokens.
+    """Returns codes, scales in 128 x 4 tiles and outer scales along rows, then the same along tokens.
 
-    ``amaxes`` is the result of `group_outer_amaxes`. Results of a direction that ``directions`` leaves out have no
-    elements. Rows after the last group are not read.
+    ``amaxes`` is the result of `group_outer_amaxes`. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``; results
+    that it leaves out have no elements. Rows after the last group are not read.
     """
     how = x, offsets, amaxes, rows, columns, directions
     return _group_by_group(*how) if target_of(x.device).type == "cpu" else _launched(*how)
@@ -162,7 +166,11 @@ def _counted_fake(
 def _counts(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> Tensor:
-    """Compute the counts of each group on a CPU, int64 (2, 3, E); zeros for a direction that is left out."""
+    """Compute the statistics of each of E groups on a CPU, int64 (2, 3, E): along rows, along tokens.
+
+    ``amaxes``, (2, E), are those of whole groups. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``; statistics
+    that it leaves out are 0.
+    """
     counts = no_counts_of_groups(offsets, 2)
     for group, (own, _) in enumerate(tile_spans(offsets)):
         tokens = x[own]
@@ -177,7 +185,10 @@ def _counts(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `group_quantize_two_levels`, and also count for each group, int64 (2, 3, E); see `fp8compile.ops.counting_kernels`."""
+    """Run `group_quantize_two_levels`, and also compute statistics of E groups, int64 (2, 3, E).
+
+    Arguments are those of that op; for the statistics see `fp8compile.ops.counting_kernels`.
+    """
     how = x, offsets, amaxes, rows, columns, directions
     if target_of(x.device).type == "cpu":
         return *_group_by_group(*how), _counts(*how)
@@ -209,10 +220,10 @@ _CODES = inductor.once_with_more(group_quantize_two_levels, group_quantize_two_l
 def quantize_groups_in_two_levels(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str, *, counts: bool = False
 ) -> tuple[Tensor, ...]:
-    """Compute outer amaxes of groups of tokens, and from them codes, scales in tiles and outer scales.
+    """Compute amaxes of whole groups of tokens, then codes, scales in 128 x 4 tiles and outer scales.
 
-    Forward and backward of a graph share one call. Arguments and results are those of `group_quantize_two_levels`;
-    with ``counts`` those of `group_quantize_two_levels_counted`.
+    Forward and backward of a graph share one call. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``. Results
+    are those of `group_quantize_two_levels`; with ``counts``, those of `group_quantize_two_levels_counted`.
     """
     amaxes = _OUTER_AMAXES(x, offsets, rows, columns, directions)
     found: tuple[Tensor, ...] = _CODES[counts](x, offsets, amaxes, rows, columns, directions)

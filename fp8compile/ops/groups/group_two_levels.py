@@ -1,10 +1,11 @@
-"""fp8compile::group_two_levels: codes and both levels of scales; each group is quantized as if it were alone.
+"""fp8compile::group_two_levels: codes and two levels of scales; each group is quantized by itself.
 
     blocks along rows, or square    codes (R, K)     scales (R / block, ...)     each group begins a new block
     blocks along tokens             codes (K, C)     scales (C / block, K)       padded columns, see `group_quantize`
 
-Each group has its own outer scale, (E,), and a byte holds one code. A CPU runs the quantizer's steps group by group; a
-GPU runs `group_quantize_two_levels` instead.
+R is the number of tokens, C the number with padding, K the number of features. Each of E groups has its own outer
+scale, (E,), and a byte holds one code. A CPU runs the quantizer's steps group by group; a GPU runs
+`group_quantize_two_levels` instead.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ NO_GROUPS_OF_TWO_LEVELS = (
 
 
 def token_columns(columns: slice, quantizer: Quantizer) -> slice:
-    """The columns of a group's codes along tokens; with a transform, they include all of the last block."""
+    """The columns of a group's transposed codes; with a transform, extended to the end of the last block.
+
+    ``columns`` are the group's columns without padding.
+    """
     missing = (columns.start - columns.stop) % quantizer.block[0] if quantizer.transform() else 0
     return slice(columns.start, columns.stop + missing)
 
@@ -49,10 +53,10 @@ def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) 
 
 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize each group; returns codes, scales of blocks and outer scales.
+    """Quantize each group; returns codes, scales of blocks and an outer scale for each group.
 
-    If ``along_tokens``, codes are transposed, in padded columns. Else each group has to end at a multiple of the
-    block's rows.
+    If ``along_tokens``, codes are transposed, with each group's columns padded. If not, each group has to end at a
+    multiple of the block's rows.
     """
     if target_of(x.device).type != "cpu":
         raise RuntimeError(f"fp8compile::group_two_levels: {quantizer!r} {NO_GROUPS_OF_TWO_LEVELS}")
@@ -77,7 +81,11 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
 
 
 def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The op for exported programs: quantizes all groups at once, each block with its group's outer amax."""
+    """Quantize all groups at once, each block with its group's outer amax: the op in exported programs.
+
+    Raises a RuntimeError if ``along_tokens``, which only a backward needs, or if the quantizer is not a
+    `TwoLevelScaling` that rounds to nearest.
+    """
     if along_tokens or type(quantizer) is not TwoLevelScaling or quantizer.rounding != "nearest":
         why = OF_BACKWARD if along_tokens else f"{quantizer!r} is no TwoLevelScaling that rounds to nearest"
         raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be taken apart: {why}.")

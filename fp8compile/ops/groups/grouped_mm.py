@@ -1,11 +1,12 @@
-"""fp8compile::grouped_mm: products in high precision, group by group, and fp8compile::group_sum.
+"""fp8compile::grouped_mm: GEMMs in high precision, group by group, and fp8compile::group_sum.
 
     b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
     b (R, K)       d_eNK = a_RN^T @ b_RK      sums over the rows of each group
     group_sum      s_eN                       sums the rows of each group
 
-`torch._grouped_mm` leaves rows after the last group unwritten, and takes only bfloat16 when it is traced. Here rows
-after the last group are never read and are zeros in the result, and a CPU takes every dtype.
+Subscripts are sizes: R rows in E groups e. `torch._grouped_mm` leaves rows after the last group unwritten, and takes
+only bfloat16 when it is traced. In these ops, rows after the last group are never read and are zeros in the result,
+and a CPU takes every dtype.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def _fake(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
 
 
 def _apart_on_gpu(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a decomposition for GPUs only; on a CPU the op stays one call, whose kernel reads the groups' sizes."""
+    """Turn an op's kernel into its decomposition for GPUs, which returns NotImplemented on a CPU.
+
+    On a CPU the op stays one call, because its kernel reads the groups' sizes.
+    """
     return lambda a, *others: NotImplemented if target_of(a.device).type == "cpu" else kernel(a, *others)
 
 

@@ -1,10 +1,11 @@
-"""fp8compile::grouped_nvfp4_mm: products of four-bit codes group by group, as Blackwell's tensor cores multiply them.
+"""fp8compile::grouped_nvfp4_mm: GEMMs of four-bit codes, group by group, on Blackwell's tensor cores.
 
     b (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group
     b (K, C / 2)       d_eNK = a_NC @ b_KC^T      sums over the columns of each group
 
-It calls `torch._scaled_grouped_mm_v2` once, and stays one call in graphs, because no PyTorch has an Inductor lowering
-for that function. On a CPU it multiplies the same operands exactly, for tests.
+Subscripts are sizes: R rows in E groups e, C tokens after padding. The op calls `torch._scaled_grouped_mm_v2` once,
+and stays one call in graphs, because no PyTorch has an Inductor lowering for that function. On a CPU the op multiplies
+the same operands exactly, for tests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ MOST_GROUPS = 1024  # PyTorch prepares all groups in one thread block, of at mos
 
 
 def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bool) -> Iterator[Tensor]:
-    """Decode each group's rows or columns. A group's tiles of scales follow the tiles of the group before it."""
+    """Yield each group's decoded rows, or columns if ``over_tokens``; ``offsets`` are the groups' ends.
+
+    ``codes`` are packed two a byte. In ``tiles``, their scales, the tiles of a group follow those of the previous
+    group.
+    """
     flat, start, at = tiles.contiguous().view(-1), 0, 0
     for end in offsets.tolist():
         own = codes[:, start // 2 : end // 2] if over_tokens else codes[start:end]
@@ -72,14 +77,15 @@ def _kernel(
     offsets: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply group by group; a GPU leaves rows after the last group unwritten.
+    """Multiply group by group, for E groups; a GPU leaves rows after the last group unwritten.
 
     Args:
-        a: (R, K / 2) uint8, two codes of a row in a byte, K a multiple of 32; or (N, C / 2).
+        a: (R, K / 2) uint8, two codes of a row in a byte, K a multiple of 32; or (N, C / 2), with C tokens after
+            padding.
         b: (E, N, K / 2) uint8, N a multiple of 16; or (K, C / 2), K a multiple of 16.
         a_scale: e4m3 scales of blocks of 1 x 16 codes, as bytes in tiles. For rows: (rows rounded up to tiles, blocks
-            of a row rounded up to 4), and each group begins with a new tile. Over tokens: (N rounded up to tiles,
-            C / 16), and the tiles of a group are contiguous.
+            of a row rounded up to 4), and each group begins with a new tile. Over tokens: (N rounded up to tiles, C /
+            16), and the tiles of a group are contiguous.
         b_scale: The same scales of b: (E, bytes of a matrix's tiles), or (K rounded up to tiles, C / 16).
         a_outer_scale: (E,) float32, one for each group.
         b_outer_scale: (E,) float32, one for each group.

@@ -1,4 +1,4 @@
-"""Which quantizers the GPU kernels over groups take. On a CPU any quantizer works, because its own steps run."""
+"""Which quantizers the GPU kernels over groups take; a CPU takes all, by running their own steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def has_block_kernel(quantizer: Quantizer) -> bool:
 
 
 def check_has_kernel(op: str, quantizer: Quantizer) -> None:
-    """Raise a ValueError if the kernel of ``op``, named without its namespace, does not take a quantizer."""
+    """Raise a ValueError if the GPU kernel of an op over groups does not take a quantizer.
+
+    ``op`` is the op's name without namespace, such as ``"group_cast"``.
+    """
     is_blocks = op == "group_quantize"
     if not (has_block_kernel if is_blocks else has_group_kernel)(quantizer):
         raise ValueError(

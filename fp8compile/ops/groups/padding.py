@@ -1,7 +1,7 @@
-"""The layout of transposed codes of groups: each group begins at a multiple of `align` columns, after zero padding.
+"""The layout of transposed codes of groups: each group begins at a multiple of ``align`` columns.
 
-Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. GEMMs read codes along tokens from
-multiples of 16 bytes, and blocks of tokens begin with each group.
+Tokens are sorted by group, and ``offsets`` (E,) int32 says where each of E groups ends. GEMMs read codes along tokens
+from multiples of 16 bytes, and blocks of tokens begin with each group. Padding is zeros.
 
     tokens (R)      a a a b b b b b . .          offsets (3, 8), rows after the last group belong to none
     columns (C)     a a a 0 b b b b b 0 0 0      align 4: starts 0, 4
@@ -37,20 +37,27 @@ TOKEN_ALIGNMENT = 16  # in bytes, and so in codes: a grouped GEMM begins to read
 
 
 def alignment(quantizer: Quantizer) -> int:
-    """The number ``align``: groups begin at its multiples, as GEMMs and the quantizer's blocks need."""
+    """The number of columns at whose multiples groups of transposed codes begin.
+
+    It is the least common multiple of 16, which GEMMs need, and the rows of the quantizer's block.
+    """
     rows = quantizer.block[0]
     return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
 
 
 def padded_length(rows: int, groups: int, align: int) -> int:
-    """Number of columns that suffices for every split of ``rows`` tokens into ``groups`` groups."""
+    """Number of columns of transposed codes that suffices for every split of ``rows`` tokens into groups.
+
+    Each of ``groups`` groups begins at a multiple of ``align`` columns.
+    """
     return (rows + groups * (align - 1)) // align * align
 
 
 def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
-    """For each group, the range of its rows, and the range of its transposed codes' columns without padding.
+    """Yield each group's slice of rows, and its slice of columns of transposed codes without padding.
 
-    CPU kernels loop over them; ``offsets`` are read on the host.
+    ``offsets``, the ends of the groups among the rows, are read on the host, by CPU kernels. Groups begin at multiples
+    of ``align`` columns.
     """
     row = column = 0
     for end in offsets.tolist():
@@ -65,24 +72,32 @@ def sizes_of_groups(offsets: Tensor) -> Tensor:
 
 
 def padded_offsets(offsets: Tensor, align: int) -> Tensor:
-    """End of each group among the columns, (E,) int32. A group begins where the group before it ends."""
+    """End of each of E groups among the columns of transposed codes, with padding, (E,) int32.
+
+    ``offsets`` are the ends among the rows. Groups are padded to multiples of ``align``; each begins where the
+    previous one ends.
+    """
     return ((sizes_of_groups(offsets) + (align - 1)) // align * align).cumsum(0, dtype=torch.int32)
 
 
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The group of each of ``rows`` rows, (rows,) int64; a row after the last group gets the number of groups."""
+    """Index of each row's group, (rows,) int64; for a row after the last group, the number of groups.
+
+    ``offsets`` are the ends of the groups.
+    """
     return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
 
 
 def group_to_read(offsets: Tensor, rows: int) -> Tensor:
-    """The group of each row, or the last group for rows after it, so that every index is valid."""
+    """Index of each row's group, (rows,) int64; for rows after the last group, the last group's index."""
     return group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
 
 
 def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The row of each column of transposed codes, -1 for padding, and the column's group, (columns,) int32 each.
+    """For each column of transposed codes: its row (-1 for padding) and its group, (columns,) int32 each.
 
-    Padding belongs to the group before it.
+    ``offsets`` are the ends of the groups among the rows; groups begin at multiples of ``align``. Padding belongs to
+    the group before it.
     """
     ends = padded_offsets(offsets, align)
     column = torch.arange(columns, dtype=torch.int32, device=offsets.device)
@@ -94,9 +109,10 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 
 
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Zero the rows after the last group, which PyTorch's products leave unwritten.
+    """Zero the rows after the last group, which PyTorch's grouped GEMMs leave unwritten.
 
-    The backward computes the masked result again, so that the forward does not store it in addition to the product.
+    ``offsets`` are the ends of the groups. The backward computes the masked result again, so that the forward does not
+    store it in addition to the product.
     """
     with inductor.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -104,10 +120,10 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def zero_where_empty(matrices: Tensor, ends: Tensor) -> Tensor:
-    """Zero the products (E, ...) of groups without rows.
+    """Zero the products (E, ...) of groups without rows; ``ends`` are the ends of the E groups.
 
-    PyTorch's grouped products write these zeros on compute capability 9.0. From 10.0 on they skip a group without
-    rows, and leave its memory as it was (pytorch#172439).
+    PyTorch's grouped GEMMs write these zeros on compute capability 9.0. From 10.0 on they skip a group without rows,
+    and leave its memory as it was (pytorch#172439).
     """
     if target_of(matrices.device).capability < (10, 0):
         return matrices

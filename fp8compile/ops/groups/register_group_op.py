@@ -23,10 +23,11 @@ def register_group_op(
     samples: Samples,
     launch: Callable[..., TileLaunch | None] | None = None,
 ) -> torch._ops.OpOverload:
-    """Register an operator over groups: a kernel on a GPU, and a loop over the groups on a CPU and as the reference.
+    """Register an operator over groups of rows: a kernel on a GPU, a loop over groups on a CPU.
 
     The loop reads where groups end, so the op stays one call in compiled code. It has no derivative and no sharding
     rule. ``launch`` returns the launch of a kernel into which Inductor may fuse the computation of the input, or None.
+    The other arguments are those of `register_op`.
     """
     op = register_op(
         name, impl, fake=fake, backward=None, decompose=None, portable=portable, sharding=None, samples=samples

@@ -1,7 +1,8 @@
-"""fp8compile::routed_rows: sort rows of tokens by expert; the gradient gathers rows and scatters none.
+"""fp8compile::routed_rows: sort rows of tokens by expert; the gradient only gathers rows.
 
-``order`` (R,) has the index of each row's (token, expert) pair, and ``places`` is its inverse. The gradient of
-``x[order // top_k]`` would add rows in any order; here each token's gradient gathers its rows and sums them once.
+``order`` (R,) has for each of R rows the index of its (token, expert) pair, and ``places`` is its inverse. The
+gradient of ``x[order // top_k]`` would add rows in any order; here each token's gradient gathers its rows and sums
+them once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["routed_rows"]
 
 
 def _times(pairs: int, tokens: int) -> int:
-    """Number of experts that each token goes to: the number of (token, expert) pairs divided by that of tokens."""
+    """Number of experts that each token goes to: ``pairs`` (token, expert) divided by ``tokens``."""
     return pairs // tokens if tokens else 1
 
 

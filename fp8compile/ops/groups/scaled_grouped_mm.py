@@ -3,7 +3,8 @@
     b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
     b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group
 
-Rows after the last group, and the product of a group without tokens, are zeros in the result.
+Subscripts are sizes: R rows in E groups e, C tokens after padding. Rows after the last group, and the product of a
+group without tokens, are zeros in the result.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _portable(*args: Any) -> Tensor:
 
 
 def sample_offsets() -> Iterator[Tensor]:
-    """Ends of three groups of at most 12 rows: equal sizes, skewed with rows left over, some empty, all empty."""
+    """Ends of three groups of at most 12 rows: equal, skewed with rows left over, some or all empty."""
     for ends in ((4, 8, 12), (1, 1, 9), (0, 12, 12), (0, 0, 0)):
         yield torch.tensor(ends, dtype=torch.int32)
 
@@ -131,7 +132,10 @@ inductor.register_fallback(scaled_grouped_mm)
 
 
 def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Call `scaled_grouped_mm` on two `Quantized` operands, whose codes and scales it unpacks."""
+    """Call the op `scaled_grouped_mm` with the codes and scales of two `Quantized` operands.
+
+    ``offsets`` are the ends of the groups of rows; ``config`` are the GEMM's options.
+    """
     outer = outer_scales_of(a, b)
     how = a.quantizer, b.quantizer, out_dtype, config
     return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, *how, *outer)

@@ -1,4 +1,4 @@
-"""The linear layer: its ops in graphs for every placement of its tensors, and the steps that the ops consist of.
+"""The linear layer: its ops in graphs, one for each placement of its tensors, and the ops' steps.
 
 layer_ops.py               registers the ops, one line for each placement
 placed_op.py               registers one op for one placement: its schema, and what it saves for the backward

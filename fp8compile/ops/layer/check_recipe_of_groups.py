@@ -20,7 +20,7 @@ def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> 
 
 
 def check_recipe_of_groups(recipe: Recipe) -> None:
-    """Raise a ValueError if the recipe can't quantize each group of tokens by itself."""
+    """Raise a ValueError if the recipe can't quantize each group of tokens independently of other groups."""
     if not _compat.is_stand_in(recipe):  # PyTorch 2.11 traces no method of a recipe
         _check_recipe(recipe)
 
@@ -60,7 +60,10 @@ def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> N
 
 
 def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
-    """Raise a ValueError if ranks share each matrix and the recipe has outer scales, which would span the ranks."""
+    """Raise a ValueError if ``ranks`` ranks share each expert's matrix and the recipe has outer scales.
+
+    An outer scale, the scale of a whole matrix, would need the amaxes of several ranks.
+    """
     if ranks == 1 or _compat.is_stand_in(recipe):
         return
     given = [getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)]

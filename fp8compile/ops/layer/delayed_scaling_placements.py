@@ -1,7 +1,7 @@
-"""Placements of layers with delayed scaling. Their fields hold the state, or tokens whose gradients are amaxes.
+"""Placements of layers with delayed scaling, which hold the state or the tokens that carry amaxes.
 
 Delayed           the layer's own backward updates the state
-DelayedOverFsdp   amaxes travel as gradients of tokens, see `fp8compile.ops.layer.fsdp_delayed_amaxes`
+DelayedOverFsdp   amaxes are gradients of tokens (zeros), see `fp8compile.ops.layer.fsdp_delayed_amaxes`
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Delayed", "DelayedForGradient", "DelayedOverFsdp"]
 
 
 class _WithMultiplier:
-    """Mixin of the two placements with delayed scaling; both have a field ``multiplier``."""
+    """Mixin of the placements with delayed scaling; a field ``multiplier`` holds the state's multipliers."""
 
     __slots__ = ()
 
@@ -40,10 +40,9 @@ class _WithMultiplier:
 
     # ``self: Any``, because subclasses define the fields
     def begin(self: Any, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Fix the multipliers that the output uses, and compute amaxes.
+        """Fix the multipliers (1 / scale) that this call's output uses; compute amaxes of x and weight.
 
-        Returns the operands with these multipliers, then further outputs of the op: the multipliers, and the amaxes of
-        x and of the weight.
+        Returns ``operands`` with these multipliers, then further outputs of the op: the multipliers, and both amaxes.
         """
         used = snapshot(self.multiplier)
         of_input, of_weight, _ = operands.recipe.delayed()
@@ -57,22 +56,25 @@ class _WithMultiplier:
         return amax_of(weight, quantizer)
 
     def empty_beside(self: Any) -> tuple[Tensor, ...]:
-        """For the op's fake kernel: uninitialized tensors like the extra outputs that `begin` returns."""
+        """Make uninitialized tensors like the extra outputs that `begin` returns, for the op's fake kernel."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
     def keep_used(self: Any, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Save the multipliers that the output used for the backward, and return them."""
+        """Save for the backward the multipliers that the output used, and return them.
+
+        ``ctx`` is autograd's context; ``output`` are the op's results: y, the multipliers, the amaxes of x and weight.
+        """
         return keep_used(ctx, self.multiplier, output)
 
 
 @dataclass(slots=True)
 class Delayed(_WithMultiplier, Placement):
-    """Every tensor is whole on this rank, and so is the state of delayed scaling.
+    """Placement of a layer with delayed scaling: all tensors, and the state, are whole on this rank.
 
     Attributes:
         amax_history: The state's last L amaxes of input, weight and grad_output, (3, L) float32.
-        multiplier: The state's multipliers of input, weight and grad_output, (3,) float32.
+        multiplier: The state's multipliers (1 / scale) of input, weight and grad_output, (3,) float32.
         group: Name of the group over which amaxes are reduced, or None.
     """
 
@@ -83,7 +85,7 @@ class Delayed(_WithMultiplier, Placement):
     group: str | None
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError if the state does not fit the recipe."""
+        """Raise a ValueError if the state of delayed scaling does not fit the recipe or the device of ``x``."""
         check_state(x, self.amax_history, self.multiplier, recipe)
 
     def _amax_of_weight(
@@ -94,11 +96,14 @@ class Delayed(_WithMultiplier, Placement):
         return amax_of(x, None) if quantizer is None else kept_amax(self.amax_history)
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Return this placement with its state, which is not saved, because the backward updates it in place."""
+        """Return this placement itself and nothing to save: the backward updates the state in place."""
         return self, ()
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Update the state; returns the multipliers that the output used, and the gradients of this class's fields."""
+        """Update the state in the backward; returns the output's multipliers, and None for each field.
+
+        ``repeated`` are the multipliers of a forward that checkpointing repeated; if they have changed, this raises.
+        """
         check_repeated_forward(ctx, repeated)
         # if a layer is spread over ranks, each rank updates its own copy of the same state
         state = [_compat.replicated(each) for each in (self.amax_history, self.multiplier)]
@@ -110,28 +115,31 @@ class Delayed(_WithMultiplier, Placement):
         return ctx.used, (None, None, None)
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_input, which holds the multipliers that the output used."""
+        """The placement of the op for grad_input: it holds ``used``, the multipliers of the output."""
         return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_weight, which holds the multipliers that the output used."""
+        """The placement of the op for grad_weight: it holds ``used``, the multipliers of the output."""
         return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
 
 
 @dataclass(slots=True)
 class DelayedForGradient(Placement):
-    """Placement of the gradients' ops for `Delayed`; ``multiplier``, (3,) float32, holds the output's multipliers."""
+    """Placement of the ops for the gradients of a `Delayed` layer.
+
+    ``multiplier``, (3,) float32, has the multipliers (1 / scale) that the output used, not the state's present ones.
+    """
 
     multiplier: Tensor
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the multipliers that the forward used."""
+        """Keyword arguments for the op's `Operands`: the multipliers that the forward used."""
         return {"multiplier": self.multiplier}
 
 
 @dataclass(slots=True)
 class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
-    """Placement of a weight that FSDP shards by rows, with the layer's multipliers of delayed scaling.
+    """Placement of a layer with delayed scaling whose weight FSDP shards by rows.
 
     A token is a tensor of zeros that nothing reads; its gradient carries amaxes to the state.
 
@@ -141,7 +149,7 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
         of_weight: Token (1,). Its gradient is the amax of this rank's rows.
         amax: Amax of the whole weight for the output, if it is known. If None, the op exchanges it.
         amax_for_grad_input: Amax of the whole weight for grad_input, or None.
-        multiplier: Multipliers of the state, (3,) float32.
+        multiplier: Multipliers (1 / scale) of the state, (3,) float32.
         rows: The rows that each rank has.
     """
 
@@ -153,7 +161,7 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     rows: Rows
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Check nothing, because the op that made the tokens has checked the state."""
+        """Accept every recipe: the op that made the tokens has already checked the state."""
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """Returns this placement without tensors, and the amax for grad_input, which autograd saves."""
@@ -163,7 +171,10 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
         return replace(self, **none), (self.amax_for_grad_input,)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Returns the multipliers that the output used, and gradients of the fields: amaxes for the two tokens."""
+        """Returns the multipliers that the output used, and gradients of the fields: amaxes for both tokens.
+
+        ``repeated`` are the multipliers of a forward that checkpointing repeated; if they have changed, this raises.
+        """
         place = 2 + ctx.has_bias
         is_eager = type(_compat.local_itself(grad_output)) is Tensor  # in a graph the backward reaches all inputs
         if is_eager and ctx.needs_input_grad[3] and not _compat.will_run(ctx, place):

@@ -1,11 +1,12 @@
-"""The state of delayed scaling: its shape, which multipliers a layer uses, and how the backward updates the state.
+"""The state of delayed scaling: its shape, and how a layer uses and updates it.
 
     state          amax_history (3, L), multiplier (3,): rows for input, weight, grad_output
-    forward        returns y, the multipliers that y used, and the amaxes of x and w
+    forward        returns y, the multipliers (1 / scale) that y used, and the amaxes of x and w
     backward       computes gradients by the same multipliers;  state <- next state(state, amaxes of x, w and dy)
 
-Each backward updates the state once; without a backward (evaluation, no_grad) it stays. A forward returns its
-multipliers, because another call's backward may update the state before its own backward runs.
+L is the number of amaxes kept. Each backward updates the state once; without a backward (evaluation, no_grad) it
+stays. A forward returns its multipliers, because another call's backward may update the state before its own backward
+runs.
 """
 
 from __future__ import annotations
@@ -37,19 +38,22 @@ ROW_OF_INPUT, ROW_OF_WEIGHT = 0, 1
 
 
 def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
-    """The amax of a tensor, () float32; 0 if ``quantizer`` is None: the tensor has no delayed scaling."""
+    """The amax of a tensor, () float32; 0 if ``quantizer`` is None because it has no delayed scaling."""
     if quantizer is None:
         return tensor.new_zeros((), dtype=torch.float32)
     return amax(tensor, quantizer).view(())
 
 
 def kept_amax(history: Tensor) -> Tensor:
-    """The amax of the values last written to a quantized weight, which the first column of the history keeps."""
+    """The amax of the values last written to a quantized weight, from the history's column 0; () float32."""
     return snapshot(history[ROW_OF_WEIGHT, 0])
 
 
 def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Compute the layer's next history and multiplier from the present ones and a backward's three amaxes."""
+    """Compute a layer's next history (3, L) and multipliers (3,) from the present ones and new amaxes.
+
+    ``amaxes``, (3,), are those of input, weight and grad_output in one step.
+    """
     quantizers = recipe.delayed()
     rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
     room = torch.stack([torch.full((), each, dtype=torch.float64, device=amaxes.device) for each in rooms])
@@ -61,7 +65,7 @@ def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe
 
 
 def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> None:
-    """Raise a ValueError that names `fp8compile.linear`, if the state does not fit the recipe or the device of x."""
+    """Raise a ValueError if the state of delayed scaling does not fit the recipe or the device of ``x``."""
     if _compat.is_stand_in(recipe):
         return
     rows, length = len(TENSORS), recipe.history()
@@ -77,7 +81,10 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
 
 
 def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Save the multipliers that a forward used, and its amaxes, in autograd's context; returns the multipliers."""
+    """Save a forward's multipliers and amaxes in autograd's context ``ctx``; returns the multipliers.
+
+    ``multiplier`` is the state's tensor, ``output`` the op's results: y, used multipliers, amaxes of x and weight.
+    """
     _, ctx.used, *ctx.amaxes = output
     ctx.multiplier = multiplier
     ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
@@ -89,7 +96,10 @@ def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor
 
 
 def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
-    """Raise if checkpointing repeated the forward with other multipliers than the first forward used."""
+    """Raise a RuntimeError if checkpointing repeated the forward with other multipliers than at first.
+
+    ``repeated`` are the multipliers of the repeated forward; ``ctx`` holds those of the first.
+    """
     now = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
     if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
         return
@@ -103,7 +113,7 @@ def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
 
 @torch.no_grad()
 def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran: Tensor | None = None) -> None:
-    """Update a layer's state, history and multipliers, in place.
+    """Update in place a layer's state: ``state`` is its history (3, L) and its multipliers (3,).
 
     ``amaxes`` of input, weight and grad_output, (3,), are over all ranks that share the state. If ``ran`` is 0, the
     layer's backward has not run, and the state stays.

@@ -1,11 +1,11 @@
-"""FLOP formulas of this package's products, for `torch.utils.flop_counter`.
+"""FLOP formulas of this package's GEMM ops, for `torch.utils.flop_counter`.
 
-With them `FlopCounterMode`, and tools that measure utilization by it, count a converted model like the unconverted
-one. Quantizing counts nothing, because `FlopCounterMode` counts products only.
+With the formulas, `FlopCounterMode` counts a converted model like the unconverted one, and so do tools that use it to
+measure utilization. Quantizing counts nothing, because `FlopCounterMode` counts GEMMs only.
 
-PyTorch 2.11 to 2.15 have no formulas for their own grouped products and for ``_scaled_mm_v2``. Its partitioner takes
-operators without formula for free: with `torch._functorch.config.activation_memory_budget` below 1 it multiplies
-experts again in the backward. So those products get formulas here, unless PyTorch has them.
+PyTorch 2.11 to 2.15 have no formulas for their own grouped GEMMs and for ``_scaled_mm_v2``. PyTorch's partitioner
+takes operators without formula for free: with `torch._functorch.config.activation_memory_budget` below 1 it multiplies
+experts again in the backward. So those GEMMs get formulas here, unless PyTorch has them.
 """
 
 from __future__ import annotations
@@ -53,18 +53,24 @@ def _formula(op: LayerOp) -> Callable[..., int]:
 
 
 def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
-    """FLOPs of `scaled_mm`, from the shapes of the values, because codes have smaller shapes if two share a byte."""
+    """FLOPs of `scaled_mm`, by the shapes of the values; ``a`` and ``b`` are the shapes of the codes.
+
+    Codes have smaller shapes than values if two codes share a byte. ``rest`` are the op's further arguments.
+    """
     _, _, a_quantizer, b_quantizer, *_ = rest
     return 2 * prod(a_quantizer.values_shape(a)) * b_quantizer.values_shape(b)[1]
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """FLOPs of a grouped product. Every row counts, because only the data say how many rows belong to no group."""
+    """FLOPs of a grouped GEMM, from the shapes of its codes.
+
+    Every row counts, because only the data say how many rows belong to no group.
+    """
     return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
 
 
 def _in_pairs(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """FLOPs of a product whose codes are packed in pairs along the summed dim, one pair a byte."""
+    """FLOPs of a GEMM, from the shapes of codes that are packed in pairs along the summed dim."""
     return 2 * _grouped(a, b)
 
 
@@ -83,10 +89,10 @@ FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
 
 
 def _by_pytorch(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of PyTorch's own product.
+    """FLOPs of a GEMM of PyTorch's own, with or without g groups.
 
-    Shapes are (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n). An operand without
-    the dim g is split into groups along its rows, its columns or the contracted dim.
+    Shapes are (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n). In the first
+    three, an operand without the dim g is split into groups along its rows, its columns or the contracted dim.
     """
     rows = a.shape[-2] if b.ndim == 2 else a.shape[:-1].numel()
     packed = 2 if a.dtype is torch.float4_e2m1fn_x2 else 1  # codes a byte, along k

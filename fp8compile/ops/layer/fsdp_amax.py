@@ -1,6 +1,6 @@
 """fp8compile::fsdp_amax: this rank's contribution to the amaxes of a weight that FSDP shards.
 
-Ranks reduce the contributions of all layers in one message, before the layers run.
+Before the layers run, ranks reduce the contributions of all layers in one message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ __all__ = ["fsdp_amax"]
 
 
 def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
-    """This rank's contribution to the whole weight's amaxes, float32 of shape ``grid``; see `whole_amax`."""
+    """Compute this rank's contribution to the whole weight's amaxes, float32 of shape ``grid``.
+
+    ``shard`` is cast to ``dtype``; ``slot`` is the recipe's field, such as ``"weight"``. See `whole_amax`.
+    """
     part = Plain(shard.to(dtype), TensorLayout((*placed_cuts(rows.placed), rows_cut(rows))))
     return whole_amax(part, getattr(recipe, slot)).clone()
 

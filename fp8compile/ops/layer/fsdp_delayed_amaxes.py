@@ -1,11 +1,12 @@
-"""fp8compile::fsdp_tokens and fsdp_amaxes_together: how amaxes get to the state of delayed scaling under FSDP.
+"""fp8compile::fsdp_tokens and fsdp_amaxes_together: carry amaxes to the state of delayed scaling.
 
     forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> fsdp_delayed_linear --> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
-A token is a tensor of zeros that nothing reads; its gradient carries amaxes, so that autograd collects those of all
-layers before ranks send them. The token of activations, (3,), carries 1 if the layer's backward ran, the amax of x and
-the amax of grad_output. The weight's token, (1,), is separate because its amax is reduced over other ranks.
+A token is a tensor of zeros that nothing reads; its gradient carries amaxes. Under FSDP autograd thus collects the
+amaxes of all layers before ranks send them. The token of activations, (3,), carries 1 if the layer's backward ran, the
+amax of x and the amax of grad_output. The weight's token, (1,), is separate because its amax is reduced over other
+ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class AmaxGroups(Constant):
     """The process groups over which amaxes are reduced, as a constant of the graph.
 
     Attributes:
-        names: Names of the groups; amaxes are reduced over one after the other.
+        names: Names of the groups, in the order in which amaxes are reduced over them.
     """
 
     names: tuple[str, ...]
@@ -93,7 +94,10 @@ def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
 
 
 def _together_samples() -> Iterator[tuple[Any, ...]]:
-    """Samples for one rank; more ranks need processes (tests/parallel/test_graph_fsdp_delayed.py)."""
+    """Yield sample arguments of `fsdp_amaxes_together` for one rank.
+
+    More ranks need processes (tests/parallel/test_graph_fsdp_delayed.py).
+    """
     yield torch.zeros(8), AmaxGroups(())
     yield torch.zeros(12)[::3], AmaxGroups(())
     yield torch.zeros(0), AmaxGroups(())

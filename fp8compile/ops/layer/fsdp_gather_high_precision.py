@@ -1,4 +1,4 @@
-"""fp8compile::fsdp_gather: all-gather a parameter whose rows are sharded; its gradient is reduce-scattered.
+"""fp8compile::fsdp_gather: all-gather a parameter with sharded rows; reduce-scatter its gradient.
 
     forward    shard --cast to dtype--> all-gather --> the parameter
     backward   gradient --cast to reduce_dtype--> reduce-scatter, mean --> mean over replicas --> shard's dtype
@@ -26,9 +26,9 @@ __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 
 
 def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
-    """Gather all rows in the shard's dtype.
+    """Gather all ranks' rows of a parameter, in the shard's dtype; ``rows`` describes the sharding.
 
-    Compiled code gathers them again in the backward instead of keeping them.
+    Compiled code repeats the gather in the backward. With ``in_backward``, it is in the backward only.
     """
     if len(rows.sizes) == 1:
         return shard
@@ -37,7 +37,10 @@ def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
 
 
 def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
-    """FSDP2's divisors before and after a sum over ranks, each about sqrt(ranks), so that the sum can't overflow."""
+    """FSDP2's divisors before and after a sum over ranks, each about sqrt(ranks), against overflow.
+
+    ``dtype`` is the dtype of the sum.
+    """
     before = 1
     while ranks % before == 0 and ranks / before > before:
         before *= 2
@@ -45,7 +48,10 @@ def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
 
 
 def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
-    """Average the gradient over ranks and replicas, as FSDP2 does; returns this rank's rows of the mean."""
+    """Average a gradient over ranks and replicas as FSDP2 does; returns this rank's rows in ``dtype``.
+
+    ``rows`` has the sharding and the dtype of the reduction.
+    """
     replicas: Any = rows.replicas  # the name of a group
     copies = _resolve_process_group(replicas).size() if replicas else 1
     ranks = len(rows.sizes) * copies
@@ -116,7 +122,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of the op for its tests, as if there were one rank (tests/parallel has more ranks)."""
+    """Yield sample arguments of the op as if there were one rank (tests/parallel has more ranks)."""
     for shape in ((6,), (3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             yield torch.ones(shape), dtype, Rows.alone(shape[0])

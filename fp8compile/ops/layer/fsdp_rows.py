@@ -1,7 +1,8 @@
 """Rows: which rows of a parameter each FSDP rank has, as a constant of the graph.
 
-Tensor parallel ranks shard the weight before FSDP does. Their shardings are a flat list of numbers: for each mesh dim
--1 if it shards nothing, else the weight's dim, this rank's number, the number of ranks, and each part's size.
+If tensor parallel ranks shard the weight before FSDP does, their shardings are a flat list of numbers in `Rows`. For
+each mesh dim the list has -1 if the dim shards nothing; otherwise the weight's dim, this rank's number, the number of
+ranks, and each part's size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Rows(Constant):
         group: Name of the group of ranks that share the rows; empty for one rank.
         replicas: Name of the group whose ranks have the same rows (HSDP), or empty.
         reduce_dtype: Name of the dtype in which gradients are reduced.
-        placed: How tensor parallel ranks shard the parameter before FSDP, as `placed_of` returns it; () without them.
+        placed: How tensor parallel ranks shard the parameter before FSDP, as `placed_of` returns it; () if they don't.
     """
 
     sizes: tuple[int, ...]
@@ -39,17 +40,23 @@ class Rows(Constant):
 
     @staticmethod
     def alone(rows: int, reduce_dtype: str = "float32") -> Rows:
-        """A parameter whose rows are all on one rank."""
+        """The `Rows` of a parameter whose ``rows`` rows are all on one rank.
+
+        ``reduce_dtype`` is the name of the dtype in which gradients are reduced.
+        """
         return Rows(sizes=(rows,), rank=0, group="", replicas="", reduce_dtype=reduce_dtype)
 
 
 def rows_cut(rows: Rows) -> DimSharding | None:
-    """FSDP's sharding along dim 0; None for a group of one rank."""
+    """FSDP's sharding of a parameter along dim 0, as a `DimSharding`; None for a group of one rank."""
     return None if len(rows.sizes) == 1 else DimSharding(rows.group, rows.rank, 0, rows.sizes)
 
 
 def placed_of(cuts: Sharding) -> tuple[int, ...]:
-    """Turn the shardings of tensor parallel ranks into the numbers of ``Rows.placed``."""
+    """Flatten the shardings of a weight over tensor parallel ranks to the numbers of ``Rows.placed``.
+
+    ``cuts`` has a `DimSharding` or None for each mesh dim.
+    """
     found: list[int] = []
     for cut in cuts:
         found += [-1] if cut is None else [cut.dim, cut.rank, len(cut.sizes), *cut.sizes]
@@ -57,7 +64,10 @@ def placed_of(cuts: Sharding) -> tuple[int, ...]:
 
 
 def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Sharding:
-    """Turn the numbers of ``Rows.placed`` back into shardings; without ``groups``, these have no process group."""
+    """Turn the numbers of ``Rows.placed`` back into shardings, one for each mesh dim.
+
+    ``groups`` has the process group of each mesh dim; without it, the shardings have none.
+    """
     cuts: list[DimSharding | None] = []
     rest = list(placed)
     while rest:

@@ -1,6 +1,6 @@
 """Gather the shards of a tensor over ranks, or narrow a tensor to this rank's shard.
 
-Tensors are plain numbers (`Plain`) or codes with scales (`Quantized`).
+A tensor is in high precision (`Plain`) or codes with scales (`Quantized`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 
 
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
-    """The index of the last group after ``index`` that shards the same dim, or None if there is none.
+    """Index of the last group of ranks after group ``index`` that also shards ``dim``, or None.
 
-    The shards of that group are gathered before the dim is sharded anew.
+    ``cuts`` has a sharding for each group. The later group's shards are gathered before ``dim`` is sharded anew.
     """
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
     return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)
 
 
 def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
-    """Raise a ValueError if codes are packed: if their shape differs from the shape of the values they stand for."""
+    """Raise a ValueError if codes are packed: if the shape ``codes`` differs from the shape ``values``.
+
+    ``values`` is the shape of the values that the codes stand for; ranks can't shard or send packed codes.
+    """
     if tuple(codes) != tuple(values):
         raise ValueError(
             f"{quantizer!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, "
@@ -54,9 +57,10 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 
 
 def gather(part: Part, index: int) -> Part:
-    """Gather a shard over the ranks of group number ``index``; later groups that shard the same dim come first.
+    """Gather ``part``, this rank's shard, over the ranks of group number ``index``.
 
-    Scales are gathered with codes if ranks have different ones.
+    If later groups shard the same dim, their shards are gathered first. Scales are gathered with codes if they differ
+    between ranks.
     """
     cut: Any = part.cuts[index]  # not None
     if isinstance(part, Quantized):
@@ -118,7 +122,10 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Narrow a tensor that all ranks of group number ``index`` have to this rank's shard, which ``cut`` describes."""
+    """Narrow ``part``, which all ranks of group number ``index`` have, to this rank's shard.
+
+    ``cut`` describes the sharding over that group.
+    """
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:

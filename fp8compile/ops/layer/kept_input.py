@@ -2,8 +2,8 @@
 
     x_MK --cast along tokens, in the forward--> codes, scale, outer scale --kept--> grad_weight_of_codes
 
-The backward would make the same codes from the input, so results are equal bit for bit, and codes take 0.56 bytes an
-element instead of two. Compiled code does not need this: its partitioner keeps the smaller of input and codes.
+The backward would make the same codes from the input, so results are equal bit for bit. Kept codes take 0.56 bytes an
+element instead of two. Compiled code does not need this: PyTorch's partitioner keeps the smaller of input and codes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Kept = tuple[Tensor, Tensor, Tensor]
 
 
 def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
-    """Whether a layer keeps codes in place of this input: in eager mode, if grad_weight's codes have four bits."""
+    """Whether a layer keeps codes in place of ``x``: in eager mode, if grad_weight reads four bits."""
     if _compat.is_stand_in(recipe):
         return False
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -46,24 +46,28 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
-    """Whether blocks of kept codes lie along rows.
+    """Whether blocks of the kept codes lie along rows and not along tokens.
 
-    They do if grad_weight reads the dequantized codes of the forward.
+    They lie along rows if grad_weight reads the forward's codes, dequantized.
     """
     return quantizer.block[1] != 1
 
 
 def packed_while_kept(layout: TensorLayout, quantizer: Quantizer) -> int:
-    """The dim along which two neighbouring codes share a byte while they are kept."""
+    """The dim along which two neighbouring codes share a byte while the codes of an input are kept.
+
+    ``layout`` is the input's, ``quantizer`` is that of grad_weight's operand.
+    """
     if layout.ends is not None:
         return -1  # tokens if codes are cast along tokens, features if along rows
     return packed_dim(quantizer) or DIMS["columns" if quantizer.block[1] == 1 else "rows"]
 
 
 def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
-    """Whether codes of an input with this layout can be packed two to a byte; all ranks give the same answer.
+    """Whether codes of an input with this layout can be packed two to a byte.
 
-    Packing needs an even size. Codes along tokens are padded to an even size, unless ranks cut a matrix.
+    All ranks give the same answer. Packing needs an even size. Codes along tokens are padded to an even size, unless
+    ranks shard the matrix.
     """
     if _compat.is_dtensor(x):  # a multiple of 2 * ranks has even parts, however a mesh cuts it
         return x.ndim > 1 and x.shape[packed_while_kept(layout, quantizer)] % (2 * x.device_mesh.size()) == 0
@@ -75,9 +79,9 @@ def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
 
 
 def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
-    """Whether every rank has an even size along a dim.
+    """Whether every rank has an even size of ``x`` along ``dim``; ``layout`` says how ranks shard it.
 
-    All ranks must agree, because a rank that keeps codes exchanges amaxes in its forward.
+    All ranks must give the same answer, because a rank that keeps codes exchanges amaxes in its forward.
     """
     dim %= x.ndim
     sizes = [cut.sizes for cut in layout.cuts if cut is not None and cut.dim == dim]
@@ -85,7 +89,11 @@ def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
 
 
 def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
-    """Quantize an input for grad_weight; returns the codes, the scales of their blocks and the outer scale."""
+    """Quantize an input for grad_weight; returns codes, scales of blocks and outer scales.
+
+    An outer scale is that of the whole tensor or, with groups, of a group. ``part`` is this rank's part of the input;
+    ``steps`` are the functions that quantize.
+    """
     along_rows = _is_along_rows(quantizer)
     if part.layout.ends is not None:
         rows, tokens = (quantizer, None) if along_rows else (None, quantizer)
@@ -102,9 +110,10 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
 
 
 def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, rows: int) -> Quantized:
-    """Turn what `keep_input` returned into an operand of grad_weight.
+    """Turn ``kept``, which `keep_input` returned, into an operand of grad_weight.
 
-    ``rows``, the number of this rank's tokens, is needed only for a whole matrix without groups.
+    ``quantizer`` and ``layout`` are those of the input. ``rows``, the number of this rank's tokens, is needed only for
+    a whole matrix without groups.
     """
     codes, scale, outer_scale = kept
     if layout.ends is not None:
@@ -130,7 +139,10 @@ def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, ro
 
 
 def features_of(codes: Sequence[int], quantizer: Quantizer, layout: TensorLayout) -> int:
-    """Number of the input's columns, from the shape of its kept codes."""
+    """Number of the input's columns, from ``codes``, the shape of its kept codes.
+
+    ``quantizer`` made the codes; ``layout`` is the input's.
+    """
     if not _is_along_rows(quantizer):
         return codes[-1 if layout.ends is None else 0]
     is_packed = packed_dim(quantizer) is not None or layout.cuts or layout.ends is not None

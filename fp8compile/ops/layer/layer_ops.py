@@ -1,4 +1,4 @@
-"""The ops of linear layers in graphs: one op for each product and each placement, whatever the recipe.
+"""The ops of linear layers in graphs: one for each GEMM and each placement, whatever the recipe.
 
     linear                    all tensors are whole on this rank
     shared_scale_linear       like linear, with a weight that shares its one scale with other weights
@@ -12,7 +12,8 @@
     sharded_grouped_linear    each rank of a group has a part of every matrix
     fsdp_grouped_linear       each rank of FSDP has some of the matrices
 
-A new placement needs a class in `placements` and a line here.
+A placement says which shard of each tensor is on this rank. A new placement needs a class in `placements` and a line
+in this module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The GEMMs of the linear layer on operands that are sharded over ranks.
 
-For C = A @ B, each group of ranks cuts A along m, along k or not at all, and B along k, along n or not at all. These
-cuts decide what the group does:
+For C = A @ B, with A (m, k) and B (k, n), each group of ranks shards ("cuts") A along m, along k or not at all, and B
+along k, along n or not at all. These cuts decide what the group does:
 
     A     B     this rank computes               A     B     what is gathered first, as codes
     -     -     all of C                         m     n     A
@@ -42,10 +42,10 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 @dataclass(frozen=True)
 class Step:
-    """What the ranks of one group do for a GEMM of sharded operands.
+    """What the ranks of one group do for a GEMM (m, k) by (k, n) of sharded operands a and b.
 
     Attributes:
-        gather: ``"a"``, ``"b"`` or None: the operand whose parts are gathered before the product.
+        gather: ``"a"``, ``"b"`` or None: the operand whose parts are gathered before the GEMM.
         narrow: ``"a"``, ``"b"`` or None: the operand that a rank then narrows to the part that fits its part of the
             other operand.
         out: ``"m"``, ``"n"``, ``"sum"`` or None: whether a rank has rows, columns, a summand or all of the result.
@@ -57,7 +57,10 @@ class Step:
 
 
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
-    """The GEMM dim that a cut shards: ``"m"``, ``"n"`` or ``"k"``; None without a cut."""
+    """Name of the GEMM dim that the sharding ``cut`` of an operand divides; None without a cut.
+
+    It is ``columns`` for the last of the operand's ``ndim`` dims, else ``rows``; the reverse if ``transposed``.
+    """
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 
@@ -77,7 +80,10 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
 
 
 def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
-    """The step of the group of ranks number ``index``, after earlier groups have gathered and narrowed."""
+    """The step of group of ranks number ``index`` for ``gemm``, after the steps of earlier groups.
+
+    ``a`` and ``b`` are the operands as these steps left them: gathered or narrowed.
+    """
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
@@ -97,7 +103,7 @@ class Product:
 
     Attributes:
         local: The part, (m, n).
-        steps: The step that each group took.
+        steps: The `Step` of each group of ranks.
         cuts: How the left operand was sharded when it was multiplied.
         shape: Shape of this rank's part of the left operand when it was multiplied, with its leading dims.
     """
@@ -109,7 +115,10 @@ class Product:
 
 
 def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
-    """The dim of operand ``name`` that the GEMM sums over; ``cut`` is the other operand's sharding along that dim."""
+    """The dim, counted from 0, of operand ``name`` (``"a"`` or ``"b"``) that the GEMM sums over.
+
+    ``ndim`` is the operand's number of dims, ``cut`` the other operand's sharding along its summed dim.
+    """
     if gemm is GRAD_WEIGHT:
         return cut.dim  # both operands have the layer's tokens
     if name == "a":
@@ -118,7 +127,10 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
 
 
 def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
-    """Gather and narrow both operands, one group of ranks after the other; returns the operands and the steps."""
+    """Gather or narrow both operands of a GEMM as the table at the head of this file says.
+
+    Groups of ranks act one after the other. Returns the operands and each group's step.
+    """
     operands = {"a": a, "b": b}
     steps: list[Step] = []
     for index in range(len(a.cuts)):
@@ -134,7 +146,7 @@ def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
 
 
 def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """Find the step of each group of ranks for a GEMM of two operands. Only shapes and layouts are read."""
+    """Find the `Step` of each group of ranks for a GEMM of two operands, from shapes and layouts only."""
     without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
 
@@ -156,9 +168,9 @@ def _multiply_codes(
 
 
 def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """Multiply without quantizing, in the operands' own dtype.
+    """Multiply two operands without quantizing, in their own dtype, after ranks gather or narrow them.
 
-    `torch.addmm` adds a bias and rounds once, as in ``nn.Linear``.
+    ``operands`` has the recipe's options. `torch.addmm` adds a bias and rounds once, as in ``nn.Linear``.
     """
     weight = b.cuts
     a, b, steps = _prepared(gemm, a, b)
@@ -173,10 +185,11 @@ def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
 
 
 def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """Compute one GEMM of the layer from operands as the layer holds them; the result has the dtype of ``a``.
+    """Compute one GEMM of the layer from this rank's parts of its operands, in the dtype of ``a``.
 
-    If the GEMM has no quantizers, operands are gathered and multiplied in their own dtype. The bias, which only
-    the output without groups has, is added to the rounded product; it is sharded like the weight's rows or whole.
+    ``operands`` quantizes ``a`` and ``b``, which are not transposed yet. If the GEMM has no quantizers, both are
+    gathered and multiplied in their own dtype. The bias, which only the output without groups has, is added to the
+    rounded product; it is whole, or sharded like the weight's rows.
     """
     if a.local.is_meta:
         return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps
@@ -209,15 +222,18 @@ def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pl
 
 
 def as_read(tensor: Tensor, phase: Phase) -> Tensor:
-    """Round a tensor to its dtype, so that fused code reads the same value as eager mode and no further digits."""
+    """Round a tensor to its dtype, so that fused code reads the value that eager mode would have stored.
+
+    ``phase`` says whether the code runs in eager mode, where nothing is done, or is traced.
+    """
     return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
 def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
     """The bias for this rank's columns of the output, or None if another rank adds it.
 
-    If each rank has a summand of the output, only the first rank adds the bias. ``a`` and ``weight`` are the
-    shardings of the two operands when they were multiplied.
+    If each rank has a summand of the output (see ``steps``), only the first rank adds the bias. ``a`` and ``weight``
+    are the shardings of the input and of the weight when they were multiplied.
     """
     for index, step in enumerate(steps):
         if step.out == "n" and bias.cuts[index] is None:

@@ -49,9 +49,10 @@ ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
 def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: bool = False) -> Quantized:
-    """Quantize a part for one operand of the recipe: by a kernel of `one_read.py` if one fits, else step by step.
+    """Quantize ``part`` for one operand by a kernel that reads the part once for two GEMMs, if one fits.
 
-    With ``counts`` the kernel also counts what it casts; see `Quantized.counts`.
+    Otherwise ``steps`` quantize it. ``slot`` is the recipe's field of the operand, such as ``"weight"``. With
+    ``counts`` the kernel also computes statistics, see `Quantized.counts`.
     """
     quantizer = getattr(recipe, slot)
     if slot in (OUTPUT.b, GRAD_INPUT.b):
@@ -95,7 +96,11 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool, counts: bool
 ) -> Quantized:
-    """Quantize each matrix of a stack by itself; the caller makes sure that no block spans ranks."""
+    """Quantize each matrix of a stack by itself, with one read for two GEMMs if a kernel fits.
+
+    ``first`` and ``again`` are the quantizers for output and grad_input; ``quantizer`` is the wanted one, ``first`` if
+    ``is_first``. With ``counts`` the kernel also computes statistics.
+    """
     stack = part.local
     if is_pair(first, again) and not any(part.cuts) and not is_first:
         return _along_columns(part, again, counts=counts)
@@ -128,7 +133,7 @@ def _along_columns(part: Plain, quantizer: Quantizer, *, counts: bool) -> Quanti
 
 @inductor.once_a_graph
 def _ends_of_matrices(stack: Tensor) -> Tensor:
-    """Where each matrix of a stack (E, N, K) ends if the stack is flattened to rows; (E,) int32."""
+    """End of each matrix of a stack (E, N, K) among the rows of the flattened stack, (E,) int32."""
     return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]
 
 
@@ -202,7 +207,10 @@ def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer, *, counts
 
 
 def _has_packed_kernel(part: Plain, rows: Any, columns: Any) -> bool:
-    """Whether one kernel makes packed codes for both directions: for whole matrices with sizes divisible by 16."""
+    """Whether one kernel makes packed four-bit codes along rows and along columns.
+
+    This needs a whole matrix with sizes divisible by 16, and two quantizers that the kernel takes.
+    """
     sizes = part.local.shape
     return (
         is_packed_pair(rows, columns)

@@ -57,7 +57,7 @@ GRADIENT_SLOTS = TENSORS["grad_output"]
 
 
 class Phase(Enum):
-    """Where a layer's steps run: in eager mode, or in compiled code for inference, a forward or a backward."""
+    """Where a layer's steps run: in eager mode, or in a compiled graph's inference, forward or backward."""
 
     EAGER = auto()
     INFERENCE = auto()
@@ -66,14 +66,14 @@ class Phase(Enum):
 
     @staticmethod
     def compiled(gemm: Gemm) -> Phase:
-        """The phase of a product in a graph that is being traced."""
+        """The phase of a GEMM that is being traced: for the output FORWARD or INFERENCE, else BACKWARD."""
         if gemm is not OUTPUT:
             return Phase.BACKWARD
         return Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
 
     @staticmethod
     def of(gemm: Gemm, tensor: Tensor) -> Phase:
-        """The phase of a product: that of compiled code if ``tensor`` is being traced, otherwise EAGER."""
+        """The phase of a GEMM: EAGER unless ``tensor`` is being traced, in which case `compiled` decides."""
         return Phase.compiled(gemm) if _compat.is_traced(tensor) else Phase.EAGER
 
 
@@ -86,12 +86,12 @@ STEPS = {
 
 
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
-    """Cast a weight in the backward and keep the cast there: for a shard, experts, or a compiled region.
+    """Cast a weight in the backward, with a mark for the partitioner to keep the cast there.
 
     Parameters cost nothing to keep, so the partitioner normally recomputes their codes in the backward. It would keep
     the codes in three cases: for tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, for a stack of
-    matrices, and in a region, where parameters count as activations. Only these cases are marked, because a mark
-    changes the partitioner's other choices (blockwise: it keeps the activation in place of its codes).
+    matrices, and in a compiled region, where parameters count as activations. Only these cases are marked, because a
+    mark changes the partitioner's other choices (blockwise: it keeps the activation in place of its codes).
     """
     codes = cast_again(x, multiplier, quantizer, *where)
     inductor.make_in_backward(codes)
@@ -103,23 +103,23 @@ WEIGHT_IN_BACKWARD = replace(STEPS[Phase.BACKWARD], cast=_cast_in_backward)
 
 @dataclass(frozen=True)
 class Operands:
-    """Quantizes and multiplies the operands of one product of a layer.
+    """Quantizes and multiplies the operands of one GEMM of a layer.
 
     Attributes:
-        recipe: Quantizers for the operands. For groups, those with one level of scales store one code a byte.
+        recipe: Quantizers for the operands. For groups, quantizers with one level of scales store one code a byte.
         phase: Where the steps run: in eager mode, or in which kind of compiled code.
-        multiplier: (3,) float32: multipliers of input, weight and grad_output, for operands with delayed scaling.
+        multiplier: Multipliers (1 / scale) of input, weight and grad_output, (3,) float32, for delayed scaling.
         waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend on them artificially,
             so that the partitioner computes each amax in the forward, fused with the cast. Otherwise the backward
-            reads the tensor once more.
+            would read the tensor once more.
         input: The input's codes for grad_weight, if the forward kept them.
-        weight: The weight's codes, if it is quantized before the product.
+        weight: The weight's codes, if it is quantized before the GEMM.
         weight_in_turns: Whether forward and backward find different codes of the weight in the same memory, so that
             each has to read the memory itself.
-        weight_amax: Amaxes of the whole weight for this product, if they are known.
+        weight_amax: Amaxes of the whole weight for this GEMM, if they are known.
         outer_amax: The amax, (1,) float32, for the one scale that the whole weight has, if several weights share it.
-        rows: How FSDP shards the weight along its first dim; codes are gathered before the product. None: not at all.
-        counts: Whether kernels that can count what they cast do so.
+        rows: How FSDP shards the weight along its first dim; codes are gathered before the GEMM. None: not at all.
+        counts: Whether casting kernels also compute statistics, if they can.
     """
 
     recipe: Recipe
@@ -137,9 +137,10 @@ class Operands:
     # ------------------------------------------------------------------ operands
 
     def of(self, part: Plain, slot: str) -> Quantized:
-        """Quantize a part for the operand ``slot`` of the recipe, unless its codes are known already.
+        """Quantize ``part``, this rank's part of an operand, unless its codes are known already.
 
-        For a weight under FSDP, returns codes and scales of all rows.
+        ``slot`` is the recipe's field of the operand, such as ``"weight"``. For a weight under FSDP, returns codes and
+        scales of all rows.
         """
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
@@ -180,7 +181,7 @@ class Operands:
         return _without_padding(found, rows) if part.layout.batch else found
 
     def _weight_to_quantize(self, part: Plain) -> Plain:
-        """The part with FSDP's sharding in its layout, and with each matrix of a stack padded to whole blocks."""
+        """Add FSDP's sharding to a weight's layout, and pad each matrix of a stack to whole blocks."""
         if self.rows is not None:
             part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
         if part.layout.batch and not is_cut_within(part):
@@ -188,7 +189,10 @@ class Operands:
         return part
 
     def own(self, part: Plain, slot: str) -> tuple[Plain, Quantized]:
-        """This rank's elements of an operand and their codes, before ranks gather them, for `statistics`."""
+        """This rank's values of an operand and their codes, before ranks gather codes; for `statistics`.
+
+        ``slot`` is the recipe's field of the operand, such as ``"weight"``.
+        """
         part = self._weight_to_quantize(part) if slot in WEIGHT_SLOTS else part
         return part, self._quantized(part, getattr(self.recipe, slot), slot)
 
@@ -197,15 +201,18 @@ class Operands:
         return self._reads_once(part) and self._shares_read(slot) and is_noted(part, slot, self.recipe)
 
     def _rows_of_blocks(self) -> int:
-        """The least number of rows that is whole blocks in both products; blocks as high as a column don't count."""
+        """Smallest number of rows that is whole blocks of the weight in both GEMMs.
+
+        Blocks that are as high as a column don't count.
+        """
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
     def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
-        """An operand of a product in high precision; a weight that FSDP shards is gathered.
+        """The operand ``part`` of a GEMM in high precision; a weight that FSDP shards is gathered.
 
-        With ``dequantized_output`` the operand holds the values of its codes; with ``dequantized_gradients`` it holds
-        the values of the codes that the forward read.
+        ``slot`` is the recipe's field of the operand. With ``dequantized_output`` the operand holds the values of its
+        codes, in ``dtype``; with ``dequantized_gradients`` it holds the values of the codes that the forward read.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
@@ -216,9 +223,9 @@ class Operands:
         return replace(part, local=gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b))
 
     def laid_out(self, operand: Quantized, slot: str) -> Quantized:
-        """Store an operand's codes in the memory order that its GEMM reads, once for all products that read them.
+        """Store an operand's codes in the memory order of its GEMM, once for all GEMMs that read them.
 
-        Layers that share an input, such as q, k and v, share its codes.
+        Layers that share an input, such as q, k and v, share its codes. ``slot`` is the recipe's field of the operand.
         """
         if self.phase is Phase.EAGER or not _on_gpu(operand.codes) or not _is_aligned(operand.codes):
             return operand
@@ -233,7 +240,10 @@ class Operands:
         return operand
 
     def multiply(self, left: Quantized, right: Quantized, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
-        """Multiply two operands, given as the layer holds them; with groups, each row by the matrix of its group."""
+        """Multiply two operands that are not transposed yet; with groups, each row by its group's matrix.
+
+        ``gemm`` says which are transposed. The product has the dtype ``out_dtype``.
+        """
         config = self.recipe.gemm_config(gemm)
         if left.layout.ends is None:
             run = multiply if self.phase is Phase.EAGER else multiply_operands
@@ -273,11 +283,14 @@ class Operands:
         return quantize_part(part, quantizer, self._steps(part, slot))
 
     def _reads_once(self, part: Plain) -> bool:
-        """Whether kernels may read a tensor once for two purposes: in compiled code on a GPU, with gradients."""
+        """Whether kernels may read a part once for two purposes: in compiled code on a GPU, with gradients."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local)
 
     def _shares_read(self, slot: str) -> bool:
-        """Whether one kernel may read the tensor for both GEMMs that multiply its codes."""
+        """Whether one kernel may read a tensor for both GEMMs that multiply its codes.
+
+        False if one of the GEMMs reads dequantized codes. ``slot`` is the recipe's field of the operand.
+        """
         recipe = self.recipe
         return not recipe.is_dequantized(slot) and (not recipe.dequantized_output or slot in GRADIENT_SLOTS)
 
@@ -307,9 +320,10 @@ class Operands:
         return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
     def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
-        """Quantize a weight as in the forward, and return its codes for one product.
+        """Quantize a weight as in the forward, and return its codes for the output or for grad_input.
 
-        The forward also stores a transposed copy of the codes, which grad_input reads.
+        ``slot`` is the recipe's field of the operand. The forward also stores a transposed copy of the codes, which
+        grad_input reads.
         """
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
@@ -323,7 +337,7 @@ class Operands:
 
 @inductor.once_a_graph
 def _codes_of_stack(local: Tensor, layout: TensorLayout, quantizer: Quantizer) -> Quantized:
-    """The forward's codes of a stack with two levels of scales.
+    """Make the forward's codes of a stack with two levels of scales; ``local`` is this rank's part.
 
     Forward and backward share one call, because the partitioner would not merge the scales of two calls.
     """
@@ -342,14 +356,15 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _is_aligned(codes: Tensor) -> bool:
-    """Whether a GEMM reads these codes without a padded copy, whatever values their symbolic sizes take."""
+    """Whether a GEMM reads these codes without a padded copy, for all values of symbolic sizes."""
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape[-2:])
 
 
 def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
-    """Choose how a quantizer with two levels of scales packs the codes of a stack.
+    """Choose how a quantizer with two levels of scales packs the codes of a stack for one GEMM.
 
-    On a GPU it packs four-bit codes along the dim that the GEMM sums; elsewhere it stores one code a byte.
+    On a GPU, four-bit codes are packed along the dim that the GEMM sums; elsewhere a byte holds one code. ``slot`` is
+    the recipe's field of the operand.
     """
     if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
         return quantizer.unpacked()
@@ -374,7 +389,10 @@ def _repacked(codes: Tensor) -> Tensor:
 
 
 def _without_padding(stack: Quantized, rows: int) -> Quantized:
-    """Drop the rows that pad each matrix to whole blocks; codes that are packed along columns keep these rows."""
+    """Drop the rows that pad each matrix of a stack to whole blocks; each matrix keeps ``rows`` rows.
+
+    Codes that are packed along columns keep the padding.
+    """
     if packed_dim(stack.quantizer) == -2 or stack.codes.shape[1] == rows:
         return stack
     blocks = stack.quantizer.scale_shape((rows, stack.codes.shape[2]))[0]
@@ -382,7 +400,10 @@ def _without_padding(stack: Quantized, rows: int) -> Quantized:
 
 
 def _gathered_rows(codes: Quantized, *, in_backward: bool) -> Quantized:
-    """Gather the codes of a weight over the ranks of FSDP; sharding over other groups stays."""
+    """Gather the codes of a weight over the ranks of FSDP, the last sharding in its layout.
+
+    Sharding over other groups stays. With ``in_backward`` the gather is kept in the backward.
+    """
     if codes.cuts[-1] is not None:
         with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():
             codes = gather(codes, len(codes.cuts) - 1)

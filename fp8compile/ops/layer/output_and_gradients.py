@@ -1,10 +1,10 @@
-"""The three products of a linear layer, for every placement.
+"""The three GEMMs of a linear layer, for every placement.
 
     output       y  = x @ w^T + b
     grad_input   dx = dy @ w
     grad_weight  dw = dy^T @ x
 
-In eager mode a kernel runs the steps of a product; under Inductor its decomposition puts them into the graph. The
+In eager mode a kernel runs the steps of a GEMM; under Inductor its decomposition puts them into the graph. The
 backward gets x and w themselves, each only if a gradient needs it, or codes of x (`kept_input`). With groups
 (``ends``) each row is multiplied by the matrix of its group. Rows after the last group are zeros in y and in dx.
 """
@@ -46,17 +46,24 @@ __all__ = [
 
 
 def operands_of(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[str, Any]) -> Operands:
-    """The `Operands` of a layer's products; ``given`` are the keyword arguments that the layer's placement adds."""
+    """Make the `Operands` of one GEMM of a layer.
+
+    If there are groups (``ends``), a byte holds one code. ``given`` are the keyword arguments that the layer's
+    placement adds; ``phase`` says where the code runs.
+    """
     return Operands(recipe if ends is None else with_a_code_a_byte(recipe), phase, **given)
 
 
 def part_of_tokens(tokens: Tensor, layout: TensorLayout) -> Plain:
-    """The tokens as an operand of a product: flattened to a matrix, unless one of their dims is sharded."""
+    """The tokens as an operand of a GEMM: flattened to a matrix, unless ranks shard one of their dims."""
     return Plain(tokens if layout.cuts else as_matrix(tokens), layout)
 
 
 def check(x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe) -> None:
-    """Raise a ValueError if a layer with this placement can't run with this recipe or state."""
+    """Raise a ValueError if a layer with placement ``place`` can't run with this recipe or state.
+
+    ``ends`` are the ends of groups of rows, or None.
+    """
     # checked in the op, because PyTorch 2.11 traces no method of a recipe
     place.check(x, recipe)
     if ends is not None:
@@ -76,10 +83,11 @@ def output(
     recipe: Recipe,
     codes: dict[str, Any] | None = None,
 ) -> Any:
-    """Compute the output; with a state, also return the multipliers that were used and the amaxes of x and weight.
+    """Compute the output; with delayed scaling also the multipliers used and the amaxes of x and weight.
 
-    ``ends`` are the ends of the groups of rows. ``codes`` are keyword arguments of `Operands` for a weight that is
-    quantized already.
+    ``phase`` says whether the code runs in eager mode or in which kind of graph. ``place`` says which shards are on
+    this rank; ``ends`` are the ends of the groups of rows. ``codes`` are keyword arguments of `Operands` for a weight
+    that is quantized already.
     """
     check(x, ends, place, recipe)
     layouts = place.layouts(x.ndim, ends)
@@ -117,7 +125,7 @@ def grad_input(
 def grad_weight(
     phase: Phase, grad_output: Tensor, x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe
 ) -> Tensor:
-    """Compute the gradient of the weight from the input."""
+    """Compute the gradient of the weight from the input; arguments have the same meaning as in `output`."""
     layouts = place.layouts(x.ndim, ends)
     operands = operands_of(recipe, phase, ends, place.given())
     parts = part_of_tokens(grad_output, layouts.output), part_of_tokens(x, layouts.input)
@@ -127,7 +135,10 @@ def grad_weight(
 def grad_weight_of_codes(
     phase: Phase, grad_output: Tensor, kept: Kept, ends: Tensor | None, place: Placement, recipe: Recipe
 ) -> Tensor:
-    """Compute the gradient of the weight from the codes of the input that `keep` made."""
+    """Compute the gradient of the weight from ``kept``, the codes of the input that `keep` made.
+
+    Other arguments have the same meaning as in `output`.
+    """
     layouts = place.layouts(grad_output.ndim, ends)
     grad = part_of_tokens(grad_output, layouts.output)
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -138,7 +149,11 @@ def grad_weight_of_codes(
 
 
 def keep(phase: Phase, x: Tensor, ends: Tensor | None, place: Placement, quantizer: Quantizer) -> Kept:
-    """Quantize the input for grad_weight; returns the codes, their scales and the outer scale."""
+    """Quantize the input for grad_weight; returns codes, scales of blocks and outer scales.
+
+    An outer scale is that of the whole tensor or, with groups, of a group. Arguments have the same meaning as in
+    `output`.
+    """
     return keep_input(Plain(x, place.layouts(x.ndim, ends).input), quantizer, STEPS[phase])
 
 
@@ -147,7 +162,7 @@ def keep(phase: Phase, x: Tensor, ends: Tensor | None, place: Placement, quantiz
 
 @cache
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
-    """The recipe for a backward with one gradient only.
+    """The recipe for a backward that computes only the gradient of ``gemm``.
 
     If one kernel would quantize grad_output for both gradients, the other GEMM's quantizers are left out.
     """
@@ -160,7 +175,10 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
 
 
 def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:
-    """The recipe for a backward that computes the gradient of x, of the weight, or of both."""
+    """The recipe for a backward that computes the gradient of x, of the weight, or of both.
+
+    If only one of the flags ``x`` and ``weight`` is set, the other GEMM's quantizers may be left out.
+    """
     if (x and weight) or _compat.is_stand_in(recipe):
         return recipe
     return _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)
@@ -187,9 +205,10 @@ def for_unwritten_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) 
 
 
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Return a layer op's arguments, with a recipe that makes no codes for grad_weight if the weight is frozen.
+    """Return a layer op's arguments; if the weight is frozen, the recipe makes no codes for grad_weight.
 
-    The weight is the second argument, and the recipe the last one.
+    ``args`` has the weight as the second argument, and the recipe as the last one; ``needs_input_grad`` has a bool for
+    each.
     """
     *others, recipe = args
     if needs_input_grad[1] or _compat.is_stand_in(recipe) or recipe.dequantized_gradients:

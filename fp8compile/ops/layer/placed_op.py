@@ -1,6 +1,7 @@
-"""Register an op of a linear layer for one placement: its schema, its kernels, and what it saves for the backward.
+"""Registration of a linear layer's op for one placement: schema, kernels, and saved tensors.
 
-The arguments of an op are tensors, the fields of the placement, and constants such as the recipe.
+The arguments of an op are tensors, the fields of the placement (which shard is on this rank), and constants such as
+the recipe.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ __all__ = ["PlacedDerivative", "PlacedOp", "fields_of", "given", "register_place
 
 
 def given(ends: Tensor | None) -> tuple[Tensor, ...]:
-    """The argument for the ends of groups, if there is one."""
+    """The ends of groups as a tuple of arguments of an op: one, or none if ``ends`` is None."""
     return () if ends is None else (ends,)
 
 
 def fields_of(place: Placement) -> list[Any]:
-    """The arguments of an op that are the fields of its placement."""
+    """The fields of a placement, in order, as arguments of an op."""
     fields: tuple[str, ...] = place.__match_args__
     return [getattr(place, name) for name in fields]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedOp:
-    """An op whose arguments are tensors, the fields of a placement, and constants.
+    """Description of an op whose arguments are tensors, the fields of a placement, and constants.
 
     Attributes:
         names: Names of the tensor arguments before the placement.
@@ -50,19 +51,19 @@ class PlacedOp:
     ends: bool
 
     def tensors(self) -> dict[str, Any]:
-        """Names and annotations of the tensor arguments in the schema."""
+        """Names and annotations of the tensor arguments in the op's schema, in order."""
         return dict.fromkeys(self.names, Tensor)
 
     def constants(self) -> dict[str, Any]:
-        """Names and annotations of the constants."""
+        """Names and annotations of the constants at the end of the op's schema, such as the recipe."""
         raise NotImplementedError
 
     def run(self, phase: Phase, args: tuple[Any, ...]) -> Any:
-        """Run the op's computation."""
+        """Compute the op's results from its flat arguments, in eager mode or in the kind of graph ``phase``."""
         raise NotImplementedError
 
     def empty(self, args: tuple[Any, ...]) -> Any:
-        """The op's results if nothing was counted, with their shapes and dtypes, for tracing."""
+        """Make uninitialized tensors with the shapes and dtypes of the op's results, for its fake kernel."""
         raise NotImplementedError
 
     def parameters(self) -> list[inspect.Parameter]:
@@ -76,7 +77,7 @@ class PlacedOp:
         return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
 
     def split(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Split flat arguments; returns a list of the tensors, the offsets or None, the placement, the constants."""
+        """Split an op's flat arguments into tensors (a list), offsets or None, placement, and each constant."""
         tensors, last = list(args[: len(self.names)]), len(args) - self.num_constants
         place = self.placement(*args[len(tensors) : last])
         ends = tensors.pop(self.names.index("offsets")) if self.ends else None
@@ -85,10 +86,10 @@ class PlacedOp:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedDerivative:
-    """The derivative of an op: what it saves, and how its backward gets that again.
+    """The derivative of an op: what the forward saves, and how the backward restores it.
 
     Attributes:
-        op: The op.
+        op: Description of the op.
     """
 
     op: PlacedOp
@@ -96,15 +97,22 @@ class PlacedDerivative:
     def kept(
         self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
     ) -> tuple[Tensor | None, ...]:
-        """The tensors that the backward reads, besides the ends of groups and those of the placement."""
+        """The tensors that the backward reads, besides the ends of groups and the placement's tensors.
+
+        ``ctx`` is autograd's context; ``tensors``, ``ends`` and ``place`` are the op's arguments, ``output`` its
+        results.
+        """
         raise NotImplementedError
 
     def reads_placement(self, ctx: Any) -> bool:
-        """Whether the backward reads the placement's tensors."""
+        """Whether the backward reads the placement's tensors; if not, they are not saved."""
         return True
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save what the backward reads."""
+        """Save in autograd's ``ctx`` what the backward reads: `kept`, the ends of groups, the placement.
+
+        ``inputs`` are the op's arguments, ``output`` its results.
+        """
         tensors, ends, place, *ctx.constants = self.op.split(inputs)
         kept = self.kept(ctx, tensors, ends, place, output)
         ctx.num_kept = len(kept)
@@ -114,7 +122,7 @@ class PlacedDerivative:
         ctx.save_for_backward(*kept, ends, *of_place)
 
     def restored(self, ctx: Any) -> tuple[Sequence[Tensor | None], Tensor | None, Placement]:
-        """What `kept` returned, the ends of groups or None, and the placement."""
+        """Returns the tensors of `kept`, the ends of groups or None, and the placement, from ``ctx``."""
         count, saved = ctx.num_kept, ctx.saved_tensors
         ends, *of_place = saved[count:]
         return saved[:count], ends, ctx.place.restored(of_place)
@@ -144,15 +152,15 @@ def _flat(
 def register_placed(
     name: str, op: PlacedOp, gemm: Gemm | None, returns: Any, samples: Samples, **derivative: Any
 ) -> torch._ops.OpOverload:
-    """Register an op for one placement.
+    """Register an op for one placement as ``fp8compile::name``.
 
     Args:
-        name: Its name.
-        op: What it does.
-        gemm: The GEMM in whose phase compiled code runs it; None if that is the forward.
-        returns: Annotation of its results.
+        name: Name of the op without its namespace.
+        op: Description of the op, which computes its results.
+        gemm: The GEMM in whose phase (forward or backward) compiled code runs the op; None for the forward.
+        returns: Annotation of the op's results.
         samples: Yields sample arguments.
-        derivative: Further arguments of `register_op`, if it has a derivative.
+        derivative: Further arguments of `register_op`, if the op has a derivative.
     """
 
     def decompose(args: tuple[Any, ...]) -> Any:

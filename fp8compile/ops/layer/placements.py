@@ -1,8 +1,9 @@
 """Placements: which shard of each tensor of a layer is on this rank.
 
 A placement says how each tensor is laid out (`layouts`), what `Operands` need to know (`given`), what happens to a
-product (`finish`, `reduced`) and how large a result is. Its fields are the arguments of the layer's op between the
-tensors and the recipe, in this order. Methods that take ``ends`` also serve layers with groups.
+product (`finish`, `reduced`) and how large a result is. The fields of a placement are, in the same order, the
+arguments of the layer's op between the tensors and the recipe. Methods that take ``ends``, the ends of groups of rows,
+also serve layers with groups.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ __all__ = [
 
 
 class Layouts(NamedTuple):
-    """The layout of each tensor of a layer on this rank."""
+    """The `TensorLayout` of each tensor of a layer: matrices, groups of rows, and shards over ranks."""
 
     input: TensorLayout
     weight: TensorLayout
@@ -66,9 +67,9 @@ def _with_ends(ends: Tensor) -> Layouts:
 
 
 def sum_of_tokens(grad_output: Tensor) -> Tensor:
-    """The gradient of a bias, (N,): the sum over all leading dims.
+    """Sum grad_output, (..., N), over all leading dims: the gradient of a bias, (N,).
 
-    It does not flatten these dims, so that a DTensor need not be redistributed.
+    The leading dims are not flattened, so that a DTensor need not be redistributed.
     """
     tokens = grad_output if grad_output.ndim > 1 else grad_output.unsqueeze(0)  # -0.0 becomes 0.0, as in nn.Linear
     return tokens.sum(tuple(range(tokens.ndim - 1)))
@@ -76,7 +77,7 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Placement:
-    """Base of placements, which describe each tensor's shard on a rank; in this class every tensor is whole."""
+    """Base of placements, which say what shard of each tensor is on this rank; here all are whole."""
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
@@ -87,84 +88,99 @@ class Placement:
         """Raise a ValueError if a layer with this placement can't run with a recipe."""
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
-        """The layout of each tensor. ``ndim`` is the number of dims of the tokens, with the dim of features."""
+        """The layout of each tensor of the layer on this rank.
+
+        ``ndim`` is the number of dims of the input, with features; ``ends`` are the ends of groups, or None.
+        """
         return ALL_WHOLE if ends is None else _with_ends(ends)
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments that this placement adds to `Operands`."""
+        """Keyword arguments that this placement adds to a GEMM's `Operands`, such as amaxes; by default none."""
         return {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in the dtype of the tokens."""
+        """The weight in ``dtype``, the dtype of the tokens; by default the weight itself."""
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if it is a summand.
+        """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if needed.
 
         ``tokens`` is the layout of the result, and ``shape`` is the shape of the left operand.
         """
         return product.local.view(*shape[:-1], product.local.shape[-1])
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """Turn this rank's product into its part of the weight's gradient; by default the product itself."""
+        """Turn this rank's product into its part of the weight's gradient; by default the product itself.
+
+        ``phase`` says whether the code runs in eager mode or is traced.
+        """
         return grad_weight
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:
-        """The bias's gradient: (N,), or (E, N) with groups."""
+        """Compute the bias's gradient: (N,), or (E, N) with E groups, whose ends are ``ends``.
+
+        N is out_features; ``recipe`` gives the options of the GEMM that sums over groups.
+        """
         if ends is not None:
             return group_sum(grad_output, ends, recipe.gemm_config(OUTPUT))
         return sum_of_tokens(grad_output)
 
     def out_features(self, weight: Sequence[int], ends: Any) -> int:
-        """Number of the output's features on this rank, from the shape of this rank's part of the weight."""
+        """Number of the output's features on this rank; ``weight`` is the shape of this rank's part."""
         return weight[-2]
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Shape of the tokens that this rank multiplies, from the shape of the tokens that this rank has."""
+        """Shape of the tokens that this rank multiplies; ``tokens`` is the shape of its tokens."""
         return tokens
 
     def tokens_of_output(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Leading sizes of this rank's output, from the leading sizes of its tokens."""
+        """Sizes of the leading dims of this rank's output; ``tokens`` are those of its input."""
         return tokens
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        """An uninitialized tensor like the output, for the op's fake kernel."""
+        """Make an uninitialized tensor like the output, for the op's fake kernel."""
         return x.new_empty((*x.shape[:-1], self.out_features(weight.shape, ends)))
 
     def empty_grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """An uninitialized tensor like grad_input, for the op's fake kernel."""
+        """Make an uninitialized tensor like grad_input, for the op's fake kernel."""
         return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[-1]))
 
     def empty_grad_weight(self, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
-        """An uninitialized tensor like grad_weight, for the op's fake kernel."""
+        """Make an uninitialized tensor like grad_weight, with ``features`` columns, for the op's fake kernel."""
         batch = () if ends is None else (ends.shape[0],)
         return grad_output.new_empty((*batch, grad_output.shape[-1], features))
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_input.
+        """The placement of the layer's op for grad_input; by default this one.
 
-        ``used`` are the multipliers of the forward; None without delayed scaling.
+        ``used`` are the multipliers (1 / scale) of the forward; None without delayed scaling.
         """
         return self
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_weight, for a weight of this dtype."""
+        """The placement of the layer's op for grad_weight; by default this one.
+
+        ``dtype`` is the weight's. ``used`` are the forward's multipliers (1 / scale); None without delayed scaling.
+        """
         return self
 
     def for_keep(self) -> Placement:
-        """The placement of the op that keeps codes of the input; by default the input is whole on this rank."""
+        """The placement of the layer's op that keeps codes of the input; by default the input is whole."""
         return Placement()
 
     def counts(self, layout: TensorLayout) -> bool:
-        """Whether this rank counts its elements of a tensor in statistics; all ranks together count each one once."""
+        """Whether this rank counts its elements of a tensor with this layout in statistics.
+
+        All ranks together count each element once.
+        """
         return True
 
     def first_matrix(self) -> int:
-        """Index of the first matrix of this rank's part of a stack."""
+        """Index, among all ranks' matrices of a stack, of this rank's first matrix."""
         return 0
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Return this placement without its tensors, and the tensors that autograd saves for grad_input."""
+        """Return this placement without its tensors, and these tensors, which autograd saves for grad_input."""
         names: tuple[str, ...] = self.__match_args__
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         tensors = tuple(value if isinstance(value, Tensor) else None for value in fields.values())
@@ -172,7 +188,7 @@ class Placement:
         return (replace(self, **without), tensors) if without else (self, ())
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
-        """The placement with the tensors that `saved` returned."""
+        """This placement with the tensors ``saved``, which its method `saved` returned."""
         names: tuple[str, ...] = self.__match_args__
         own: dict[str, Any] = {n: value for n, value in zip(names, saved, strict=False) if value is not None}
         return replace(self, **own) if own else self
@@ -180,7 +196,7 @@ class Placement:
 
 @dataclass(slots=True)
 class Whole(Placement):
-    """Every tensor is whole on this rank."""
+    """Placement of a layer without delayed scaling whose tensors are all whole on this rank."""
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
         """Raise a ValueError for delayed scaling, because this op takes no state."""
@@ -194,9 +210,9 @@ class Whole(Placement):
 
 @dataclass(slots=True)
 class SharedScale(Whole):
-    """Every tensor is whole, and the weight shares its one scale with other weights, such as q with k and v.
+    """Placement of a layer whose weight shares its one scale with other weights, such as q with k and v.
 
-    The scale comes from the amax of all these weights, which is an argument of the op.
+    Every tensor is whole. The scale comes from the amax of all these weights, which is an argument of the op.
 
     Attributes:
         outer_amax: The largest magnitude of all these weights, (1,) float32; None while autograd keeps it.
@@ -205,24 +221,30 @@ class SharedScale(Whole):
     outer_amax: Tensor | None
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the amax over all weights that share the outer scale."""
+        """Keyword arguments for a GEMM's `Operands`: the amax over all weights that share the scale."""
         return {"outer_amax": self.outer_amax}
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_weight, which does not read the weight."""
+        """The placement of the layer's op for grad_weight, which reads neither the weight nor its amax.
+
+        ``dtype`` and ``used`` are not needed.
+        """
         return Whole()
 
 
 @dataclass(slots=True)
 class WholeGroups(Placement):
-    """A layer with groups of rows; every matrix is whole on this rank."""
+    """Placement of a layer with groups of rows; every group's matrix is whole on this rank."""
 
 
 # ---------------------------------------------------------------------------------- codes that are known
 
 
 class _Known:
-    """Mixin of placements whose weight is quantized already; ``batch`` is 1 for a stack of matrices, else 0."""
+    """Mixin of placements that hold the codes of a weight that is quantized already.
+
+    ``batch`` is 1 if the weight is a stack of matrices, else 0.
+    """
 
     __slots__ = ()
 
@@ -231,14 +253,14 @@ class _Known:
 
     # ``self: Any``, because subclasses define the fields
     def given(self: Any) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the weight's codes for this product."""
+        """Keyword arguments for a GEMM's `Operands`: the weight's codes for this GEMM."""
         own = {name: getattr(self, name) for name in ("codes", "scale", "outer_scale", "quantizer")}
         return {"weight": Quantized(**own, layout=STACK if self.batch else WHOLE)}
 
 
 @dataclass(slots=True)
 class KnownForGradInput(_Known, Placement):
-    """Placement of the op for grad_input of a weight whose codes are known; its fields hold the codes.
+    """Placement of the op for grad_input of a weight that is quantized already; it holds the codes.
 
     Attributes:
         codes: The codes that grad_input reads, as in `Quantized`.
@@ -255,14 +277,14 @@ class KnownForGradInput(_Known, Placement):
 
 @dataclass(slots=True)
 class KnownForGradInputOfGroups(KnownForGradInput):
-    """Placement like `KnownForGradInput`, whose weight is a stack of matrices."""
+    """Placement like `KnownForGradInput`, for a weight that is a stack of matrices (experts)."""
 
     batch: ClassVar[int] = 1
 
 
 @dataclass(slots=True)
 class KnownCodes(_Known, Placement):
-    """Every tensor is whole, and the weight's codes are known: the layer keeps them together with the weight.
+    """Placement of a layer that keeps the weight's codes together with the weight; every tensor is whole.
 
     The weight itself is an argument that gets a gradient; nothing reads its values. Tensors are None while autograd
     keeps them.
@@ -290,22 +312,25 @@ class KnownCodes(_Known, Placement):
     quantizer_for_grad_input: Quantizer
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_input, which holds grad_input's codes."""
+        """The placement of the layer's op for grad_input: it holds the codes that grad_input reads."""
         own = self.codes_for_grad_input, self.scale_for_grad_input, self.outer_scale_for_grad_input
         return self.of_grad_input(*own, self.quantizer_for_grad_input)
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_weight, which does not read the weight."""
+        """The placement of the layer's op for grad_weight, which does not read the weight.
+
+        ``dtype`` and ``used`` are not needed.
+        """
         return Placement()
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """This placement without tensors, and grad_input's codes, which autograd saves."""
+        """Return this placement without tensors, and what autograd saves: grad_input's codes and scales."""
         own = self.codes_for_grad_input, self.scale_for_grad_input, self.outer_scale_for_grad_input
         none: dict[str, Any] = {name: None for name in self.__match_args__ if not name.startswith("quantizer")}
         return replace(self, **none), own
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
-        """This placement with grad_input's codes, as `saved` returned them."""
+        """This placement with grad_input's codes and scales, which its method `saved` returned as ``saved``."""
         names = "codes_for_grad_input", "scale_for_grad_input", "outer_scale_for_grad_input"
         own: dict[str, Any] = dict(zip(names, saved, strict=True))
         return replace(self, **own)
@@ -332,7 +357,10 @@ class _OverGroup(Placement):
 
     # ``self: Any``, because this class reads fields that subclasses define, in the order of the ops' arguments
     def layouts(self: Any, ndim: int, ends: Tensor | None) -> Layouts:
-        """The layout of each tensor. Each layout has one cut, because there is one group."""
+        """The layout of each tensor of the layer, with one sharding, because there is one group of ranks.
+
+        ``ndim`` is the number of dims of the tokens; ``ends`` are the ends of groups of rows, or None.
+        """
         if len(self.feature_sizes) == 1:
             return ALL_WHOLE if ends is None else _with_ends(ends)
         features = DimSharding(self.group, self.rank, ndim - 1, tuple(self.feature_sizes))
@@ -350,7 +378,11 @@ class _OverGroup(Placement):
         return self.weight_dim == (0 if ends is None else 1)
 
     def finish(self: Any, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Reshape the product; if it is a summand, sum it over ranks, and keep all tokens or this rank's tokens."""
+        """Reshape this rank's product; if it is a summand, sum it over ranks.
+
+        ``tokens`` is the result's layout: after a sum, a rank keeps all tokens or only its own. ``shape`` is the left
+        operand's shape.
+        """
         if not tokens.cuts:
             return Placement.finish(self, product, tokens, shape)
         (step,), (cut,) = product.steps, tokens.cuts
@@ -362,11 +394,14 @@ class _OverGroup(Placement):
         return local.contiguous()
 
     def for_keep(self) -> Placement:
-        """The placement of the op that keeps codes: this placement, because ranks may shard the input."""
+        """The placement of the layer's op that keeps codes: this one, because ranks may shard the input."""
         return self
 
     def counts(self: Any, layout: TensorLayout) -> bool:
-        """Whether statistics count this rank's elements: no other rank has them, or this rank is the group's first."""
+        """Whether this rank counts its elements of a tensor with this layout in statistics.
+
+        True if no other rank has the elements, or if this rank is the group's first.
+        """
         return any(layout.cuts) or self.rank == 0
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
@@ -376,7 +411,7 @@ class _OverGroup(Placement):
 
 @dataclass(slots=True)
 class GroupsCutOverGroup(_OverGroup):
-    """Ranks of a group shard each matrix of a stack; every rank has all rows of the tokens.
+    """Placement in which ranks shard each matrix of a stack; every rank has all rows of the tokens.
 
     Attributes:
         weight_dim: The dim of the stack that is sharded. If 1 (out_features), the output's features are sharded too.
@@ -398,7 +433,7 @@ class GroupsCutOverGroup(_OverGroup):
 
 @dataclass(slots=True)
 class CutOverGroup(_OverGroup):
-    """Ranks of a group shard the weight, and possibly the tokens.
+    """Placement in which the ranks of a group shard the weight, and possibly the tokens.
 
     Attributes:
         weight_dim: The dim of the weight that is sharded. If 0 (out_features), the output's features are sharded too.
@@ -406,8 +441,8 @@ class CutOverGroup(_OverGroup):
         feature_sizes: Number of features on each rank.
         rank: This rank's number in the group.
         group: The name of the group.
-        sequence_dim: The leading dim along which tokens are sharded: those of the input if ``weight_dim`` is 0, of the
-            output if it is 1. None if every rank has all tokens.
+        sequence_dim: The leading dim along which tokens are sharded: the input's tokens if ``weight_dim`` is 0, the
+            output's if it is 1. None if every rank has all tokens.
         sequence_sizes: Number of tokens on each rank along ``sequence_dim``.
     """
 
@@ -419,7 +454,7 @@ class CutOverGroup(_OverGroup):
     group: str
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError for delayed scaling, because users call this op by functions, which keep no state."""
+        """Raise a ValueError for delayed scaling: users call this op by functions, which keep no state."""
         if not _compat.is_stand_in(recipe) and recipe.history():
             raise ValueError(
                 "sharded_linear: the recipe has delayed scaling, whose state is kept by layers, and this one is a "
@@ -432,13 +467,13 @@ class CutOverGroup(_OverGroup):
         return replace(features, dim=self.sequence_dim, sizes=tuple(self.sequence_sizes))
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:
-        """The bias's gradient: the sum over all tokens, including those of other ranks."""
+        """Compute the bias's gradient: the sum over all tokens, including the tokens of other ranks."""
         own = sum_of_tokens(grad_output)
         parts_of_tokens = self.weight_dim == 1 and self.sequence_dim is not None and len(self.feature_sizes) > 1
         return all_reduce(own, "sum", self.group) if parts_of_tokens else own
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Shape of all tokens of the sequence, including those of other ranks."""
+        """Shape of all ranks' tokens, from ``tokens``, the shape of this rank's tokens."""
         if self.sequence_dim is None:
             return tokens
         shape = list(tokens)
@@ -446,11 +481,11 @@ class CutOverGroup(_OverGroup):
         return shape
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        """An uninitialized tensor like the output; it has all tokens if the output's features are sharded."""
+        """Make an uninitialized tensor like the output; with all tokens if ranks shard the output's features."""
         return self._empty(x, weight.shape[0], all_tokens=self.weight_dim == 0)
 
     def empty_grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """An uninitialized tensor like grad_input; it has all tokens if the input's features are sharded."""
+        """Make an uninitialized tensor like grad_input; with all tokens if ranks shard the input's features."""
         return self._empty(grad_output, weight.shape[1], all_tokens=self.weight_dim == 1)
 
     def _empty(self, like: Tensor, features: int, *, all_tokens: bool) -> Tensor:
@@ -469,7 +504,7 @@ _in_dtype = inductor.once_a_graph(Tensor.to)
 
 @dataclass(slots=True)
 class _OverFsdp(Placement):
-    """Base of placements whose weight FSDP shards along the first dim: by rows of a matrix, or by matrices of a stack.
+    """Base of placements whose weight FSDP shards along dim 0: rows of a matrix, or matrices of a stack.
 
     Codes and scales are those of the whole weight in the dtype of the tokens. The shard is saved for the backward.
     """
@@ -477,18 +512,18 @@ class _OverFsdp(Placement):
     weight_name: ClassVar[str] = "shard"
 
     def given(self: Any) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the rows that each rank has."""
+        """Keyword arguments for a GEMM's `Operands`: the number of rows on each rank."""
         return {"rows": self.rows}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The shard in the dtype of the tokens; it is quantized and gathered in this dtype."""
+        """The shard in ``dtype``, the dtype of the tokens, in which it is quantized and gathered."""
         return _in_dtype(weight, dtype)
 
     def out_features(self: Any, weight: Sequence[int], ends: Any) -> int:
-        """Number of output features.
+        """Number of the output's features; ``weight`` is the shape of this rank's shard.
 
-        A matrix has the rows of all ranks' shards. A stack has the size of dim -2, because ranks shard only its first
-        dim.
+        For a matrix it is the number of rows on all ranks. For a stack it is the size of dim -2, because ranks shard
+        only dim 0.
         """
         return sum(self.rows.sizes) if ends is None else weight[-2]
 
@@ -496,7 +531,7 @@ class _OverFsdp(Placement):
 @dataclass(slots=True)
 class _OverFsdpForGradWeight(Placement):
     def reduced(self: Any, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """This rank's part of the weight's gradient, averaged over ranks.
+        """Average ``grad_weight``, this rank's product, over ranks; returns this rank's part.
 
         If the reduction runs in another dtype than the product, the product is rounded to its own dtype first.
         """
@@ -505,7 +540,7 @@ class _OverFsdpForGradWeight(Placement):
         return reduced(grad_weight, self.dtype, self.rows).contiguous()
 
     def empty_grad_weight(self: Any, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
-        """An uninitialized tensor like grad_weight, which has the shape and dtype of this rank's shard."""
+        """Make an uninitialized tensor like grad_weight, in the shape and dtype of this rank's shard."""
         own = self.rows.sizes[self.rows.rank]
         shape = (own, features) if ends is None else (own, grad_output.shape[1], features)
         return grad_output.new_empty(shape, dtype=self.dtype)
@@ -513,36 +548,42 @@ class _OverFsdpForGradWeight(Placement):
 
 @dataclass(slots=True)
 class RowsOverFsdpBase(_OverFsdp):
-    """Base of placements whose weight FSDP shards by rows, with or without the fields of delayed scaling."""
+    """Base of placements whose weight FSDP shards by rows, with or without delayed scaling."""
 
     def given(self: Any) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the rows that each rank has, and the weight's amax."""
+        """Keyword arguments for a GEMM's `Operands`: the rows on each rank, and the whole weight's amax."""
         return {"rows": self.rows, "weight_amax": self.amax}
 
     def saved(self: Any) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """This placement without amaxes, and the amax for grad_input, which autograd saves."""
+        """Return this placement without amaxes, and the amax for grad_input, which autograd saves."""
         return replace(self, amax=None, amax_for_grad_input=None), (self.amax_for_grad_input,)
 
     def restored(self: Any, saved: Sequence[Tensor | None]) -> Placement:
-        """This placement with the saved amax for grad_input."""
+        """This placement with the amax for grad_input, which its method `saved` returned as ``saved``."""
         return replace(self, amax_for_grad_input=saved[0])
 
     def for_grad_input(self: Any, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_input, which holds the weight's amax for grad_input."""
+        """The placement of the layer's op for grad_input: it holds the weight's amax for grad_input.
+
+        ``used`` are the forward's multipliers (1 / scale); None without delayed scaling.
+        """
         return RowsOverFsdpForGradInput(self.amax_for_grad_input, used, self.rows)
 
     def for_grad_weight(self: Any, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_weight, which holds the dtype of the shard."""
+        """The placement of the layer's op for grad_weight: it holds ``dtype``, the dtype of the shard.
+
+        ``used`` are the forward's multipliers (1 / scale); None without delayed scaling.
+        """
         return RowsOverFsdpForGradWeight(used, dtype, self.rows)
 
 
 @dataclass(slots=True)
 class RowsOverFsdp(RowsOverFsdpBase):
-    """Placement of a weight that FSDP shards by rows.
+    """Placement of a weight that FSDP shards by rows, without delayed scaling.
 
     Attributes:
-        amax: Amax of the whole weight for the output, if ranks have exchanged the amaxes of all layers at once. If
-            None, the op exchanges it.
+        amax: Amax of the whole weight for the output, if ranks have exchanged the amaxes of all layers in one message.
+            If None, the op exchanges it.
         amax_for_grad_input: Amax of the whole weight for grad_input, or None.
         rows: The rows that each rank has.
     """
@@ -552,7 +593,7 @@ class RowsOverFsdp(RowsOverFsdpBase):
     rows: Rows
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError for delayed scaling, which fsdp_delayed_linear takes."""
+        """Raise a ValueError for delayed scaling; the op fsdp_delayed_linear has arguments for its state."""
         if not _compat.is_stand_in(recipe) and recipe.history():
             raise ValueError(
                 "fsdp_linear: the recipe has delayed scaling, whose state this op has no place for. Take "
@@ -575,7 +616,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: each rank's rows, the weight's amax, and the forward's multipliers."""
+        """Keyword arguments for a GEMM's `Operands`: each rank's rows, the amax, the forward's multipliers."""
         return {"rows": self.rows, "weight_amax": self.amax, "multiplier": self.multiplier}
 
 
@@ -594,13 +635,16 @@ class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments of `Operands`: the multipliers that the forward used, None without delayed scaling."""
+        """Keyword arguments for a GEMM's `Operands`: the forward's multipliers, None without delayed scaling."""
         return {"multiplier": self.multiplier}
 
 
 @dataclass(slots=True)
 class GroupsOverFsdp(_OverFsdp):
-    """Placement of a stack that FSDP shards by whole matrices, so ranks exchange no amax."""
+    """Placement of a stack that FSDP shards by whole matrices; ranks exchange no amax.
+
+    ``rows`` has the number of matrices on each rank.
+    """
 
     rows: Rows
 
@@ -609,13 +653,19 @@ class GroupsOverFsdp(_OverFsdp):
         return sum(self.rows.sizes[: self.rows.rank])
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_weight, which holds the dtype of the shard."""
+        """The placement of the layer's op for grad_weight: it holds ``dtype``, the dtype of the shard.
+
+        ``used`` is not needed.
+        """
         return GroupsOverFsdpForGradWeight(dtype, self.rows)
 
 
 @dataclass(slots=True)
 class GroupsOverFsdpForGradWeight(_OverFsdpForGradWeight):
-    """Placement of the op for grad_weight of a stack that FSDP shards; ``dtype`` is that of the shard."""
+    """Placement of the op for grad_weight of a stack that FSDP shards by whole matrices.
+
+    ``dtype`` is the dtype of the shard; ``rows`` has the number of matrices on each rank.
+    """
 
     dtype: torch.dtype
     rows: Rows

@@ -1,7 +1,7 @@
 """Quantize rows that are sorted by group; each group gets the codes that it would get alone.
 
-Codes along rows are (R, K); a tensorwise scale is one for all rows of a group. Codes along tokens are (K, C), in the
-layout of `fp8compile.ops.groups.padding`.
+Codes along rows are (R, K) for R rows of K features; a tensorwise scale is one for all rows of a group. Codes along
+tokens are (K, C), in the layout of `fp8compile.ops.groups.padding`, with C tokens after padding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _group_amax = inductor.once_a_graph(group_amax)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
-    """The quantizer of the same codes with one scale for each row, which is how grouped GEMMs read scales."""
+    """The quantizer of the same codes with one scale for each row, as grouped GEMMs read scales."""
     return quantizer if quantizer.block[0] == 1 else with_block(quantizer, (1, -1))
 
 
@@ -66,11 +66,12 @@ def quantize_groups(
         tokens: Quantizer along tokens, over one group's matrix; may be None if not ``along_tokens``.
         steps: The functions that compute the steps.
         along_tokens: Whether to quantize along tokens instead of along rows.
-        reads_once: Whether one kernel may read the rows and make codes in both directions, in compiled code on a GPU.
-            Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the rows.
+        reads_once: Whether one kernel may read the rows and make codes along rows and along tokens, in compiled code
+            on a GPU. Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the
+            rows.
         is_input: Whether the rows are a layer's input, which the backward may recompute from tensors that are kept
             anyway.
-        counts: Whether kernels also count what they cast, where they can; see `Quantized.counts`.
+        counts: Whether casting kernels also compute statistics, if they can; see `Quantized.counts`.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
@@ -101,9 +102,10 @@ def quantize_groups(
 def cast_rows(
     x: Tensor, ends: Tensor, quantizer: Quantizer, steps: Steps, over_ranks: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Cast rows with one scale for each group; returns codes (R, K) and the scale of each row's group, (R, 1).
+    """Cast rows with one scale for each group; returns codes (R, K), and the scale for each row, (R, 1).
 
-    ``over_ranks`` reduces this rank's amaxes over all ranks that have rows of the groups.
+    ``ends`` are the ends of the groups. ``over_ranks`` reduces this rank's amaxes over all ranks that have rows of the
+    groups.
     """
     multiplier, scale = steps.scale(over_ranks(_group_amax(x, ends, quantizer)), quantizer)
     group = group_to_read(ends, x.shape[0])
@@ -120,7 +122,10 @@ def _tokens(
     is_input: bool,
     counts: bool,
 ) -> tuple[Tensor, ...]:
-    """Quantize along tokens; returns codes, scales, and counts if the kernel counted."""
+    """Quantize groups along tokens; returns codes and scales, and statistics if the kernel computed them.
+
+    Arguments are those of `quantize_groups`.
+    """
     x: Tensor = part.local
     ends: Any = part.layout.ends  # rows are in groups
     if tokens.block[0] != -1:
@@ -152,7 +157,7 @@ def _scales_along_tokens(
 
 
 def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
-    """Reduce the amaxes of groups over the ranks whose features share blocks; unchanged if no block spans ranks."""
+    """Reduce amaxes of groups over ranks whose features share blocks; no change if no block spans ranks."""
     columns = axis_blocks(part.local.shape, part.cuts, quantizer.block)[1]
     for group in columns.groups if columns.kind == "spanning" else ():
         amaxes = all_reduce_amax(amaxes, group)
@@ -163,7 +168,10 @@ def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
-    """Whether codes are stored packed and with tiled scales, as a GPU's four-bit product reads them."""
+    """Whether codes are stored in pairs and scales in tiles, as a GPU's four-bit grouped GEMM reads them.
+
+    ``x`` gives the device.
+    """
     return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
 
 
@@ -188,9 +196,9 @@ def _in_two_levels(
 
 
 def as_values_of_rows(found: Quantized, features: int) -> Quantized:
-    """Convert codes along rows to what `quantize.dequantized` reads: one code a byte, and scales as a grid.
+    """Convert codes along rows to one code a byte and a grid of scales, which `dequantized` reads.
 
-    For four-bit codes on a GPU, two codes share a byte and scales are in tiles.
+    Four-bit codes on a GPU are packed two a byte, with scales in tiles. ``features`` is the number of columns.
     """
     quantizer = by_row(found.quantizer)
     if packed_dim(quantizer) is None:

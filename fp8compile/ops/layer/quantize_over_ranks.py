@@ -1,8 +1,8 @@
 """Quantize a rank's shard of a tensor to the codes and scales that the whole tensor would have.
 
-Ranks that have elements of the same block exchange its amax first. In a stack each matrix is quantized as if it were
-alone. Amaxes, multipliers and scales are grids with a value for each block; a stack's grid is (E, block rows, block
-columns).
+Ranks that have elements of the same block exchange the block's amax first. In a stack each matrix is quantized as if
+it were alone. Amaxes, multipliers (1 / scale) and scales are grids with a value for each block; the grid of a stack of
+E matrices is (E, block rows, block columns).
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ __all__ = [
 
 
 def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
-    """Pad each matrix of (E, N, K) with zeros to a multiple of ``rows``, so that no block has rows of two matrices."""
+    """Pad each matrix of ``stack``, (E, N, K), with rows of zeros to a multiple of ``rows``.
+
+    No block then has rows of two matrices.
+    """
     missing = -stack.shape[1] % rows
     return pad(stack, (0, 0, 0, missing)) if missing else stack
 
@@ -62,7 +65,7 @@ def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
 def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
     """Pad each matrix of a stack to whole blocks.
 
-    Returns the padded stack, and the quantizer for the stack if it is flattened to one matrix.
+    Returns the padded stack, and a quantizer with which the stack can be quantized as one flattened matrix.
     """
     rows, columns = quantizer.block
     if rows != -1:
@@ -73,7 +76,7 @@ def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantiz
 
 
 def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Callable[..., Tensor]) -> Tensor:
-    """The amax grid of a matrix, or of each matrix of a stack."""
+    """The amax grid of ``window``, or of each matrix in it if ``batch`` is 1, by the function ``amax``."""
     if not batch:
         return amax(window, quantizer)
     stack, own = _in_own_blocks(window, quantizer)
@@ -81,10 +84,9 @@ def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Ca
 
 
 def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Callable[..., Tensor]) -> Tensor:
-    """Apply a function of a matrix and its grid of blocks to each matrix of a stack (E, N, K).
+    """Apply ``compute(matrix, grid, quantizer)`` to each matrix of a stack (E, N, K) and its grid.
 
-    ``compute(matrix, grid, quantizer)`` is the function for one matrix. The stack's columns begin at a block boundary.
-    ``grid`` is (E, block rows, block columns).
+    ``window`` is the stack, whose columns begin at a block boundary. ``grid`` is (E, block rows, block columns).
     """
     stack, own = _in_own_blocks(window, quantizer)
     matrix = stack.flatten(0, 1)
@@ -102,7 +104,10 @@ def _sides(part: Plain, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
 
 
 def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """The part's elements; if shards cut through blocks, padded with zeros to begin at a block boundary."""
+    """The part's elements, padded with zeros to begin at a block boundary if shards cut through blocks.
+
+    ``sides`` says how the part's rows and columns lie among the whole tensor's blocks.
+    """
     if all(side.kind != "split" for side in sides):
         return part.local
     window = part.local if part.layout.batch else as_matrix(part.local)
@@ -112,7 +117,7 @@ def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
 
 
 def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """Undo the padding of `_window`: take the codes of the part's elements."""
+    """Undo the padding of `_window`: take the codes of the part's own elements."""
     if all(side.kind != "split" for side in sides):
         return codes
     for dim, side in zip(SIDES, sides, strict=True):
@@ -136,7 +141,10 @@ def _check_part(part: Plain, quantizer: Quantizer) -> None:
 
 
 def _check_transform(part: Plain, quantizer: Quantizer) -> None:
-    """Raise a ValueError if values that are transformed together lie on several ranks, or are incomplete."""
+    """Raise a ValueError if the quantizer's transform would mix values of several ranks.
+
+    Also raise if the transformed dim is not a multiple of the transform's length.
+    """
     if not (group := len(quantizer.transform())):
         return
     tokens = quantizer.block[0] == group
@@ -179,10 +187,10 @@ def _window_and_amax_over_ranks(
 
 
 def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
-    """This rank's contribution to the amax grid of the whole tensor, float32; 0 for blocks without elements here.
+    """Compute this rank's contribution to the amax grid of the whole tensor, float32, from its ``part``.
 
-    The maximum over ranks is the amax of every block. Ranks can reduce the contributions for many tensors in one
-    message.
+    The contribution is 0 for blocks without elements on this rank; the maximum over ranks is the amax of every block.
+    Ranks can reduce the contributions for many tensors in one message.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)
@@ -197,7 +205,7 @@ def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def _cut_of_matrices(part: Plain) -> DimSharding | None:
-    """The `DimSharding` that gives each rank whole matrices of a stack, or None."""
+    """The sharding of a stack that gives each rank whole matrices, a `DimSharding`; None without one."""
     return next((cut for cut in part.cuts if cut is not None and cut.dim < part.layout.batch), None)
 
 
@@ -205,20 +213,24 @@ def _cut_of_matrices(part: Plain) -> DimSharding | None:
 
 
 def has_one_scale(quantizer: Quantizer) -> bool:
-    """Whether a matrix has one scale that other matrices may share: an outer scale, or one for the whole tensor."""
+    """Whether a matrix has one scale, outer or tensorwise, that other matrices may share."""
     return quantizer.has_outer_scale() or quantizer.block == (-1, -1)
 
 
 def _takes_all_matrices(quantizer: Quantizer) -> bool:
-    """Whether the quantizer's rules take the outer amaxes of all matrices of a stack at once.
+    """Whether the quantizer can compute scales of all matrices of a stack in one call.
 
-    Only `TwoLevelScaling` itself does; quantizers of other packages take one matrix at a time.
+    Only `TwoLevelScaling` itself takes the outer amaxes of all matrices; quantizers of other packages take one matrix
+    at a time.
     """
     return type(quantizer) is TwoLevelScaling
 
 
 def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, batch: int, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """The outer amax, from the amaxes of blocks: (1,) float32 for a matrix, (E,) for a stack of matrices."""
+    """Compute the amax of a whole matrix from its blocks' amaxes: (1,) float32, or (E,) for a stack.
+
+    ``batch`` is 1 for a stack of E matrices, else 0.
+    """
     if not batch:
         return steps.outer_amax(amaxes, quantizer)
     if _takes_all_matrices(quantizer):
@@ -234,7 +246,7 @@ def scales_of(
     outer_amax: Tensor | None = None,
     batch: int = 0,
 ) -> Scales:
-    """Compute the multiplier, the scale and the outer scale from amaxes.
+    """Compute the multiplier (1 / scale), the scale and the outer scale (or None) from amaxes.
 
     Args:
         amaxes: The amax grid of a matrix or of a stack, or of a part of one.
@@ -273,7 +285,8 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
     """Select the scales of a rank's part, of shape ``shape``, from the grid of the whole tensor's scales.
 
-    If shards cut through blocks along a side of the matrix, all scales along this side are kept.
+    ``cuts`` says how ranks shard the tensor; ``batch`` is 1 for a stack, else 0. If shards cut through blocks along a
+    side of the matrix, all scales along this side are kept.
     """
     for dim, side in zip(SIDES, axis_blocks(shape, cuts, quantizer.block, batch), strict=True):
         scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
@@ -284,7 +297,7 @@ def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer
 
 
 def positions(part: Plain, quantizer: Quantizer) -> tuple[Tensor, ...]:
-    """Positions of a part's rows and columns in the whole tensor, as `fp8compile.ops.cast` takes them.
+    """Positions of a part's rows and columns in the whole tensor, as arguments of `fp8compile.ops.cast`.
 
     Returns () if the quantizer's codes do not depend on positions.
     """
@@ -292,7 +305,11 @@ def positions(part: Plain, quantizer: Quantizer) -> tuple[Tensor, ...]:
 
 
 def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Plain) -> tuple[Tensor, ...]:
-    """Positions in the whole matrix, or in each whole matrix of a stack, of the rows and columns of `_window`."""
+    """Positions in its whole matrix of the rows and columns of a part that `_window` has padded.
+
+    ``sides`` says how they lie among the whole tensor's blocks. Returns () if the quantizer's codes do not depend on
+    positions.
+    """
     if quantizer.is_local():
         return ()
     rows, columns = (side.window_positions(part.local.device) for side in sides)
@@ -302,7 +319,10 @@ def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part:
 def _cast(
     window: Tensor, multiplier: Tensor, quantizer: Quantizer, batch: int, steps: Steps, where: tuple[Tensor, ...]
 ) -> Tensor:
-    """Cast values, padded as by `_window`, to codes: multiply by the multipliers of their blocks, and round."""
+    """Cast ``window``, which `_window` padded, to codes: multiply by the blocks' multipliers, and round.
+
+    ``batch`` is 1 for a stack, else 0; ``where`` are the positions that `_positions` returns.
+    """
     if not batch:
         return steps.cast(window, multiplier, quantizer, *where)
 
@@ -318,7 +338,7 @@ def _cast(
 
 
 def is_cut_within(part: Plain) -> bool:
-    """Whether ranks shard the matrices themselves, and not only the dims over which the matrices are stacked."""
+    """Whether ranks shard rows or columns of matrices, and not only the dims of a stack."""
     cuts, batch = part.layout.cuts, part.layout.batch
     return bool(cuts) and any(cut is not None and cut.dim >= batch for cut in cuts)
 
@@ -337,7 +357,7 @@ def quantize_part(
     whole_amax: Tensor | None = None,
     outer_amax: Tensor | None = None,
 ) -> Quantized:
-    """Quantize a part of a matrix, of rows or of a stack to the codes and scales that the whole tensor would have.
+    """Quantize this rank's part to the codes and scales that the whole matrix or stack would have.
 
     All ranks of the part's groups call this function. ``local_amax`` is the amax grid of the part's own elements, if
     the caller has it and no shard cuts a block. ``whole_amax`` is the amax grid of the whole tensor, if the caller has
@@ -375,7 +395,10 @@ def quantize_part(
 def _quantize_matrix(
     part: Plain, quantizer: Quantizer, steps: Steps, known: Tensor | None, outer_amax: Tensor | None = None
 ) -> Quantized:
-    """Quantize a whole matrix: the usual case of eager layers."""
+    """Quantize a matrix that is whole on this rank, which is the usual case of eager layers.
+
+    ``known`` are the amaxes of its blocks, or None to compute them; ``outer_amax`` is that of `quantize_part`.
+    """
     quantizer = quantizer.for_shape(part.local.shape)
     amaxes = steps.amax(part.local, quantizer) if known is None else known
     multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps, outer_amax=outer_amax)
@@ -384,7 +407,7 @@ def _quantize_matrix(
 
 
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
-    """The quantizer for a stack. Only `TwoLevelScaling` packs codes, if each matrix's sizes allow that."""
+    """The quantizer for a stack: `TwoLevelScaling` packs codes if a matrix's sizes allow; others never."""
     if _takes_all_matrices(quantizer):
         return quantizer.for_shape(part.local.shape[1:])
     quantizer = quantizer.unpacked() or quantizer
@@ -413,9 +436,9 @@ def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: 
 
 
 def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Cast a part with the grid of the whole tensor's multipliers; returns one code per byte, in the part's shape.
+    """Cast a part by the grid of the whole tensor's multipliers (1 / scale); returns one code per byte.
 
-    In a stack, stochastic rounding uses positions in this part.
+    The codes have the part's shape. In a stack, stochastic rounding uses positions in this part.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)
@@ -460,7 +483,10 @@ def _values_of_stack(
 
 
 def expanded_scales(codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """The scale of each element, float32, broadcast against the codes of a matrix or of a stack (E, N, K)."""
+    """Expand scales to a float32 scale of each element, for codes of a matrix or of a stack (E, N, K).
+
+    The result broadcasts against the codes.
+    """
     if codes.ndim == 2:
         return expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
 

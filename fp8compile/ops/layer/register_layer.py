@@ -1,4 +1,4 @@
-"""Register a linear layer for one placement of its tensors: one op for each of its products.
+"""Register a linear layer for one placement of its tensors: one op for each of its GEMMs.
 
 Each op has a kernel, which computes in Phase.EAGER, and a decomposition for compiled code. The arguments are:
 
@@ -42,32 +42,32 @@ TENSORS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOp(PlacedOp):
-    """One op of a layer: turns its flat arguments into a call of a function of `output_and_gradients`.
+    """One op of a layer: turns flat arguments into a call of a function of `output_and_gradients`.
 
     Attributes:
-        kind: Which op it is, a key of ``TENSORS``.
+        kind: Which op it is, a key of ``TENSORS``: ``"output"``, ``"grad_input"``, ``"grad_weight"`` and others.
     """
 
     kind: str
 
     @classmethod
     def of(cls, kind: str, placement: type[Placement], *, ends: bool) -> LayerOp:
-        """The op of this kind for one placement."""
+        """Make the op of this kind, a key of ``TENSORS``, for one placement; ``ends`` if rows are in groups."""
         names = tuple(name for name in TENSORS[kind] if ends or name != "offsets")
         return cls(kind=kind, names=names, placement=placement, ends=ends)
 
     def tensors(self) -> dict[str, Any]:
-        """Names and annotations of the tensor arguments in the schema."""
+        """Names and annotations of the tensor arguments in the op's schema, in order."""
         own = self.placement.weight_name
         found = {own if name == "weight" else name: hint for name, hint in super().tensors().items()}
         return found | ({"bias": Tensor | None} if "bias" in found else {})
 
     def constants(self) -> dict[str, Any]:
-        """The recipe, or the quantizer of the codes that are kept."""
+        """Name and annotation of the op's last argument: the recipe, or the quantizer of the kept codes."""
         return {"quantizer": Quantizer} if self.kind == "kept_input" else {"recipe": Recipe}
 
     def run(self, phase: Phase, args: tuple[Any, ...], codes: dict[str, Any] | None = None) -> Any:
-        """Run the op's computation.
+        """Compute the op's results from its flat arguments, in eager mode or in the kind of graph ``phase``.
 
         ``codes`` are keyword arguments of `Operands` for a weight that is quantized already.
         """
@@ -88,7 +88,7 @@ class LayerOp(PlacedOp):
         return output_and_gradients.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
 
     def empty(self, args: tuple[Any, ...]) -> Any:
-        """Uninitialized results of the op, for tracing."""
+        """Make uninitialized tensors with the shapes and dtypes of the op's results, for its fake kernel."""
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
             x, weight, _ = tensors
@@ -146,7 +146,10 @@ class _Derivative(PlacedDerivative):
     def kept(
         self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
     ) -> tuple[Tensor | None, ...]:
-        """The input or its codes, then the weight, and the multipliers that delayed scaling used."""
+        """The tensors to save: the input or its codes, the weight, and delayed scaling's multipliers.
+
+        ``tensors``, ``ends`` and ``place`` are the op's arguments, ``output`` its results.
+        """
         x, weight, bias = tensors
         (recipe,) = (ctx.recipe,) = ctx.constants
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -163,7 +166,7 @@ class _Derivative(PlacedDerivative):
         return *kept, weight if needs_x else None, used
 
     def reads_placement(self, ctx: Any) -> bool:
-        """Whether the gradient of the input, which reads them, is wanted."""
+        """Whether the backward reads the placement's tensors: only for the gradient of the input."""
         return bool(ctx.needs_input_grad[0])
 
     def backward(self, ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -229,7 +232,7 @@ def register_layer(
         for_grad_input: Class that `Placement.for_grad_input` returns, if it is not ``placement``.
         for_grad_weight: Class that `Placement.for_grad_weight` returns, if it is not ``placement``.
         ends: Whether rows are in groups.
-        gradients: A layer whose gradient ops are used in place of new ones.
+        gradients: A registered layer whose gradient ops this layer uses instead of new ones.
         keep: The op that keeps codes of the input, if another layer has registered it.
         observe: The ops that collect statistics of the operands, if another layer has registered them.
     """
@@ -287,7 +290,7 @@ def _prepare(placement: type[Placement], *, ends: bool) -> Callable[..., Sequenc
 
 @dataclass(frozen=True)
 class _Samples:
-    """Makes sample arguments of a layer's other ops from those of its output op."""
+    """Sample arguments of a layer's other ops, made from ``samples`` of its output op."""
 
     op: LayerOp
     samples: Callable[[], Iterable[tuple[Any, ...]]]
@@ -303,19 +306,19 @@ class _Samples:
             yield grad.to(x.dtype).movedim(0, -1), x, weight, given(ends), place, recipe, used  # not contiguous
 
     def of_grad_input(self) -> Iterator[tuple[Any, ...]]:
-        """Sample arguments of the op for grad_input."""
+        """Yield sample arguments of the layer's op for grad_input."""
         for grad, _, weight, offsets, place, recipe, used in self._each():
             yield grad, weight, *offsets, *fields_of(place.for_grad_input(used)), recipe
 
     def of_grad_weight(self) -> Iterator[tuple[Any, ...]]:
-        """Sample arguments of the op for grad_weight."""
+        """Yield sample arguments of the layer's op for grad_weight."""
         for grad, x, weight, offsets, place, recipe, used in self._each():
             yield grad, x, *offsets, *fields_of(place.for_grad_weight(weight.dtype, used)), recipe
 
     def of_observe(self) -> Iterator[tuple[Any, ...]]:
-        """Sample layers for the statistics ops: grad_output, x, weight, offsets or None, placement, recipe.
+        """Yield samples for the statistics ops: grad_output, x, weight, offsets or None, placement, recipe.
 
-        Yields the first sample, and the first sample without elements.
+        They are made from the first sample, and from the first sample without elements.
         """
         seen = set()
         for grad, x, weight, offsets, place, recipe, used in self._each():
@@ -325,12 +328,12 @@ class _Samples:
             yield grad, x, weight, *(offsets or (None,)), place.for_grad_input(used), recipe
 
     def of_keep(self) -> Iterator[tuple[Any, ...]]:
-        """Sample arguments of the op that keeps codes."""
+        """Yield sample arguments of the layer's op that keeps codes of the input."""
         for _, x, offsets, place, quantizer in self._kept():
             yield x, *offsets, *fields_of(place.for_keep()), quantizer
 
     def of_grad_weight_of_codes(self) -> Iterator[tuple[Any, ...]]:
-        """Sample arguments of the op for grad_weight from kept codes."""
+        """Yield sample arguments of the layer's op for grad_weight from kept codes."""
         for grad, x, offsets, place, quantizer in self._kept():
             recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
             ends = offsets[0] if offsets else None

@@ -1,4 +1,4 @@
-"""Sample arguments of the layer ops, for one rank; tests with more ranks need processes (tests/parallel)."""
+"""Sample arguments of the layer ops for one rank; more ranks need processes (tests/parallel)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def linear_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::linear; samples of similar ops are made from them."""
+    """Yield sample arguments of fp8compile::linear; samples of similar ops are made from them."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in samples.recipes():
@@ -60,7 +60,7 @@ def known_codes_of_groups_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def _recipes() -> Iterator[Recipe]:
-    """Recipes with delayed scaling: for all operands, with grad_weight in high precision, and for the input only."""
+    """Recipes with delayed scaling: for all operands, without grad_weight's, and for the input only."""
     value, grad = DelayedScaling(history=4), DelayedScaling(format="e5m2", history=4, margin=1)
     own = CurrentScaling()
     every: dict[str, Any] = {"input": value, "weight": value, "grad_output": grad, "weight_for_grad_input": value}
@@ -88,7 +88,7 @@ def sharded_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def fsdp_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::fsdp_linear, for FSDP over one rank, with and without given amaxes."""
+    """Sample arguments of fp8compile::fsdp_linear, for FSDP over one rank, with and without amaxes."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         shard = weight.float() if index % 2 else weight
         known = [None, None]

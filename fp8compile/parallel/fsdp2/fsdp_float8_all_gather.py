@@ -1,4 +1,4 @@
-"""Weights that stock FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers as codes, one byte an element.
+"""Let stock FSDP2 (`torch.distributed.fsdp.fully_shard`) gather weights as codes.
 
     once a step      each rank: amaxes of its shards --one message: maximum--> scales of all weights
     before a layer   shard -> param_dtype -> codes --all-gather of bytes--> QuantizedTensor, which the layer multiplies
@@ -47,7 +47,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter of an FP8 layer that the layer's products read as their weight."""
+    """A weight of an FP8 layer: the layer's module, and the name of the parameter in it."""
 
     module: Any  # an FP8 layer
     name: str
@@ -57,7 +57,7 @@ class _Weight:
         return attrgetter(self.name)(self.module)
 
     def is_alone(self, users: list[nn.Module]) -> bool:
-        """Whether all modules that have the parameter multiply the same codes of it."""
+        """Whether all ``users``, the modules that have the parameter, multiply by the same codes of it."""
         if len(users) == 1 or self.parameter.ndim == 3 or isinstance(self.module.recipe.weight, DelayedScaling):
             return len(users) == 1
         kind = Linear if isinstance(self.module, Linear) else type(self.module)
@@ -65,7 +65,10 @@ class _Weight:
 
 
 def _check_model(model: nn.Module, ignored: set[nn.Parameter]) -> list[_Weight]:
-    """Find the weights of a model's FP8 layers that FSDP2 will shard; raise if there are none or they are sharded."""
+    """Return the weights of a model's FP8 layers that FSDP2 will shard, without those in ``ignored``.
+
+    Raise a ValueError if there are none, or if the model is sharded already.
+    """
     check_model("fsdp_float8_all_gather", model)
     if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
         raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} went through fully_shard already. {ORDER}")
@@ -90,7 +93,7 @@ OWN_CODES = "codes: the parameter itself is made of them"
 
 
 def _why_no_pair(weight: _Weight) -> str | None:
-    """Why FSDP2 can't gather separate codes of a weight for forward and backward; None if it can."""
+    """Return why FSDP2 can't gather separate codes of a weight for forward and backward; None if it can."""
     if weight.module.recipe.delayed()[1] is not None:
         return "delayed scaling makes codes of one product of the weight, and not of the other"
     if getattr(weight.module, "scale_group", ()):
@@ -99,7 +102,10 @@ def _why_no_pair(weight: _Weight) -> str | None:
 
 
 def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
-    """Why FSDP2 gathers a weight in ``param_dtype`` and not as codes; None if it gathers codes."""
+    """Return why FSDP2 gathers a weight in ``param_dtype`` and not as codes; None if it gathers codes.
+
+    ``users`` are the modules that have the parameter.
+    """
     recipe = weight.module.recipe
     if (missing := holds_no_stacks(weight.module)) is not None:
         return f"the module {missing}"
@@ -122,14 +128,17 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
 
 
 def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
-    """How tensor parallelism shards a weight; empty if it does not."""
+    """Return how tensor parallelism shards a weight; empty if it does not."""
     if not isinstance(weight, DTensor):
         return ()
     return tuple(cut.by_name() for cut in part_of("fsdp_float8_all_gather", weight).cuts if cut is not None)
 
 
 def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
-    """The weight as a parameter whose local tensor is a `ShardedWeight`, which FSDP2 asks how to gather."""
+    """Return the weight as a parameter of a `ShardedWeight`, which FSDP2 gathers as codes.
+
+    ``gathers`` says what gathers send if forward and backward read different codes; else it is None.
+    """
     parameter = weight.parameter
     cuts = () if parameter.ndim == 3 else _cuts_of(parameter)  # other ranks have other experts, not parts of these
     local = ShardedWeight(_compat.local_itself(parameter.detach()), weight.name, gathers, cuts)
@@ -137,7 +146,10 @@ def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
 
 
 def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Wrap a plain loaded weight, so that after `load_state_dict(assign=True)` FSDP2 still gathers it as codes."""
+    """Hook before loading: wrap a plain weight in the state dict as a `ShardedWeight`.
+
+    Its key is ``prefix + name``. Otherwise FSDP2 would gather values after `load_state_dict(assign=True)`.
+    """
     key = f"{prefix}{name}"
     loaded = state_dict.get(key)
     if isinstance(loaded, DTensor) and not isinstance(_compat.local_itself(loaded), ShardedWeight):
@@ -146,10 +158,10 @@ def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefi
 
 
 def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | None) -> str:
-    """The text by which a report describes the gathers of a module's weights.
+    """Return the text by which a report describes the gathers of a module's weights.
 
     ``reasons`` has, for each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
-    ``gathers`` is None if forward and backward multiply the same codes.
+    ``gathers`` says what is sent if forward and backward multiply different codes; else it is None.
     """
     codes = "codes" if gathers is None else gathers.in_words()
     said = {None: codes, OWN_CODES: OWN_CODES}
@@ -170,7 +182,7 @@ def fsdp_float8_all_gather(
     one_gather: str = "codes",
     ignored_params: Collection[nn.Parameter] = (),
 ) -> Model:
-    """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
+    """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element.
 
     Weights of experts are gathered as codes too, sharded along experts or along another dim (``shard_placement_fn``).
     Each expert has its own scales. Weights that can't be gathered as codes are gathered in ``param_dtype``;
@@ -182,22 +194,22 @@ def fsdp_float8_all_gather(
     (``reshard_after_forward=False``, a number, or the default of the root) or if the backward repeats the forward
     (activation checkpointing); ``one_gather`` chooses what that gather sends.
 
-    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has at that time. The
-    layer itself uses the same, if each backward runs before the next forward.
+    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier (1 / scale) that the layer has at that
+    time. The layer itself uses the same multiplier, if each backward runs before the next forward.
 
     Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are those of the whole weight, over
-    the ranks of FSDP2 and of tensor parallelism. So codes, scales and outputs are the same as without this call, bit
-    for bit. After weights change, ranks exchange the amaxes of all changed weights in one message.
+    the ranks of FSDP2 and of tensor parallelism. Codes, scales and outputs are therefore the same as without this
+    call, bit for bit. After weights change, ranks exchange the amaxes of all changed weights in one message.
 
     Call it after ``fp8compile.convert`` and ``parallelize_module``, before ``fully_shard``. To compile, wrap each
-    block in ``torch.compile(block, fullgraph=True)`` and shard what that returns.
+    block in ``torch.compile(block, fullgraph=True)`` and shard the module that this returns.
 
     Args:
         model: A converted model that is not sharded yet.
         checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). If it is False, a repeated
-            forward that finds the codes of the backward raises.
-        one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers the codes of both, two
-            bytes an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
+            forward raises if memory holds the codes of the backward.
+        one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers the codes of both, two bytes
+            an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
         ignored_params: The parameters that ``fully_shard`` will be given as ``ignored_params``, such as experts that
             `ExpertParallel` has spread over ranks. They are not replaced.
 
@@ -242,9 +254,10 @@ def fsdp_float8_all_gather(
 
 
 def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
-    """Set whether the backward repeats the forward of a parameter that is kept as two sets of codes.
+    """Pass ``checkpointed`` on to a quantized parameter with separate codes for grad_input.
 
-    Raise a ValueError for ``one_gather="param_dtype"``, because such a parameter has no values to gather.
+    It says whether the backward repeats the forward. Raise a ValueError for ``one_gather="param_dtype"``, because such
+    a parameter has no values to gather.
     """
     if one_gather == PLAIN:
         raise ValueError(
@@ -255,7 +268,10 @@ def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str
 
 
 def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, GatherPolicy]) -> None:
-    """Replace the chosen parameters by parameters that FSDP2 gathers as codes."""
+    """Replace the ``chosen`` weights by parameters that FSDP2 gathers as codes.
+
+    ``gathers`` has, for parameters whose forward and backward read different codes, what gathers send.
+    """
     number, scales = next(CALLS), WeightScales((weight.module, weight.name) for weight in chosen)
     wrapped: dict[nn.Parameter, nn.Parameter] = {}
     for weight in chosen:

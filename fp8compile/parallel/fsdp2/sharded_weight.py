@@ -1,7 +1,7 @@
 """A rank's shard of a weight, in high precision, which FSDP2 gathers as codes.
 
-A weight is a matrix, or a stack of matrices (E, N, K), each with its own scales. FSDP2 shards a stack along experts
-or, if there are more ranks than experts, along another dim.
+A weight is a matrix, or a stack (E, N, K) of E matrices with N out_features and K in_features, each with its own
+scales. FSDP2 shards a stack along experts or, if there are more ranks than experts, along another dim.
 
 If each block lies on one rank, and forward and backward multiply different codes, scales of blocks are sent beside the
 codes. Otherwise all ranks compute these scales from the amaxes that they exchanged in one message.
@@ -57,18 +57,19 @@ PAIR = GEMMS[:2]  # the products that read a weight
 
 
 class Edits:
-    """Counter of the writes to one memory, shared by all `ShardedWeight` views of that memory."""
+    """Counter ``count`` of the writes to one memory, shared by all `ShardedWeight` views of the memory."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class ShardedWeight(FullyShardHooks, Tensor):
-    """A plain tensor that FSDP2 gathers as codes. For all other code it acts as that tensor, in the same memory.
+    """A tensor that FSDP2 gathers as codes; for all other code it acts as the plain tensor that it wraps.
 
-    It is a subclass because FSDP2 asks the local tensor of a parameter how to gather it. Views, copies and ``to`` keep
-    the subclass. Other ops return plain tensors, so optimizer states are plain, and it is pickled as a plain tensor. A
-    compiler sees a plain tensor: a ``__tensor_flatten__`` would show it a second tensor in the same memory.
+    FSDP2 asks the local tensor of a parameter how to gather it, which is why this is a subclass. Views, copies and
+    ``to`` keep the subclass. Other ops return plain tensors, so optimizer states are plain. It is pickled as a plain
+    tensor. A compiler sees a plain tensor: with a ``__tensor_flatten__`` it would see a second tensor in the same
+    memory.
     """
 
     name: str = "weight"  # name of the parameter in its module; a tensor has a property of this name
@@ -111,16 +112,16 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return _compat.plain_alias(self) if self._fake is None else self._fake
 
     def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedWeight:
-        """Wrap another tensor with this weight's name, gathers and cuts.
+        """Wrap another tensor with this weight's name, gathers, and tensor parallel sharding.
 
-        ``edits`` is this weight's counter if ``plain`` is a view of its memory; None starts a new counter.
+        ``edits`` is this weight's counter of writes if ``plain`` is a view of its memory; None starts a new counter.
         """
         return ShardedWeight(plain, self.name, self.gathers, self.cuts, edits)
 
     # ------------------------------------------------------------------ what a tensor with a dispatch refuses
 
     def _without_class(self) -> Tensor:
-        """The plain tensor or parameter on the same memory, with the attributes that other code has set on it."""
+        """Return a plain tensor or parameter on the same memory, with the attributes that other code has set."""
         plain = self.plain.detach()
         if isinstance(self, Parameter):
             return in_place_of(self, plain)
@@ -128,11 +129,14 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return plain.requires_grad_(self.requires_grad)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array on the same memory. PyTorch's own method refuses subclasses with a ``__torch_dispatch__``."""
+        """Return an array on the same memory; PyTorch's method refuses subclasses like this one.
+
+        ``force`` is the argument of ``Tensor.numpy``.
+        """
         return self._without_class().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The values as nested lists. PyTorch's own method refuses subclasses with a ``__torch_dispatch__``."""
+        """Return the values as nested lists; PyTorch's method refuses subclasses like this one."""
         return self._without_class().tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -168,27 +172,31 @@ class ShardedWeight(FullyShardHooks, Tensor):
 
     @property
     def batch(self) -> int:  # type: ignore[override]
-        """Number of leading dims over which matrices are stacked."""
+        """Number of leading dims over which matrices are stacked: 1 for a stack, 0 for a matrix."""
         return self.ndim - 2
 
     def quantizers_of(self, module: nn.Module) -> dict[Gemm, Quantizer]:
-        """The quantizer of the weight's codes, by the product that reads the codes.
+        """Return the quantizer of the weight's codes for each GEMM that reads separate codes.
 
-        Quantizers fit the dims as the parameter is in memory, also for modules that keep matrices transposed.
+        ``module`` has the weight. If it stores matrices transposed, quantizers are transposed too.
         """
         gemms = PAIR[:1] if self.gathers is None else PAIR
         return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
 
     def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
-        """The quantizers whose amaxes ranks exchange before a gather, by the recipe's field, such as ``"weight"``."""
+        """Return the quantizers whose amaxes ranks exchange before a gather, by field of the recipe.
+
+        ``module`` has the weight, and ``part`` is this rank's shard and its layout.
+        """
         every = self.quantizers_of(module).items()
         return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
     def own_levels(self, part: Plain, quantizer: Quantizer) -> tuple[bool, ...]:
-        """For each level of scales, whether only this rank computes its shard's scales, and sends them in the gather.
+        """Whether, at each level of scales, this rank alone computes its shard's scales and sends them.
 
-        The levels are the scales of blocks and, if the quantizer has them, the outer scales of matrices. If forward
-        and backward multiply the same codes, all are False: ranks know every scale from the message of amaxes.
+        The levels are the scales of blocks and, if ``quantizer`` has them, the outer scales of matrices. ``part`` is
+        the shard and its layout. If forward and backward multiply the same codes, all are False, because ranks
+        exchange amaxes and then know every scale.
         """
         levels = 2 if quantizer.has_outer_scale() else 1
         if self.gathers is None:
@@ -198,16 +206,16 @@ class ShardedWeight(FullyShardHooks, Tensor):
     # ------------------------------------------------------------------ what FSDP2 asks
 
     def values_to_gather(self, mp_policy: MixedPrecisionPolicy) -> Tensor:
-        """The shard's values, cast to the dtype that the layer computes in, as FSDP2's own gather casts them."""
+        """Return the shard's values in ``mp_policy.param_dtype``, as FSDP2's own gather casts them."""
         return self.plain.to(mp_policy.param_dtype or self.dtype)
 
     def sets_to_gather(
         self, mesh: DeviceMesh, size: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """How FSDP2 shards the weight, and each set of codes that this rank can send.
+        """Return how FSDP2 shards the weight, and its codes for the output and grad_input, which can be sent.
 
-        The codes are cast when ``make`` of their set is called, by the scales of this rank's own blocks or by scales
-        that all ranks know.
+        The arguments are those of `FullyShardHooks.sets_to_gather`. Codes are made only when ``make`` of the returned
+        `SetToGather` is called.
         """
         part = Plain(self.plain, _layout_of_shard(self, mesh, size))
         values = cache(partial(self.values_to_gather, mp_policy))  # one cast for all sets, or none
@@ -216,10 +224,10 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return own, [self._to_gather(part, values, size, module, *each) for each in every]
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
-        """Arguments of the gathered QuantizedTensor that say which ranks share its scales.
+        """Return arguments of the gathered QuantizedTensor that say which ranks share its scales.
 
-        A matrix sharded by tensor parallelism has that group, dim and sizes. Any other matrix has FSDP2's group,
-        because each of its ranks holds all of the matrix after the gather. A stack has none.
+        A matrix sharded by tensor parallelism has the tensor parallel group, dim and sizes. Any other matrix has
+        FSDP2's group (in ``shards``), whose ranks all hold the whole matrix after the gather. A stack has none.
         """
         if self.batch:
             return {}
@@ -260,9 +268,10 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _by_own_blocks(
         self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
-        """Quantize a shard whose blocks all lie on this rank; returns codes, one per byte, and the scales by level.
+        """Quantize a shard whose blocks all lie on this rank; return codes, one per byte, and scales.
 
-        If ranks shard the matrices themselves, the outer amax is the maximum over these ranks.
+        The arguments are those of `_by_known_scales`. If ranks shard the matrices themselves, the outer amax is the
+        maximum over these ranks.
         """
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
         if not all(self.own_levels(part, quantizer)):
@@ -273,23 +282,29 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _by_known_scales(
         self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
-        """Cast a shard by the scales that all ranks know; returns codes, one per byte, and these scales by level."""
+        """Cast the shard ``part`` by scales that all ranks know; return codes, one per byte, and scales.
+
+        ``size`` is the shape of the tensor that FSDP2 shards, ``module`` has the weight, and ``gemm`` reads the codes.
+        """
         multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
         codes = cast_part(part, multiplier.to(self.device), quantizer)
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Select the scales of the tensor parallel shard that FSDP2 gathers, from the scales of the whole weight."""
+        """Select, from the scales of the whole weight, those of the tensor parallel shard that FSDP2 gathers.
+
+        ``size`` is the shape of this tensor parallel shard.
+        """
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 
 def part_of_weight(
     weight: ShardedWeight, mesh: DeviceMesh, size: Sequence[int], mp_policy: MixedPrecisionPolicy
 ) -> Plain:
-    """This rank's shard of a weight and its layout, in the dtype that the layer computes in.
+    """Return this rank's shard of a weight, and its layout, in ``mp_policy.param_dtype``.
 
-    ``size`` is that of the tensor that the ranks of FSDP2's ``mesh`` have together. Raise a ValueError if FSDP2 shards
-    a dim along which codes can't be gathered.
+    ``size`` is the shape of the tensor that FSDP2 shards over ``mesh``. Raise a ValueError if FSDP2 shards a dim along
+    which codes can't be gathered.
     """
     return Plain(weight.values_to_gather(mp_policy), _layout_of_shard(weight, mesh, size))
 

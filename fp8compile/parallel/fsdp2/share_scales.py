@@ -1,4 +1,4 @@
-"""Quantized parameters that FSDP2 has sharded: which ranks share a scale."""
+"""Tell quantized parameters that FSDP2 has sharded which ranks share a scale."""
 
 from __future__ import annotations
 

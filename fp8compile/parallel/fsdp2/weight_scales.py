@@ -1,4 +1,4 @@
-"""Scales of the weights that FSDP2 gathers as codes. The amaxes of all shards travel in one message."""
+"""Compute the scales of weights that FSDP2 gathers as codes, from amaxes exchanged in one message."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Version:
-    """The version of a weight from which scales or codes were computed."""
+    """A weight's version counters at the time when scales or codes were computed from the weight."""
 
     edits: Edits  # the counter of writes that the weight had
     writes: tuple[int, ...]  # version counters of the weight
 
     @staticmethod
     def of(parameter: _compat.FsdpParameter) -> _Version:
-        """The version that a weight has now."""
+        """Read the version counters that a weight has now."""
         return _Version(*_writes(parameter))
 
     def holds(self, parameter: _compat.FsdpParameter) -> bool:
-        """Whether nothing was written to the weight since this version."""
+        """Whether the weight still has these version counters, so that nothing was written to it."""
         edits, writes = _writes(parameter)
         return self.edits is edits and self.writes == writes
 
 
 @dataclass(frozen=True)
 class _Scales:
-    """Scales of one weight, and the version of the weight that they were computed from."""
+    """Scales of one weight by the recipe's field, and the version of the weight when they were computed.
+
+    If blocks each lie on one rank, it holds the outer amax instead, and the rank computes its scales itself.
+    """
 
     by_slot: dict[str, Scales]  # multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``
     # Outer amax by the recipe's field, if each block lies on one rank. That rank computes the scales of its blocks
@@ -52,10 +55,10 @@ class _Scales:
 
 
 def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
-    """A weight's counter of writes, and four numbers that change if the weight is written to.
+    """Return a weight's `Edits`, and four numbers that change if something writes to the weight.
 
-    They are the version counters of the parameter, of its local tensor and of the plain tensor, and the counter's
-    number, which includes writes through views.
+    They are the version counters of the parameter, of its local tensor and of the plain tensor inside, and the count
+    in the `Edits`, which includes writes through views.
     """
     local = _compat.local_itself(parameter.sharded)
     if not isinstance(local, ShardedWeight):
@@ -76,15 +79,15 @@ def _end_of_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 @cache
 def _listen_to_optimizers() -> None:
-    """Register the hook on all optimizers, once."""
+    """Register `_end` as a hook on the steps of all optimizers, once."""
     register_optimizer_step_post_hook(_end_of_step)
 
 
 class WeightScales:
     """Scales of the weights that are gathered as codes, computed again after weights change.
 
-    A request for the scale of a changed weight computes the scales of all changed weights, with one message for each
-    group of ranks. If one rank changes a weight, all have to, as in training.
+    If a weight has changed, asking for its scale computes the scales of all changed weights, with one message for each
+    group of ranks. If one rank changes a weight, all ranks must change it, as in training.
     """
 
     def __init__(self, weights: Iterable[tuple[nn.Module, str]]) -> None:
@@ -96,37 +99,41 @@ class WeightScales:
         self._sent: dict[tuple[nn.Module, str], tuple[_Version, dict[Hashable, tuple[Tensor, ...]]]] = {}
 
     def _known(self, weight: tuple[nn.Module, str]) -> dict[tuple[nn.Module, str], _compat.FsdpParameter]:
-        """FSDP2's records of the weights that it has sharded; looked up again if ``weight`` is not among them."""
+        """Return FSDP2's records of the weights, by (module, name); list them again if ``weight`` is missing."""
         if weight not in self._parameters:
             found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
             self._parameters = {each: found[each] for each in self._weights if each in found}
         return self._parameters
 
     def of(self, module: nn.Module, name: str, slot: str) -> Scales:
-        """The multiplier, the scale of all blocks and the outer scale (or None) of a weight.
+        """Return the multiplier (1 / scale), the scales of blocks and the outer scale (or None) of a weight.
 
-        With delayed scaling they are those that the last backward computed. ``slot`` is the recipe's field for the
-        weight in one of the GEMMs.
+        The weight is the parameter ``name`` of ``module``; ``slot`` is the recipe's field of its quantizer. With
+        delayed scaling, the last backward computed the multiplier.
         """
         found = self._of_now(module, name)
         return found.by_slot[slot] if slot in found.by_slot else _of_steps_before(module, slot)
 
     def outer_amax(self, module: nn.Module, name: str, slot: str) -> Tensor:
-        """The outer amax of a weight whose blocks each lie on one rank; ``slot`` is the recipe's field for it.
+        """Return the outer amax of the parameter ``name`` of ``module``, whose blocks each lie on one rank.
 
-        Ranks exchange only this amax, and each rank computes the scales of its own blocks.
+        Ranks exchange only this amax, and each rank computes the scales of its own blocks. ``slot`` is the recipe's
+        field of the quantizer.
         """
         return self._of_now(module, name).outer_amaxes[slot]
 
     def forget(self) -> None:
-        """Forget all scales and codes, so that they are computed again as if all weights had changed."""
+        """Drop all scales and codes, so that the next request computes them again."""
         self._scales.clear()
         self._sent.clear()
 
     def sent(
         self, module: nn.Module, name: str, which: Hashable, make: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """The result of ``make`` for a weight and the key ``which``, cached until the weight changes."""
+        """Return the result of ``make``: codes and scales to send, cached until the weight changes.
+
+        The weight is the parameter ``name`` of ``module``; ``which`` is the key in its cache.
+        """
         weight = module, name
         parameter = self._known(weight)[weight]
         version, found = self._sent.get(weight, (None, {}))
@@ -147,7 +154,10 @@ class WeightScales:
         return found
 
     def _stale(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> set[tuple[nn.Module, str]]:
-        """The weights whose scales must be computed: changed ones, and ones that share a scale with a changed one."""
+        """Return the weights that have changed, and those that share a scale with a changed weight.
+
+        ``known`` maps weights, as (module, name), to FSDP2's records.
+        """
         changed = {
             weight
             for weight, parameter in known.items()
@@ -201,7 +211,9 @@ def _shared_amaxes(
     entries: list[tuple[tuple[nn.Module, str], str, Quantizer, bool]],
     amaxes: list[Tensor],
 ) -> dict[tuple[nn.Module, str], Tensor]:
-    """The amax of each scale that layers share, (1,) float32, by layer and slot.
+    """Return the amax of each scale that several layers share, (1,) float32, by (layer, recipe field).
+
+    ``entries`` has weight, recipe field and quantizer of each of ``amaxes``.
 
     Raises:
         RuntimeError: FSDP2 gathers only some of the layers as codes.
@@ -224,7 +236,10 @@ def _shared_amaxes(
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """(multiplier, scale, None) for a weight with delayed scaling, as the last backward left them; no outer scale."""
+    """Return (multiplier, scale, None) for a layer's weight with delayed scaling; it has no outer scale.
+
+    The last backward computed the multiplier, 1 / scale. ``slot`` is the recipe's field of the quantizer.
+    """
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)

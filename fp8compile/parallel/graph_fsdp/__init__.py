@@ -1,1 +1,1 @@
-"""FSDP whose messages between ranks are ops in the model's graph."""
+"""FSDP whose collectives are ops in the model's graph."""

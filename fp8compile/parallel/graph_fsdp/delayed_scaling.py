@@ -1,8 +1,8 @@
 """Delayed scaling of sharded layers: which ranks reduce which amaxes, in one message for all layers.
 
-An amax carrier is two tensors of zeros whose gradients are one layer's amaxes; see
-`fp8compile.ops.layer.fsdp_delayed_amaxes`. A second call of a layer in a forward, or a call outside of it, sends its
-own message.
+An amax carrier is a pair of zero tensors, whose gradients are the amaxes of one layer; see
+`fp8compile.ops.layer.fsdp_delayed_amaxes`. The second call of a layer within a forward sends its own message. So does
+a call outside of the model's forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AmaxCarrier = tuple[Tensor | None, Tensor | None]  # tokens for a layer's activa
 
 
 class AmaxReduction(NamedTuple):
-    """The ranks over which a layer's backward reduces the amaxes of activations (first) and of the weight (second)."""
+    """The process groups over which a layer's backward reduces amaxes: of activations, and of the weight."""
 
     names: tuple[tuple[str, ...], tuple[str, ...]]  # names of the process groups
     # the same groups as the op takes them, because PyTorch 2.11 traces no attribute of a constant; None if there is no
@@ -37,7 +37,7 @@ class AmaxReduction(NamedTuple):
 
 
 def _without_parts(names: Iterable[Any]) -> tuple[str, ...]:
-    """Names of the groups, without duplicates and without groups whose ranks are all in another group."""
+    """Drop duplicate names of groups, and names of groups whose ranks are all in another one of them."""
     ranks = {name: set(get_process_group_ranks(_resolve_process_group(name))) for name in dict.fromkeys(names)}
     found: list[str] = []
     for name, own in sorted(ranks.items(), key=lambda each: -len(each[1])):
@@ -47,7 +47,10 @@ def _without_parts(names: Iterable[Any]) -> tuple[str, ...]:
 
 
 def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction | None:
-    """The reduction of a layer that was just sharded; None if it has no delayed scaling."""
+    """Return the groups that reduce a sharded layer's amaxes; None if it has no delayed scaling.
+
+    ``sharding`` says how the layer's weight is sharded.
+    """
     if not layer.recipe.history():
         return None
     of_layer = () if layer.amax_group is None else (layer.amax_group,)
@@ -59,7 +62,10 @@ def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction 
 
 
 def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
-    """A tensor that requires grad, from which an amax carrier is made; None if there is no backward."""
+    """Return a tensor that requires grad, to make an amax carrier from; None if there is no backward.
+
+    It is the layer's weight, or one of the parameters or ``inputs`` of ``module``, whose forward runs.
+    """
     weight = layer._parameters["weight"]
     if weight.requires_grad:
         return weight
@@ -68,16 +74,20 @@ def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
 
 
 def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tensor]:
-    """Pass tensors of carriers through an op whose backward reduces their gradients, the amaxes, over the groups."""
+    """Pass ``tokens``, tensors of amax carriers, through an op whose backward reduces their gradients.
+
+    The gradients are amaxes, reduced over ``groups``. Without groups, the tensors are returned unchanged.
+    """
     if groups is None:
         return tokens
     return fsdp_amaxes_together(torch.cat(tokens), groups).split([token.numel() for token in tokens])
 
 
 def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
-    """Make an amax carrier for each layer that a module's forward runs; the backward collects amaxes in the carriers.
+    """Make an amax carrier for each of ``layers``, which the forward of ``module`` runs on ``inputs``.
 
-    A carrier is (None, None) if the layer has no delayed scaling or there is no backward.
+    A carrier is a pair of zero tensors whose gradients are the layer's amaxes. It is (None, None) if the layer has no
+    delayed scaling or there is no backward.
     """
     found: list[AmaxCarrier] = [(None, None)] * len(layers)
     messages: dict[tuple[str, ...], list[tuple[int, int, Tensor]]] = {}
@@ -118,7 +128,10 @@ def _mark_consumed(key: int) -> bool:
 
 
 def attach(layers: Sequence[Any], module: nn.Module, inputs: Any) -> None:
-    """Attach to each layer a carrier for its first call, so that all amaxes travel in one message; see `assign`."""
+    """Attach an amax carrier to each layer for its first call, so that all amaxes travel in one message.
+
+    For carriers and the arguments see `assign`.
+    """
     for layer, carrier in zip(layers, assign(layers, module, inputs), strict=True):
         layer.graph_fsdp.carrier = carrier
     if torch.compiler.is_dynamo_compiling():
@@ -126,9 +139,9 @@ def attach(layers: Sequence[Any], module: nn.Module, inputs: Any) -> None:
 
 
 def consume(layer: Any, x: Tensor) -> AmaxCarrier:
-    """The carrier for one call of a layer: the attached carrier for the first call, a new one for each later call.
+    """Return the amax carrier (see `assign`) for a call of a layer; ``x`` is its input.
 
-    A carrier is used once, because autograd would add the gradients of two uses.
+    The first call gets the attached carrier, each later call a new one: autograd would add the gradients of two uses.
     """
     state = layer.graph_fsdp
     if torch.compiler.is_dynamo_compiling():

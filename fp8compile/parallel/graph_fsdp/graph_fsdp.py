@@ -1,4 +1,4 @@
-"""graph_fsdp: shard a model's parameters, with every message between ranks as a node of the model's graph."""
+"""graph_fsdp: shard a model's parameters, with every collective as a node of the model's graph."""
 
 from __future__ import annotations
 
@@ -107,9 +107,10 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
 
 
 def _stacks_of_whole_experts(module: nn.Module, state: ModuleState) -> frozenset[str]:
-    """Names of the experts' weights that the products of a module gather themselves, as codes.
+    """Return the names of a module's stacks of experts whose codes its GEMMs gather themselves.
 
-    Only weights sharded by whole experts are among them. Others are gathered as a DTensor, which a product refuses.
+    ``state`` says how parameters are sharded. A stack sharded within experts is gathered as a DTensor instead, and FP8
+    GEMMs raise for it.
     """
 
     def is_cut_by_experts(layout: TensorParallelLayout | None) -> bool:
@@ -125,15 +126,18 @@ def _reads_children(module: nn.Module) -> bool:
 
 
 def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]) -> bool:
-    """Whether an op gathers the weight of a module as codes: each module that has the weight must be an FP8 layer."""
+    """Whether the op of a `Linear` gathers its weight as codes: all modules with the weight are `Linear`.
+
+    ``users`` has the modules that have each parameter.
+    """
     weight = module._parameters.get("weight") if isinstance(module, Linear) else None
     return weight is not None and all(isinstance(user, Linear) for user in users[weight])
 
 
 def _tie(model: Any) -> None:
-    """Let each parameter that several modules share be gathered once in a forward.
+    """Set up that a parameter that several modules share is gathered once in a forward.
 
-    Weights of FP8 layers are left out, because their ops gather them.
+    Weights of FP8 layers are left out, because the layers' ops gather them.
     """
     owners: dict[nn.Parameter, list[tuple[Any, str]]] = {}
     sharded: Iterable[Any] = filter(is_sharded, model.modules())
@@ -155,12 +159,12 @@ def graph_fsdp(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
 ) -> Model:
-    """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
+    """Shard all parameters of a model over ranks, in place, with collectives as nodes of its graph.
 
-    Every message between ranks is a node of that graph. Weights of ``fp8compile.Linear`` and 3-D stacks of experts in
-    FP8 travel as the codes that a pass needs. Other parameters, such as those of Conv1D and of DBRX's experts, travel
-    in the dtype in which they are used. Gradients travel in ``reduce_dtype``. Compiled code keeps nothing that was
-    gathered for the backward. Numbers are those of ``fully_shard``, bit for bit.
+    ``torch.compile(model, fullgraph=True)`` is then one graph. Weights of ``fp8compile.Linear`` and 3-D stacks of
+    experts in FP8 travel as the codes that forward or backward needs. Other parameters, such as those of Conv1D and of
+    DBRX's experts, travel in the dtype in which they are used. Gradients travel in ``reduce_dtype``. Compiled code
+    keeps nothing that was gathered for the backward. Results have the same bits as with ``fully_shard``.
 
     Parameters become DTensors with ``Shard(0)``, placed as ``fully_shard`` places them; shards may be uneven or empty.
     While the model's forward runs, its modules see whole parameters. Each rank keeps its rows of the values that it

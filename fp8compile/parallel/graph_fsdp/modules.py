@@ -1,4 +1,4 @@
-"""The class of a module whose parameters are sharded: whole parameters in the model's forward, shards outside of it.
+"""The class of a module with sharded parameters: inside the model's forward they are whole.
 
 Each parameter becomes a property of the module's new class, which gathers it while a forward runs. Initialization,
 optimizers and state dicts find the shards. The weights of FP8 layers are not gathered by the property, because the
@@ -36,7 +36,10 @@ __all__ = ["ForwardScope", "ModuleState", "become_sharded", "is_sharded"]
 
 @dataclass
 class ForwardScope:
-    """State of the model's forward, shared by all of its modules."""
+    """Whether the model's forward runs, and the gathered parameters that several modules share.
+
+    All modules of the model refer to the same object.
+    """
 
     runs: bool = False  # whether a forward is running
     # The gathered parameters that several modules share. Each is gathered once, so its gradients are added up before
@@ -46,7 +49,7 @@ class ForwardScope:
 
 @dataclass
 class ModuleState:
-    """State of graph_fsdp for one module."""
+    """What graph_fsdp keeps for one module: how its parameters are sharded, and amaxes of its weight."""
 
     forward: ForwardScope  # state of the model's forward
     shardings: dict[str, ParameterSharding]  # sharding of each parameter, by name
@@ -69,7 +72,7 @@ class ModuleState:
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    """Cast all floating-point tensors among the values."""
+    """Cast all floating-point tensors in a nest of values to ``dtype``; None casts nothing."""
     if dtype is None:
         return values
     return pytree.tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
@@ -107,7 +110,7 @@ class _ShardedModule(nn.Module):
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
     def _without_amaxes(self) -> list[Any]:
-        """The layers for which this forward exchanges amaxes of weights."""
+        """Return the layers for whose weights this forward exchanges amaxes over ranks."""
         return self.graph_fsdp.layers
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +129,10 @@ class _ShardedModule(nn.Module):
 
 
 def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used: torch.dtype) -> None:
-    """Raise if both autocast and ``mp_policy`` would cast a weight, to different dtypes."""
+    """Raise a TypeError if autocast and ``mp_policy`` would cast a weight to different dtypes.
+
+    ``name`` names the layer in the error, and ``used`` is the dtype in which the weight is used under autocast.
+    """
     if used != sharding.dtype and sharding.dtype != weight.dtype:
         raise TypeError(
             f"{name}: autocast casts to {used} and param_dtype of mp_policy is {sharding.dtype}. Leave one of them "
@@ -135,7 +141,10 @@ def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used
 
 
 def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack:
-    """The weights of experts as their module sees them in a forward: shards, which the product then gathers."""
+    """Wrap a shard of a stack of experts' weights, so that its module sees the whole stack's shape.
+
+    The grouped GEMMs gather the codes of the stack. ``sharding`` says how it is sharded.
+    """
     local = weight.to_local()
     used = used_dtype(sharding, local.device.type)
     _check_one_cast("experts", weight, sharding, used)
@@ -147,7 +156,10 @@ def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack
 
 
 def _checked(layer: Any, x: Tensor, bias: Tensor | None, sharding: ParameterSharding) -> tuple[Tensor, Tensor | None]:
-    """The input and the bias, cast to autocast's dtype if autocast is on; raises if the layer can't take them."""
+    """Check a linear layer's input ``x``, and cast ``x`` and the bias to autocast's dtype if that is on.
+
+    ``sharding`` says how the layer's weight is sharded.
+    """
     if not isinstance(x, Tensor) or x.dtype not in SOURCE_DTYPES:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"Linear: x is {given}; FP8 layers take tensors of bfloat16, float16 and float32. Cast it.")
@@ -211,7 +223,10 @@ class _ShardedLinear(_ShardedModule):
 
 @cache
 def _class_of(cls: type[nn.Module], names: tuple[str, ...], *, gathers_codes: bool) -> type[nn.Module]:
-    """A subclass of ``cls`` whose parameters are properties that gather, except the weights that products gather."""
+    """Return a subclass of ``cls`` in which the parameters ``names`` are properties that gather.
+
+    If ``gathers_codes``, ``cls`` is a linear layer, and its op gathers the weight as codes instead.
+    """
     base = _ShardedLinear if gathers_codes else _ShardedModule
     members = {
         name: property(lambda self, name=name: self._parameter(name))  # type: ignore[misc]  # the default
@@ -221,12 +236,15 @@ def _class_of(cls: type[nn.Module], names: tuple[str, ...], *, gathers_codes: bo
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `become_sharded` changed the module's class."""
+    """Whether `become_sharded` has changed the class of ``module``."""
     return isinstance(module, _ShardedModule)
 
 
 def become_sharded(module: nn.Module, state: ModuleState, names: Sequence[str]) -> None:
-    """Change the class of a module to one that gathers its parameters ``names``, which are shards, in a forward."""
+    """Change the class of a module, so that reading the parameters ``names`` in a forward gathers them.
+
+    ``state`` becomes the module's attribute ``graph_fsdp``.
+    """
     sharded: Any = module
     sharded.graph_fsdp = state
     gathers_codes = state.weight_amax_plan is not None

@@ -5,7 +5,7 @@
     (replicate, shard)     Replicate(), Shard(0)                             also replicas, ranks with the same rows
     one of these, and tp   the same, then the parameter's own placements     rows of a tensor parallel shard
 
-`torch.distributed.fsdp.fully_shard` lays out parameters in the same way, so checkpoints of the two are the same.
+`torch.distributed.fsdp.fully_shard` places parameters in the same way, so checkpoints of the two are the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["ParameterSharding", "TensorParallelLayout", "gather", "shard_paramet
 
 @dataclass(frozen=True)
 class TensorParallelLayout:
-    """How tensor parallelism places a parameter on ranks, before FSDP shards it."""
+    """The tensor parallel mesh of a parameter, and the parameter's placements on it, before FSDP shards."""
 
     mesh: DeviceMesh  # the tensor parallel mesh
     placements: tuple[Placement, ...]  # placements of the parameter on it
@@ -42,7 +42,7 @@ class TensorParallelLayout:
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one parameter is sharded."""
+    """Which rows of a parameter each rank has, the dtype in which it is used, and its tensor parallelism."""
 
     dtype: torch.dtype  # dtype in which the parameter is used
     rows: Rows  # rows that each rank has
@@ -52,11 +52,14 @@ class ParameterSharding:
 
     @property
     def experts(self) -> int:
-        """Number of experts that the ranks of ``rows`` have together, if the parameter is a stack of experts."""
+        """Number of experts that FSDP's ranks have together, if the parameter is a stack of experts."""
         return sum(self.rows.sizes)
 
     def tensor_parallel_groups(self) -> list[str]:
-        """Names of the tensor parallel groups of the parameter, one for each dim of their mesh; may be empty."""
+        """Return the names of the parameter's tensor parallel groups, one for each dim of their mesh.
+
+        Empty without tensor parallelism.
+        """
         mesh = None if self.tensor_parallel is None else self.tensor_parallel.mesh
         return [] if mesh is None else [mesh.get_group(index).group_name for index in range(mesh.ndim)]
 
@@ -65,7 +68,10 @@ class ParameterSharding:
 
 
 def used_dtype(sharding: ParameterSharding, device_type: str) -> torch.dtype:
-    """The dtype in which a layer uses its weight: autocast's dtype if autocast is on, else the sharding's dtype."""
+    """Return the dtype in which a layer uses its weight: autocast's if that is on, else the sharding's.
+
+    ``device_type`` is the type of the weight's device, such as ``"cuda"``.
+    """
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return sharding.dtype
@@ -97,7 +103,10 @@ def _sharding_of(
 def _whole_placements(
     mesh: DeviceMesh, tensor_parallel: TensorParallelLayout | None
 ) -> tuple[DeviceMesh, Sequence[Placement]]:
-    """The mesh of the sharded parameter, tensor parallel dims included, and the parameter's placements on it."""
+    """Return the mesh of a sharded parameter, with tensor parallel dims, and its placements on the mesh.
+
+    ``mesh`` is FSDP's. ``tensor_parallel`` says how tensor parallelism placed the parameter before, if it did.
+    """
     replicate = (Replicate(),) * (mesh.ndim - 1)
     if tensor_parallel is None:
         return mesh, (*replicate, Shard(0))
@@ -112,9 +121,10 @@ def _whole_placements(
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
 ) -> tuple[nn.Parameter, ParameterSharding]:
-    """Shard a parameter along dim 0; returns it as a DTensor with this rank's rows, and how it is sharded.
+    """Shard a parameter along dim 0; return a DTensor with this rank's rows, and how it is sharded.
 
-    ``parameter`` is plain, or a DTensor on a tensor parallel mesh, with the same values on all ranks.
+    ``parameter`` is plain, or a DTensor on a tensor parallel mesh, with the same values on all ranks. ``mp_policy``
+    has the dtypes for use and for gradients.
     """
     shape, stride, local = parameter.shape, parameter.stride(), parameter.detach()
     layout: TensorParallelLayout | None = None
@@ -133,7 +143,10 @@ def shard_parameter(
 
 
 def gather(parameter: DTensor, sharding: ParameterSharding) -> Tensor:
-    """Gather the whole parameter in the dtype in which it is used; under tensor parallelism, a DTensor on its mesh."""
+    """Gather a parameter over FSDP's ranks, in the dtype in which it is used, as ``sharding`` tells.
+
+    Under tensor parallelism, the result is a DTensor on the tensor parallel mesh.
+    """
     whole = fsdp_gather(parameter.to_local(), sharding.dtype, sharding.rows)
     if (layout := sharding.tensor_parallel) is None:
         return whole

@@ -1,4 +1,4 @@
-"""Amaxes of sharded weights: those of all layers are sent in one message at the start of a model's forward.
+"""Exchange amaxes of sharded weights: all layers' in one message at the start of a model's forward.
 
 If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message.
 """
@@ -28,7 +28,7 @@ SLOTS = ("weight", "weight_for_grad_input")
 
 @dataclass(frozen=True)
 class WeightAmaxPlan:
-    """Which amaxes of a layer's weight the ranks exchange."""
+    """Which amaxes of a layer's weight ranks exchange, with their shapes, and over which process groups."""
 
     # shape of the amaxes, by the recipe's field; only for quantizers whose blocks span several ranks
     grids: dict[str, tuple[int, ...]]
@@ -37,7 +37,10 @@ class WeightAmaxPlan:
 
 
 def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) -> WeightAmaxPlan:
-    """Plan the exchange for a layer whose weight on this rank is ``local``."""
+    """Return which amaxes of a layer's weight ranks exchange; ``local`` is this rank's shard of it.
+
+    Amaxes are exchanged for blocks that span several ranks. ``sharding`` says how the weight is sharded.
+    """
     every = (*placed_cuts(sharding.rows.placed, sharding.tensor_parallel_groups()), rows_cut(sharding.rows))
     same = layer.recipe.quantizer_read("weight_for_grad_input") == layer.recipe.weight
     shard, grids = Plain(local, TensorLayout(every)), {}
@@ -60,7 +63,7 @@ def _known(layer: Any, slot: str) -> Tensor:
 
 
 def exchange(layers: Iterable[Any]) -> None:
-    """Give each layer the amaxes of its whole weight; each group of ranks sends one message for all layers."""
+    """Give each layer the amaxes of its whole weight, with one message in each group of ranks."""
     entries = [
         (layer, slot)
         for layer in layers

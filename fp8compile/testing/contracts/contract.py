@@ -1,4 +1,4 @@
-"""Contracts: named checks whose failures are collected and reported together, each with advice.
+"""Runs contracts, which are named checks; all failures are reported together, each with advice.
 
 The name of each contract that holds is printed. A contract that can't check everything raises `NotLookedAt`; its
 reason is printed and returned, and the contract does not count as held.
@@ -21,11 +21,11 @@ _INPUT: ContextVar[str | None] = ContextVar("the input that a contract looks at"
 
 
 class BrokenContract(Exception):
-    """Raised by a contract that is broken.
+    """Raised by a contract (a named check) if the checked object does not fulfill it.
 
     Args:
-        expected: What the contract requires, in words.
-        found: What was found instead, in words.
+        expected: What the contract requires, as text.
+        found: What was found instead, as text.
         mend: Advice: how to fix the code so that the contract holds.
     """
 
@@ -47,27 +47,27 @@ class NotLookedAt(Exception):
 
 
 def shown(value: Any) -> str:
-    """Format an input of a contract: shape and dtype of tensors, the repr of anything else."""
+    """Format an input of a contract for messages: shape and dtype of tensors, the repr of anything else."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")
     return ", ".join(map(shown, value)) if isinstance(value, (tuple, list)) else repr(value)
 
 
 def looking_at(value: Input) -> Input:
-    """Return the value unchanged; failures that follow mention its shapes and dtypes."""
+    """Record an input's shapes and dtypes, and return it; a later failure's report names the last input."""
     _INPUT.set(shown(value))
     return value
 
 
 def looked_at(inputs: Iterable[Input]) -> Iterator[Input]:
-    """Iterate over inputs, each passed through `looking_at`."""
+    """Yield each input after recording its shapes and dtypes for the report of a failure."""
     for each in inputs:
         yield looking_at(each)
     _INPUT.set(None)
 
 
 def compiled_afresh(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Drop all compiled graphs, and compile ``fn`` with ``fullgraph=True``."""
+    """Drop all compiled graphs, and compile ``fn`` with ``fullgraph=True`` and these further options."""
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, **options)
 
@@ -124,12 +124,12 @@ def check_contracts(
     """Run each contract, print its outcome, and raise one error for all broken contracts.
 
     Args:
-        subject: Name of the object that is checked, for the text.
+        subject: Name of the object that is checked, for printed lines and errors.
         contracts: Functions named after what they check. Each raises a BrokenContract at its first breach.
         arguments: Arguments that each contract is called with.
         skip: Names of contracts to leave out.
         foundation: Name of a contract that later ones rely on; if it is broken, the contracts after it are not run.
-        state: Returns the state that no contract may change.
+        state: Returns what no contract may change; its results before and after each contract have to be equal.
 
     Returns:
         What was not checked, in words, by the name of the contract. Skipped contracts are included.

@@ -25,7 +25,7 @@ MEND = (
 
 
 def _updated(op: Op) -> list[int]:
-    """Positions of the arguments that the backward writes to."""
+    """Positions of the arguments that the op's backward writes to, those named in ``op.updates``."""
     return [place for place, name in enumerate(inspect.signature(op.impl).parameters) if name in op.updates]
 
 
@@ -34,10 +34,12 @@ def _is_leaf(op: Op, place: int, arg: Any) -> bool:
 
 
 def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Make floating point arguments require grad, except those that the backward writes to.
+    """Copy an op's floating-point arguments as leaves that require grad.
+
+    Arguments that the op's backward writes to are not copied.
 
     Returns:
-        The arguments, and the list of those that require grad (the leaves).
+        All arguments with the copies in place, and the list of the copies.
     """
     leaves, given = [], []
     for place, arg in enumerate(args):
@@ -49,7 +51,10 @@ def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list
 
 
 def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of the leaves, followed by the arguments that the backward has written to."""
+    """Gradients of ``leaves``, followed by the arguments that the op's backward has written to.
+
+    ``call(*args)`` computes the op, eager or compiled; ``leaves`` are the arguments that require grad.
+    """
     given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
     outputs = [out for out in results(call(*given)) if out.requires_grad]
     found = torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True)
@@ -58,7 +63,7 @@ def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves
 
 
 def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
-    """The backward gives gradients of the arguments' shapes and dtypes, or raises that there is none."""
+    """The backward gives gradients of the arguments' shapes and dtypes, or says that the op has none."""
     for args in looked_at(some_samples(op, device)):
         given, leaves = differentiable(op, args)
         if not leaves or not all(leaf.numel() for leaf in leaves):
@@ -88,9 +93,10 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
 
 
 def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
-    """Compare like ``difference``, but with half of the dtype's digits, relative to the largest element.
+    """Describe how ``actual`` gradients differ by more than half of their dtype's digits; None if not.
 
-    A correct derivative computed differently has other roundings; a wrong derivative is farther off.
+    The tolerance is sqrt(eps) times the largest finite element of ``expected``. A correct derivative computed
+    differently has other roundings; a wrong derivative is farther off.
     """
     finite = expected.isfinite()
     if not finite.any():
@@ -105,7 +111,7 @@ def _weights_like(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of the leaves by autograd through ``call``; None for leaves that autograd does not reach."""
+    """Gradients of ``leaves`` by autograd through ``call(*args)``; None for a leaf that isn't reached."""
     outputs = [out for out in results(call(*args)) if out.requires_grad]
     if not outputs:
         return [None] * len(leaves)
@@ -115,10 +121,12 @@ def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tens
 def _by_autograd(
     op: Op, args: tuple[Any, ...], reference: Callable[..., Any] | None
 ) -> tuple[str, list[Tensor | None]] | None:
-    """Gradients that autograd computes through the reference if given, else through impl or decompose.
+    """Gradients of an op's arguments by autograd through ``reference`` or, if it is None, the op's code.
+
+    The op's code is ``op.impl`` or, if autograd can't differentiate that, ``op.decompose``.
 
     Returns:
-        The name of that function, and its gradients; None if autograd can differentiate none of them.
+        A name for the function that autograd went through, and the gradients; None if it got through neither.
     """
     calls = {"impl": op.impl, "decompose": op.decompose} if reference is None else {"the reference": reference}
     for what, call in calls.items():
@@ -137,7 +145,10 @@ def _by_autograd(
 
 
 def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
-    """Slopes of a weighted sum of impl's results along ``direction``, by central differences (``STEPS``)."""
+    """Slopes of a weighted sum of ``op.impl``'s results if the arguments move along ``direction``.
+
+    They are central differences, one for each step size in ``STEPS``; ``direction`` has a tensor per leaf.
+    """
 
     def value(step: float) -> float:
         along = iter(direction)
@@ -151,10 +162,10 @@ def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[floa
 
 
 def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
-    """Compare gradients with finite differences in float64.
+    """Compare an op's gradients at these arguments with finite differences of ``op.impl`` in float64.
 
     Returns:
-        Whether they could be compared: impl takes float64, and is smooth at these arguments.
+        Whether ``op.impl`` takes float64 and is smooth here. If so and the gradients differ, BrokenContract is raised.
     """
     args = tuple(arg.double() if _is_leaf(op, place, arg) else arg for place, arg in enumerate(args))
     given, leaves = differentiable(op, args)
@@ -179,9 +190,10 @@ def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable[..., Any] | None = None) -> None:
-    """The op's gradients equal those of autograd through the reference, through impl or decompose.
+    """The op's gradients equal those that autograd computes through a function with the same derivative.
 
-    If autograd can differentiate none of these, the gradients are compared with finite differences.
+    That function is ``reference`` if given, else ``op.impl`` or ``op.decompose``. If autograd can differentiate
+    neither, gradients are compared with finite differences.
     """
     if op.backward is None:
         return

@@ -1,4 +1,4 @@
-"""Evaluates a graph constant's ``__fx_repr__`` in fresh processes, with its code unchanged or edited."""
+"""Evaluates ``__fx_repr__`` of a graph's constant in new processes, with unchanged or edited code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(json.dumps({"text": text, "equal": again == value and hash(again) == hash(
 
 
 class ConstantElsewhere:
-    """What a fresh process reported about a constant.
+    """What a fresh process reported about a graph's constant, such as a quantizer.
 
     Attributes:
         text: The constant's text in a graph, from ``__fx_repr__``.
@@ -47,7 +47,7 @@ class ConstantElsewhere:
 
 
 def _edited_copy(module: ModuleType, folder: Path) -> None:
-    """Copy a module's package (or single file) to a folder, and append a comment to the module there."""
+    """Copy a module's package (or single file) to ``folder``, and append a comment to the module's copy."""
     top = importlib.import_module(module.__name__.partition(".")[0])
     source = Path(module.__file__ or "")
     if not getattr(top, "__path__", None):

@@ -139,7 +139,10 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
 
 
 def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
-    """Shape, dtype, device or strides of a tensor; sizes that depend on data (per ``fake``) are left out."""
+    """Value of the tensor's ``aspect``: "shape", "dtype", "device" or "strides".
+
+    Shape and strides leave out sizes that depend on data; ``fake`` is the op's fake result, where they are symbolic.
+    """
     known = [not is_unbacked(size) for size in fake.shape]
     if aspect == "shape" and len(known) == tensor.ndim:
         return tuple(size if is_known else "data" for size, is_known in zip(tensor.shape, known, strict=True))
@@ -151,7 +154,7 @@ def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
 
 
 def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
-    """In eager mode, decompose is bitwise equal to impl, except where it returns NotImplemented."""
+    """In eager mode, ``op.decompose`` is bitwise equal to ``op.impl``, unless it returns NotImplemented."""
     if op.decompose is not None:
         samples = samples_on(op, device)
         samples += filled(op, samples)
@@ -191,7 +194,7 @@ def compiled_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
 
 
 def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
-    """Compiled gradients are bitwise equal to eager mode; Inductor's reordered sums may round differently."""
+    """Compiled gradients are bitwise equal to eager mode, up to sums that Inductor reorders."""
     if op.backward is None:
         return
     samples = [args for args in some_samples(op, device) if all(tensor.numel() for tensor in tensors_of(args))][:3]
@@ -205,7 +208,7 @@ def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> N
 
 
 def equal_arguments_run_the_same_graph(op: Op, device: torch.device) -> None:
-    """A call with equal constants and tensors of the same kind compiles nothing new."""
+    """Calls with equal constants (quantizers, recipes) and the same tensors compile one graph."""
     from torch._dynamo.utils import counters
 
     compiled = compiled_afresh(op.overload, backend="aot_eager", dynamic=False)
@@ -227,7 +230,7 @@ def _package(module: str) -> str:
 
 
 def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
-    """An edit to the implementation changes the text of constants in graphs, and so the cache key."""
+    """An edit to the op's source changes the text of its quantizers in graphs, and with it the cache key."""
     if op.decompose is None and op.backward is None:
         return  # compiled code contains only a call of the op, and none of its code
     constants = [arg for args in all_samples(op) for arg in args if isinstance(arg, Constant)]

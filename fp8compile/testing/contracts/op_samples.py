@@ -20,7 +20,7 @@ COMPILED_SAMPLES = 8
 
 @cache
 def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
-    """The op's samples as full tuples of impl's arguments; omitted arguments have their defaults.
+    """Tuples of arguments that the op declares as its samples, completed by the defaults of ``op.impl``.
 
     Raises:
         TypeError: The op yields something other than tuples of impl's arguments.
@@ -39,12 +39,15 @@ def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
 
 
 def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
-    """Whether the number of arguments fits a function; its last parameters may have defaults."""
+    """Whether ``args`` are enough for a function: every parameter after them has a default.
+
+    ``defaults`` has the default of each parameter, or ``inspect.Parameter.empty``.
+    """
     return len(args) <= len(defaults) and inspect.Parameter.empty not in defaults[len(args) :]
 
 
 def samples_on(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
-    """All samples, moved to a device; strides are preserved."""
+    """All samples of an op, moved to a device; strides are preserved."""
     return [tuple(_moved(arg, device) for arg in args) for args in all_samples(op)]
 
 
@@ -64,15 +67,15 @@ def _has_elements(args: tuple[Any, ...]) -> bool:
 
 
 def _with_dtypes(args: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[Any, ...]:
-    """The same arguments with each tensor cast to its entry of ``dtypes``."""
+    """Cast the tensors among the arguments to ``dtypes``, which has an entry for each tensor in order."""
     wanted = iter(dtypes)
     return tuple(arg.to(next(wanted)) if isinstance(arg, Tensor) else arg for arg in args)
 
 
 def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield nonempty samples, by casting others, for combinations of dtypes that only empty samples have.
+    """Yield nonempty arguments for each combination of dtypes that occurs in empty samples only.
 
-    Results of empty samples would show nothing.
+    They are nonempty samples of the op, cast to these dtypes. Results of empty samples would show nothing.
     """
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))
@@ -90,7 +93,10 @@ def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def some_samples(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
-    """A selection of samples, nonempty for each dtype; compiling all samples would take minutes."""
+    """Up to 8 samples of an op, and a nonempty one for each combination of dtypes that these lack.
+
+    Compiling all samples would take minutes.
+    """
     samples = samples_on(op, device)
     count = min(COMPILED_SAMPLES, len(samples))
     chosen = [samples[index * len(samples) // count] for index in range(count)]
@@ -103,7 +109,7 @@ def some_samples(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
-    """Tensors among the arguments, including those in lists."""
+    """Tensors among an op's arguments, including those in lists and tuples."""
     every = (each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,)))
     return [each for each in every if isinstance(each, Tensor)]
 

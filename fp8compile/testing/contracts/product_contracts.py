@@ -36,7 +36,7 @@ OWN_MEANING = (
 
 
 def _as_left_operand(q: Quantizer) -> Quantizer | None:
-    """The quantizer or its ``transposed()``, whichever a GEMM takes on the left; None if neither."""
+    """The quantizer or its ``transposed()``, whichever quantizes a GEMM's left operand; None if neither."""
     for candidate in (q, q.transposed()):
         if gemm_kind(candidate.block, candidate.transposed().block) is not None:
             return candidate
@@ -59,7 +59,10 @@ def _exact(x: Tensor, q: Quantizer) -> Tensor:
 
 
 def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
-    """Raise unless a GEMM's result is exact up to float32 sums: (k + 4) roundings of each term."""
+    """Raise unless ``found`` is the product of ``a`` (m, k) and ``b`` (k, n), up to roundings in float32.
+
+    Each element may be off by k + 4 roundings of the sum of its terms' magnitudes. ``what`` names the GEMM.
+    """
     bound = (a.shape[1] + 4) * 2.0**-23 * (a.abs() @ b.abs())
     apart = (found.double() - a @ b).abs()
     if not (apart <= bound).all():
@@ -108,7 +111,10 @@ def _check_layer(recipe: Recipe, x: Tensor, weight: Tensor) -> None:
 
 
 def _as_read(quantized: QuantizedTensor, read: Float8Format) -> Tensor:
-    """Values of codes as a GPU's GEMM interprets them, float64: float8 numbers times block scales."""
+    """Values that a GPU's GEMM reads from codes: numbers in float8 format ``read``, times block scales.
+
+    They are float64, with the shape of the codes as a matrix.
+    """
     q = quantized.quantizer
     stored = E8M0.decode(quantized.scale) if q.stores_e8m0() else q.scale_values(quantized.scale)
     scales = expand_blocks(stored.double(), quantized.shape, q.block)
@@ -116,7 +122,7 @@ def _as_read(quantized: QuantizedTensor, read: Float8Format) -> Tensor:
 
 
 def _gemms(q: Quantizer) -> Iterator[str]:
-    """Yield the float8 GEMMs that GPUs would select for a quantizer's codes and their transpose."""
+    """Yield the names of GEMMs that GPUs would select for a quantizer's codes times their transpose."""
     for target in PRETENDED:
         with pretend_target(target):
             try:
@@ -128,7 +134,7 @@ def _gemms(q: Quantizer) -> Iterator[str]:
 
 
 def _check_four_bit_product(q: Quantizer) -> None:
-    """The four-bit GEMM of operands in a GPU's layout equals that of dequantized values; both are exact."""
+    """Raise unless a GPU's four-bit GEMM, in its eager form, equals the product of dequantized values."""
     quantized = quantize(looking_at(_random(48, 48, 0, torch.device("cpu"))), q)
     codes, scale, outer = quantized.codes, quantized.scale, quantized.outer_scale
     a = Quantized(codes=codes, scale=scale, quantizer=q, outer_scale=outer)
@@ -162,7 +168,7 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
 
 
 def code_zero_is_zero(q: Quantizer, device: torch.device) -> None:
-    """Code 0 has the value zero; padding of odd sizes, and of shards that divide blocks, uses it."""
+    """Code 0 stands for zero; padding of odd sizes, and of shards that divide blocks, has this code."""
     quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
     found = q.dequantize(torch.zeros_like(quantized.codes), quantized.scale)
     if found.any():

@@ -1,4 +1,4 @@
-"""Contracts of a quantizer, one function each; one that fulfills them works like a built-in one.
+"""Contracts of quantizers, one function each; a quantizer that fulfills all works like built-in ones.
 
 Inputs have odd shapes and each floating dtype, and some blocks that are zero, NaN or infinite.
 """
@@ -51,7 +51,10 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: Device) -> Tensor:
 
 
 def _taken(q: Quantizer, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape, rounded up if the quantizer packs neighbouring codes; None if it takes no such shape."""
+    """A shape that the quantizer takes: ``shape``, rounded up to multiples of 2 or 16 if necessary.
+
+    None if the quantizer refuses such shapes.
+    """
     refused = False
     for unit in (1, 2, 16):
         sizes = tuple(-(-size // unit) * unit for size in shape)
@@ -79,14 +82,17 @@ def _inputs(q: Quantizer, device: Device) -> Iterator[Tensor]:
 
 
 def _blocky(q: Quantizer, device: Device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A matrix with several whole and partial blocks, and a different magnitude in each."""
+    """A random matrix of several whole and partial blocks of the quantizer; magnitudes differ by row."""
     x = next(_inputs(q, device))
     grown = torch.exp2(torch.arange(x.shape[0], device=device) % 9 - 4.0).unsqueeze(1)
     return (x * grown).to(dtype)
 
 
 def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
-    """Slices of the elements that share the first element's scale; with two scale levels, of all elements."""
+    """Row and column slices of the block of ``x`` that holds element (0, 0) and shares one scale.
+
+    With two scale levels the slices cover all of ``x``, because the outer scale depends on all elements.
+    """
     if q.has_outer_scale():
         return slice(None), slice(None)
     rows, columns = (None if size == -1 else size for size in q.block)
@@ -94,7 +100,10 @@ def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
 
 
 def _steps(q: Quantizer, x: Tensor) -> dict[str, Tensor]:
-    """Result of each of a quantizer's steps by name, computed by our ops, which validate them."""
+    """Results by name, such as "amax" and "codes", of all steps that quantize and dequantize ``x``.
+
+    The steps are called through the operators' implementations, which check the results' shapes and dtypes.
+    """
     impl = {name: op.impl for name, op in ops.OPS.items()}
     found = {"amax": impl["fp8compile::amax"](x, q)}
     if q.has_outer_scale():
@@ -117,7 +126,7 @@ def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.d
 
 
 def equal_after_copy_and_pickle(q: Quantizer, device: Device) -> None:
-    """A copy, an unpickled copy and a quantizer with the same fields are equal to it, with the same hash."""
+    """A quantizer equals its copy, its unpickled copy and one with the same fields; hashes are equal too."""
     for how, make in {
         "copy.copy": copy.copy,
         "copy.deepcopy": copy.deepcopy,
@@ -182,7 +191,7 @@ def immutable(q: Quantizer, device: Device) -> None:
 
 
 def text_in_graphs_rebuilds_it(q: Quantizer, device: Device) -> None:
-    """A quantizer's text in a graph evaluates to an equal quantizer, given the types that the text names."""
+    """A quantizer's text ``__fx_repr__`` evaluates to an equal quantizer, and refers only to types."""
     text, names = q.__fx_repr__()
     others = [name for name, value in names.items() if not isinstance(value, type)]
     if others:
@@ -232,7 +241,7 @@ def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
 
 
 def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
-    """Each step's results have the shapes and dtypes that codes_shape, scale_shape and scale_dtype return."""
+    """Results of each quantization step have the shapes and dtypes that the quantizer's methods declare."""
     for x in looked_at(_inputs(q, device)):
         try:
             steps = _steps(q, x)
@@ -260,7 +269,7 @@ def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
 
 
 def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None:
-    """transposed() quantizes x.t() to the transposed codes and scales, and is its own inverse."""
+    """``transposed()`` quantizes x.t() to the transposed codes and scales of x, and is its own inverse."""
     turned = q.transposed()
     if type(turned) is not type(q) or turned.block != q.block[::-1] or turned.transposed() != q:
         raise BrokenContract(
@@ -283,7 +292,7 @@ def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None
 
 
 def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
-    """Dequantized values are near the original ones, and each scale is the inverse of its multiplier."""
+    """Values come back within 0.3 of the largest magnitude, and each block's scale is 1 / multiplier."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         steps = _steps(q, x)
         scale = q.scale_values(steps["scale"]).double()
@@ -306,7 +315,7 @@ def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
 
 
 def empty_block_gives_zeros(q: Quantizer, device: Device) -> None:
-    """A block of zeros has a finite multiplier, and dequantizes to zeros."""
+    """A block of zeros has a finite multiplier (1 / scale), and dequantizes to zeros."""
     x = looking_at(_blocky(q, device))
     block = _first_block(q, x)
     x[block] = 0.0
@@ -327,7 +336,7 @@ def empty_block_gives_zeros(q: Quantizer, device: Device) -> None:
 
 
 def what_is_not_finite_shows(q: Quantizer, device: Device) -> None:
-    """A block with a NaN or an infinity becomes NaN as a whole, and no other block does."""
+    """A block with a NaN or an infinity dequantizes to NaN as a whole, and other blocks don't change."""
     clean = _steps(q, _blocky(q, device))
     if not clean["values"].isfinite().all():
         raise BrokenContract(
@@ -358,7 +367,7 @@ def what_is_not_finite_shows(q: Quantizer, device: Device) -> None:
 
 
 def nothing_but_the_arguments_decides(q: Quantizer, device: Device) -> None:
-    """The steps don't modify their input, and the same values give the same bits again."""
+    """Quantization doesn't modify its input, and gives the same bits for the same values again."""
     x = looking_at(_blocky(q, device))
     before = x.clone()
     first, second = _steps(q, x), _steps(q, x)
@@ -391,7 +400,7 @@ def _specials(q: Quantizer, device: Device, dtype: torch.dtype) -> Tensor:
 
 
 def compiled_gives_the_bits_of_eager(q: Quantizer, device: Device) -> None:
-    """Compiled (AOTAutograd, Inductor) without a graph break, results equal eager mode bitwise."""
+    """Quantization compiled by AOTAutograd or Inductor is bitwise that of eager mode; no graph break."""
     _, odd, _, *others = _inputs(q, device)
     samples = [_blocky(q, device, torch.bfloat16), _specials(q, device, torch.float32), odd, others[0]]
     for backend in BACKENDS:
@@ -413,7 +422,7 @@ def _graphs() -> int:
 
 
 def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
-    """With dynamic sizes M and K, one graph serves every size, bitwise equal to eager mode."""
+    """With dynamic sizes, one graph serves matrices of every size, bitwise equal to eager mode."""
     compiled = compiled_afresh(_quantized, backend="aot_eager", dynamic=True)
     counts = [_graphs()]
     # two blocks or more along each dim, because PyTorch specialises on 1
@@ -462,7 +471,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
 
 
 def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
-    """Arguments, by op name, for each of our ops that quantize ``x`` and dequantize its codes."""
+    """Arguments for each operator that quantizes ``x`` or dequantizes its codes, by the operator's name."""
     steps = _steps(q, x.clone())
     scales: dict[str, tuple[Any, ...]] = {"fp8compile::scale": (steps["amax"], q)}
     if q.has_outer_scale():
@@ -495,7 +504,7 @@ def passes_opcheck(q: Quantizer, device: Device) -> None:
 
 
 def sharded_gives_the_bits_of_whole(q: Quantizer, device: Device) -> None:
-    """Each step on shards gives the results of the whole, whether or not shard boundaries divide blocks."""
+    """Each quantization step on shards gives the whole tensor's results, even if shards divide blocks."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         arguments = _op_arguments(q, x)
         for name in arguments:

@@ -23,7 +23,7 @@ RANKS = (2, 3)
 
 
 class ShardCheck:
-    """The result of ``check_shards``.
+    """Outcome of running an op on shards, by each split (a way to cut arguments) of its sharding rule.
 
     Attributes:
         ran: Number of splits that ran with the right results.
@@ -36,7 +36,7 @@ class ShardCheck:
 
 
 def splits_of(op: Op, args: tuple[Any, ...]) -> list[Split]:
-    """The splits that an op's rule returns for the shapes of these arguments."""
+    """The ways to shard these arguments, called splits, that an op's sharding rule returns."""
     assert op.sharding is not None, f"{op.name} has no sharding rule"
     shapes = (torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args)
     return list(op.sharding(*shapes))
@@ -64,7 +64,7 @@ def _whole(parts: list[Tensor], how: int | str | None) -> Tensor:
 
 
 def _wrong_split(split: Split, args: tuple[Any, ...]) -> str | None:
-    """What is wrong with a split, in words, found without running the op; None if nothing is."""
+    """Describe what is wrong with a split of these arguments, without running the op; None if nothing is."""
     if len(split.inputs) != len(args):
         return f"it has {len(split.inputs)} inputs, the op takes {len(args)} arguments"
     for arg, cut in zip(args, split.inputs, strict=True):
@@ -98,7 +98,7 @@ def _wrong_run(op: Op, split: Split, args: tuple[Any, ...], whole: tuple[Tensor,
 
 
 def check_shards(op: Op, args: tuple[Any, ...]) -> ShardCheck:
-    """Run an op on 2 and 3 shards for each split that its rule allows, and compare with the whole result.
+    """Run an op on 2 and 3 shards by each split of its sharding rule, and compare with the whole result.
 
     Args:
         op: An op with a sharding rule.

@@ -1,4 +1,4 @@
-"""Contracts of a statistic that `fp8compile.library.register_statistic` registered, one function each."""
+"""Contracts of statistics registered by `fp8compile.library.register_statistic`, one function each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _samples() -> Iterator[Elements]:
 
 
 def _taken(elements: Elements, rows: Tensor) -> Elements:
-    """Select the given rows of the elements."""
+    """Select rows of the values, codes and scales that a statistic is computed from."""
     shape = elements.values.shape
     own = {
         each.name: getattr(elements, each.name).expand(shape)[rows]
@@ -51,7 +51,7 @@ def _taken(elements: Elements, rows: Tensor) -> Elements:
 
 
 def returns_a_number_of_each_element(total: Total) -> None:
-    """The statistic returns one number for each element, in a dtype that can be added or compared."""
+    """The statistic returns one number for each element, in a dtype that can be added or maximized."""
     for elements in looked_at(_samples()):
         found: Any = total.compute(elements)
         is_right = isinstance(found, Tensor) and found.shape == elements.values.shape
@@ -65,7 +65,7 @@ def returns_a_number_of_each_element(total: Total) -> None:
 
 
 def a_part_has_the_numbers_of_the_whole(total: Total) -> None:
-    """The number of an element depends on no other element, so that ranks may hold shards of a tensor."""
+    """The number for an element depends on no other element, so that ranks may hold shards of a tensor."""
     for elements in looked_at(_samples()):
         rows = torch.tensor([1, 0])
         part, whole = total.compute(_taken(elements, rows)), total.compute(elements)[rows]

@@ -1,4 +1,4 @@
-"""Attribution: finds the layer that a GEMM of a graph belongs to, and which of its three GEMMs it is.
+"""Finds the layer that a GEMM of a graph belongs to, and its role: output, grad_input, grad_weight.
 
 A GEMM belongs to a layer if it multiplies data by a tensor computed from the layer's weight, or if its result leaves
 the graph as that weight's gradient. A GEMM of parameters only belongs to no layer, because it computes a weight or a
@@ -41,7 +41,7 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """An opaque operator that takes a layer's weight and data.
+    """An opaque operator that takes both a layer's weight and a tensor computed from the model's inputs.
 
     Attributes:
         layer: Name of the layer.
@@ -57,10 +57,10 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """Index of the graph input that an AOTAutograd descriptor refers to; None for other descriptors.
+    """Index of the forward input that ``described``, an AOTAutograd descriptor, refers to; else None.
 
-    The descriptor of a gradient refers to the input that it is the gradient of; the descriptor of an inner tensor, to
-    its tensor subclass.
+    The descriptor of a gradient refers to the input whose gradient it is; the descriptor of an inner tensor, to its
+    tensor subclass.
     """
     while hasattr(described, "base"):
         described = described.base
@@ -71,7 +71,7 @@ class Owners:
     """Assigns the GEMMs of one graph, forward and backward, to the layers that own their weights.
 
     Args:
-        recorded: The graph.
+        recorded: The graph, with the tensors that it was called with.
         weights: For each parameter's ``id``, the layers whose weight it is, or is computed from it.
         constants: The ``id`` of each of the model's buffers, which don't count as data.
         names: Names of layers and modules.
@@ -79,7 +79,7 @@ class Owners:
     Attributes:
         forward: Values of the forward graph.
         backward: Values of the backward graph; empty if there is none.
-        needs_grad: Values of the forward that depend on an input or parameter that requires grad.
+        needs_grad: Values of the forward that depend on a leaf requiring grad, an input or a parameter.
     """
 
     def __init__(
@@ -136,26 +136,32 @@ class Owners:
         return Form(frozenset([weights] if weights else []), is_data=not self.constants[index])
 
     def _asks_for_grad(self, value: Value, inputs: Sequence[Any]) -> bool:
-        """Whether a forward value depends on a tensor that requires grad; earlier values are already decided."""
+        """Whether a forward value depends on one of ``inputs``, the graph's arguments, that requires grad.
+
+        The values before it must have been decided already.
+        """
         if value.op and value.op != "aten::detach":
             return not self.needs_grad.isdisjoint(value.inputs)
         index = None if value.op else _input_index(value.node.meta.get("desc"))
         return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
 
     def operands(self, value: Value) -> list[Value]:
-        """Operands of a GEMM that may be a weight: the weight of a layer op, or both operands of another GEMM."""
+        """Operands of a GEMM that may be a weight: at most one for a layer's own op, both for another GEMM."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """The weights from which any of these values was computed; each is a tuple of layer names."""
+        """The weights that ``values`` were computed from.
+
+        Each weight is a tuple with the names of the layers that share it.
+        """
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """The layer whose call contains a GEMM of parameters only, if one operand is that layer's weight.
+        """The layer whose call contains a GEMM, if one operand alone comes from its weight; else None.
 
-        An example is a layer that is applied to learned queries, which are a parameter too. None for other GEMMs.
+        Such a GEMM gives data even if its other operand is a parameter too, such as learned queries.
         """
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
@@ -164,13 +170,13 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """Forward values that a backward GEMM belongs to, by autograd's sequence number; GEMMs preferred."""
+        """The forward values with a backward value's autograd sequence number; only GEMMs if there are any."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
 
     def is_recomputed(self, value: Value) -> bool:
-        """Whether a value of the backward graph is recomputed from the forward, as with checkpointing."""
+        """Whether the backward graph recomputes a value of the forward, as with activation checkpointing."""
         if value.node.graph is not self.backward_graph:
             # nodes of a subgraph that have no mark of the backward
             meta = value.node.meta
@@ -179,12 +185,15 @@ class Owners:
         return twin is not None and twin.op == value.op
 
     def _computes_weights(self, value: Value) -> bool:
-        """Whether a backward value is the gradient of a forward value that was computed from parameters only."""
+        """Whether a backward value belongs to forward values that were computed from parameters only."""
         forward = self._of_forward(value)
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """The weights whose gradient is ``value``, possibly after further additions or concatenations."""
+        """The weights whose gradient is ``value``, perhaps added to or concatenated with other tensors.
+
+        Each weight is a tuple with the names of the layers that share it.
+        """
         todo, seen = [value], set()
         while todo:
             value = todo.pop()
@@ -202,7 +211,7 @@ class Owners:
         return len(user.inputs) == 1 and user.op.startswith("aten::") and not is_reduction
 
     def source(self, value: Value) -> Value:
-        """The value that ``value`` is a cast, view or saved copy of, back to the first; else ``value``."""
+        """The first value of the chain of casts, views and saved copies that ends in ``value``."""
         while value.op in SAME_VALUES and value.inputs:
             value = value.inputs[0]
         return value
@@ -213,17 +222,20 @@ class Owners:
         return index is not None and index < len(self.parameters) and self.parameters[index]
 
     def _one_of(self, weight: Sequence[str], node: fx.Node) -> str:
-        """Of the layers that share a weight, the one whose call contains this node; else the first one."""
+        """The layer, among those that share ``weight``, whose call contains a node; else the first of them."""
         called = layer_of_stack(node, self.names) if len(weight) > 1 else None
         return called if called is not None and called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
-        """The layer whose call contains this node; None without one, or if its weight is a graph input."""
+        """The layer whose call contains a node; None without one, or if that layer's weight is a graph input."""
         called = layer_of_stack(node, self.names)
         return None if called in self.known else called
 
     def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
-        """The layers that a GEMM belongs to ([None] for no layer), and which of their GEMMs it is."""
+        """The layers that a GEMM belongs to ([None] for none), and its role, "output" and so on.
+
+        ``backward`` is whether the GEMM is part of the backward, not recomputed from the forward.
+        """
         node, operands = value.node, self.operands(value)
         weights = self._weights(operands)
         gemm = OUTPUT.name
@@ -248,7 +260,10 @@ class Owners:
         return [self._called(node)], gemm
 
     def unknown(self, value: Value, *, backward: bool) -> Iterator[Unknown]:
-        """Yield an `Unknown` for each layer whose weight is an input of an opaque operator together with data."""
+        """Yield an `Unknown` for each layer whose weight an opaque operator takes together with data.
+
+        ``backward`` is whether the operator is part of the backward, not recomputed from the forward.
+        """
         if not takes_weight_and_data(value, self.forms):
             return
         if backward and (is_elementwise(value) or self._computes_weights(value)):

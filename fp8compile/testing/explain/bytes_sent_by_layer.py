@@ -132,14 +132,17 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A phase of a layer's run: its op, or before or after the op, when the plan redistributes a tensor."""
+    """A phase of a layer's call: its own op, or the plan's redistribution of its input or output.
+
+    ``tensor`` is "input", "output", "grad_input" or "grad_output" if the plan redistributes it, else None.
+    """
 
     layer: str
     tensor: str | None  # name of the tensor that the plan moves; None in the op
 
 
 def _nodes(start: Any, end: set[Any]) -> Iterator[Any]:
-    """Yield the nodes of the autograd graph from ``start`` down to, but without, the nodes in ``end``."""
+    """Yield the nodes of the autograd graph from ``start`` down to the nodes in ``end``, without these."""
     pending, seen = [start], set(end)
     while pending:
         node = pending.pop()
@@ -155,7 +158,7 @@ def _grad_fns(value: Any) -> set[Any]:
 
 
 class _Places:
-    """Tracks by hooks which `_Place` of a layer runs now, and which one created each autograd node."""
+    """Tracks by module hooks which `_Place` (layer and phase) runs, and which created each autograd node."""
 
     def __init__(self, layers: dict[str, Linear]) -> None:
         self.sharded: list[str] = []  # names of modules whose parameters FSDP2 gathers or reduces now
@@ -208,7 +211,10 @@ class _Places:
 
 
 def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
-    """Name of the operand that each process group gathers for a GEMM, by the group's name."""
+    """Name of the operand ("input", "weight") that each process group gathers for a GEMM of two DTensors.
+
+    Keys are names of process groups.
+    """
     from fp8compile.parallel.dtensor_placements import cuts_of
 
     given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors
@@ -223,14 +229,20 @@ def _tensor_name(slot: str) -> str:
 
 
 def _by_fsdp(op: str, reduction: str, sent: Tensor) -> str:
-    """Describe what FSDP2 sends by a collective; codes and scales of several dtypes are gathered as bytes."""
+    """Describe what FSDP2 sends by the collective ``op``, such as "gradients" or "amaxes".
+
+    ``reduction`` is "max", "sum" or ""; ``sent`` is the tensor. FP8 codes and scales are gathered together, as bytes.
+    """
     if "gather" in op:
         return "parameters, FP8 ones as codes and scales" if sent.dtype == torch.uint8 else "parameters"
     return "amaxes" if reduction == "max" else GRADIENTS
 
 
 def _accumulate_gradients(value: Any) -> None:
-    """Run a backward that accumulates gradients in parameters; FSDP2 reduces only accumulated ones."""
+    """Run a backward, from the tensors in ``value``, with gradients accumulated in parameters.
+
+    FSDP2 only reduces gradients that are accumulated.
+    """
     outputs = [output for output in tensors_in(value) if output.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
@@ -337,8 +349,8 @@ def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
 
     The messages depend only on the plan given to ``parallelize_module``, not on values, so a fake process group
     (``torch.testing._internal.distributed.fake_pg``) gives the same messages without other ranks. With a real process
-    group, all ranks call this. Messages of FSDP2 (`fully_shard`) are listed too, by the modules that it shards: bytes
-    of codes and scales if weights are gathered so. Modes, buffers, gradients and random states are restored.
+    group, all ranks call this. Messages of FSDP2 are listed by the modules on which `fully_shard` was called: bytes of
+    codes and scales if weights are gathered as codes. Modes, buffers, gradients and random states are restored.
 
     Args:
         model: A parallelized module that is not compiled.

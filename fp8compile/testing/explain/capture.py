@@ -1,4 +1,4 @@
-"""Records a model's graphs, each with its input tensors, which identify the parameters."""
+"""Records a model's graphs, each with its input tensors, among which are the model's parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Recorded", "record", "reported"]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A graph, and the input tensors of its first call."""
+    """A compiled graph, and the tensors that its first call passed as inputs."""
 
     kept: KeptGraph
     inputs: Sequence[Any]
@@ -48,7 +48,7 @@ class _Watching(Recording):
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Recorded]:
-    """Compile a model, forward and backward, and call it once.
+    """Compile a model, forward and backward, and call it once with these arguments.
 
     Returns:
         The model's graphs; one if there is no graph break.

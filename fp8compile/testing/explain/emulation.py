@@ -19,7 +19,7 @@ __all__ = ["emulation_note"]
 
 
 def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool:
-    """Whether a device emulates one of a recipe's GEMMs.
+    """Whether a device emulates one of a recipe's GEMMs, grouped (for experts) if ``grouped``.
 
     A CPU multiplies groups of rows one by one, so the GEMM for a single group decides.
     """
@@ -28,9 +28,10 @@ def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool
 
 
 def emulation_note(model: nn.Module) -> str:
-    """A line for each recipe that its layers' device emulates, "nvfp4 is emulated here, ..."; or "".
+    """Text with a line for each recipe that is only emulated: "nvfp4 is emulated here in 2 layers: ...".
 
-    The lines contain no slowdown factor, because it depends on the device's bfloat16 GEMMs and on the model.
+    Empty if there is none. The lines contain no slowdown factor, because it depends on the device's bfloat16 GEMMs and
+    on the model.
 
     Args:
         model: A converted model; layers on the meta device are skipped.

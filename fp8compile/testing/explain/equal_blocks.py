@@ -1,13 +1,13 @@
-"""Equal blocks of a model, such as transformer layers: code for a few is extrapolated to all.
+"""Finds equal blocks of a model, such as transformer layers, and extrapolates from a few to all.
 
     N blocks     first, middle x (N - 2), last
     2 blocks     first, last
     3 blocks     first, middle, last               numbers of N = those of 2 + (N - 2) (those of 3 - those of 2)
-    4 blocks     first, middle x 2, last           has to have the numbers that this sum gives for 4
+    4 blocks     first, middle x 2, last           has to have the numbers of the formula for N = 4
 
 The graphs prove that the blocks are equal: each operator, with its shapes and constants, has to be in the graphs of
-the whole model as often as this sum says. Code is generated for the whole model if it isn't, or if the code of 4
-blocks is not what the sum gives, because a compiler may choose differently in a longer graph.
+the whole model as often as the formula says. Code is generated for the whole model if an operator isn't, or if the
+code of 4 blocks contradicts the formula, because a compiler may choose differently in a longer graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class EqualBlocks:
-    """A list of equal blocks.
+    """Equal blocks of a model, the children of one module list.
 
     Attributes:
         name: Name of the ``nn.ModuleList`` or ``nn.Sequential``.
@@ -45,7 +45,7 @@ class EqualBlocks:
     count: int
 
     def in_all(self, two: int, three: int) -> int:
-        """Extrapolate a number to the whole model, from its values for the model with 2 blocks and with 3."""
+        """Extrapolate a number to the whole model, from its values with ``two`` blocks and with ``three``."""
         return two + (self.count - 2) * (three - two)
 
     def place(self, layer: str) -> tuple[int, str] | None:
@@ -70,7 +70,7 @@ def _tensor_key(value: Any) -> Key:
 
 
 def _block_key(block: nn.Module) -> Key:
-    """Key to compare blocks without calling them: modules, their recipes, tensors and modes."""
+    """Key that is equal for equal blocks: names, classes, recipes, tensors' shapes and modes of modules."""
     return tuple(
         (
             name,
@@ -84,7 +84,7 @@ def _block_key(block: nn.Module) -> Key:
 
 
 def longest_list(model: nn.Module) -> EqualBlocks | None:
-    """The longest list of blocks with equal `_block_key`; None if there is none of at least ten."""
+    """The module list with the most children, all with equal `_block_key`; None if none has ten or more."""
     found = []
     for name, module in model.named_modules():
         blocks = list(module._modules.values()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
@@ -115,7 +115,7 @@ def _value_key(node: fx.Node) -> Any:
 
 
 def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
-    """Count each operator in the graphs, by the shapes of its operands and results, and its constants."""
+    """Count each operator's calls in the graphs, by shapes of operands and results, and constants."""
     found: Counter[Key] = Counter()
     for each in recorded:
         for backward, graph in enumerate((each.kept.forward, each.kept.backward)):
@@ -129,7 +129,10 @@ def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
 def _differs(
     model: nn.Module, blocks: EqualBlocks, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
 ) -> str:
-    """Why the whole model's graphs are not what graphs of 2 and 3 blocks predict; empty if they are."""
+    """Reason why the whole model's graphs don't follow from those with 2 and 3 blocks; "" if they do.
+
+    ``args`` and ``kwargs`` are the arguments of the model's call.
+    """
     counts = []
     for count in (2, 3):
         try:
@@ -149,7 +152,7 @@ def _differs(
 def equal_blocks(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
 ) -> EqualBlocks | None:
-    """The longest list of equal blocks of a model, if its graphs prove that they are equal; else None.
+    """The model's longest list of blocks, if its graphs prove that they are equal; else None.
 
     Args:
         model: The model.

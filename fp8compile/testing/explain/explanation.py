@@ -77,7 +77,7 @@ class Explanation:
 
     @property
     def fell_back(self) -> tuple[str, ...]:
-        """A line for each converted layer with a GEMM that runs in other formats than its recipe says."""
+        """A line for each converted layer with a GEMM in another format than its recipe says."""
         lines = []
         for name, gemms in self._of_converted(FELL_BACK).items():
             runs = "; ".join(f"{gemm.gemm} runs in {gemm.runs}, {gemm.detail}" for gemm in gemms)
@@ -87,7 +87,7 @@ class Explanation:
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """A line for each converted layer with an unproven GEMM, and a line on graph breaks if there are any."""
+        """A line for each converted layer with a GEMM not proven to run in FP8, and a line on graph breaks."""
         lines = [
             f"{name}: {', '.join(gemm.gemm for gemm in gemms)}: {gemms[0].detail}"
             for name, gemms in self._of_converted(UNPROVEN).items()
@@ -98,7 +98,7 @@ class Explanation:
 
     @property
     def runs_in_fp8(self) -> bool:
-        """Whether the verdict is YES; never so without converted layers or without GEMMs in FP8."""
+        """Whether the verdict is YES, which needs converted layers and GEMMs in FP8."""
         return self.verdict.startswith("YES")
 
     @property
@@ -125,7 +125,7 @@ class Explanation:
 
     @property
     def gain(self) -> str:
-        """One line on the speed that FP8 can give at the GPU's peaks; empty if unknown or nothing is in FP8."""
+        """One line on the speed that FP8 can give by the GPU's peaks; empty if unknown or nothing is in FP8."""
         if self.roofline is None or not any(gemm.status == FP8 for layer in self.layers for gemm in layer.gemms):
             return ""
         ratio = f"{self.roofline.ratio:.2f}"
@@ -144,12 +144,12 @@ class Explanation:
         return json.loads(json.dumps({**answers, **asdict(self)}))
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        """The explanation as a JSON object."""
+        """The explanation as a JSON object; ``indent`` is that of `json.dumps`."""
         return json.dumps(self.to_dict(), indent=indent)
 
 
 def _no_code(model: nn.Module, report: GraphReport) -> str:
-    """Reason why code can't be generated for a GPU; empty if it can."""
+    """Reason why no GPU code can be generated for a model, such as a graph break; empty if it can."""
     if is_spread(model):
         return "it is looked at in one process, and layers of this model are spread over ranks"
     if report.breaks:
@@ -160,7 +160,10 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
 def _by_graphs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None, names: Names
 ) -> tuple[Explanation, list[Recorded]]:
-    """Explain a model from its graphs only, without code for a GPU; also returns the graphs."""
+    """Explain a model from its graphs only, without generating GPU code; also returns the graphs.
+
+    ``gpu`` is the key of the GPU, ``peaks`` has its rates, and ``names`` the names of the model's modules.
+    """
     log.info("compiling the model and calling it twice")
     report, recorded = reported(model, args, kwargs)
     log.info("reading its graphs")
@@ -185,7 +188,10 @@ def _by_graphs(
 def _run_by(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, values: bool
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Context that yields real or fake arguments for a call, and restores the model's state at exit."""
+    """Context that yields arguments for a call: the real ones with ``values``, else fake tensors.
+
+    The model's modes, buffers and gradients are restored at exit.
+    """
     with kept_state(model, (args, kwargs)), untold():
         if values:
             yield args, kwargs
@@ -195,10 +201,10 @@ def _run_by(
 
 
 def _needs_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model has to be called with real values.
+    """Whether the model has to be called with real values, not with fake tensors.
 
     Raises:
-        ValueError: It has to, but it is on the meta device.
+        ValueError: It needs real values, but is on the meta device.
     """
     if is_spread(model):  # what is sent is listened to
         return True

@@ -86,7 +86,8 @@ class _Product:
 def flop_formulas() -> dict[str, Callable[..., int]]:
     """FLOP formulas by operator name: PyTorch's registry, and formulas that some versions lack.
 
-    The registry includes ours for PyTorch's grouped GEMMs and ``_scaled_mm_v2``, see `fp8compile.ops.layer.flop_formulas`.
+    The registry includes ours for PyTorch's grouped GEMMs and ``_scaled_mm_v2``, see
+    `fp8compile.ops.layer.flop_formulas`.
     """
     from torch.utils.flop_counter import flop_registry
 

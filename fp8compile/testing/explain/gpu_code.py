@@ -99,7 +99,7 @@ class GpuExplanation:
         bf16_costs: Launches of the same model unconverted; empty if there are none to compare with.
         bf16_problem: Why the unconverted model has no code; empty if it has, or if nothing is converted.
         casts: Casts of the operands of each FP8 GEMM.
-        gemms: How many GEMMs of converted layers use each of the GPU's GEMM kernels.
+        gemms: Kinds of GEMM kernels that the GPU would use for converted layers, each with the number of GEMMs.
         counted: Equal blocks to which the numbers were extrapolated, such as "model.layers.{1..30}"; empty if code was
             generated for the whole model.
     """
@@ -140,12 +140,12 @@ def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
 
 
 def _gemms(model: nn.Module, gpu: Gpu) -> tuple[tuple[str, int], ...]:
-    """Count the GEMMs of converted layers by the GEMM kernel that a GPU would choose."""
+    """Kinds of GEMM kernels that a GPU would use for converted layers, each with the number of GEMMs."""
     return tuple(Counter(each.kind for _, each in _support(model, gpu)).items())
 
 
 def _works(op: str) -> bool:
-    """Whether an operator does other work than quantization, views and copies."""
+    """Whether an operator, such as "aten.silu", does other work than quantization, views and copies."""
     namespace, _, rest = op.partition(".")
     return namespace != "fp8compile" and rest.partition(".")[0].lstrip("_") not in NO_WORK
 
@@ -197,7 +197,7 @@ Found = tuple[tuple[GraphCost, ...], tuple[Cast, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelCall:
-    """A call of a model, and the GPU for which its code is generated."""
+    """A call of a model, the GPU for which its code is generated, and a phrase for the log (``what``)."""
 
     what: str  # the model, in the words of the log
     model: nn.Module
@@ -207,7 +207,7 @@ class _ModelCall:
     gpu: Gpu
 
     def generated(self) -> Found:
-        """Costs and casts in the code that is generated for the model of this call."""
+        """Generate code for the model's forward and backward; returns its launch counts and casts."""
         model, kwargs = self.model, self.kwargs
         fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
         costs: list[GraphCost] = []
@@ -231,7 +231,7 @@ def _in_all(blocks: EqualBlocks, two: GraphCost, three: GraphCost) -> GraphCost:
 
 
 def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
-    """Extrapolate casts from a model with 3 blocks to the whole; its middle block stands for inner ones."""
+    """Extrapolate casts from ``three`` equal blocks to all; the middle one stands for all inner blocks."""
     for cast in three:
         place = None if cast.layer is None else blocks.place(cast.layer)
         if place is None:
@@ -243,13 +243,13 @@ def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
 
 
 def _counted(blocks: EqualBlocks, two: Found, three: Found) -> Found:
-    """Extrapolate costs and casts to all blocks of the model, from those with 2 and with 3 blocks."""
+    """Extrapolate launch counts and casts to all equal blocks, from the model with 2 and with 3 blocks."""
     costs = tuple(_in_all(blocks, few, more) for few, more in zip(two[0], three[0], strict=True))
     return costs, tuple(_casts_in_all(blocks, three[1]))
 
 
 def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
-    """Costs and casts without kernel names and order, which vary between compilations."""
+    """Launch counts and casts without kernels' names and order, which vary between compilations."""
     costs, casts = found
     return costs, Counter(
         replace(cast, kernel="some" if cast.kernel else "", fused_with=tuple(sorted(cast.fused_with)))
@@ -258,7 +258,7 @@ def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
 
 
 def _costs(call: _ModelCall, blocks: EqualBlocks | None) -> tuple[Found, bool]:
-    """Costs and casts, and whether they were extrapolated from a few equal blocks."""
+    """Launch counts and casts of a model, and whether they were extrapolated from a few of ``blocks``."""
     if blocks is not None:
         found = []
         for count in (2, 3, 4):

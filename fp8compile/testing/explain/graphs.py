@@ -47,7 +47,7 @@ class GraphGemm:
         out_bytes: Bytes of each element of the result.
         code_bits: Bits of each code; the larger number if operands have two formats.
         sum_to: For codes, a GPU pads ``k`` to a multiple of this number.
-        by_mx: Whether the MX GEMM multiplies the codes on a GPU that has it for them.
+        by_mx: Whether a GPU with a GEMM for MX codes (a power-of-two scale per 32) would use it.
         casts: Source, quantizer and number of elements of each quantized operand. Equal entries are one cast.
         parameters: For each of ``casts``, whether its source is a parameter.
         shared_by: Number of layers whose weights this GEMM multiplies.
@@ -86,13 +86,13 @@ def _described(a: Quantizer, b: Quantizer) -> str:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """Name of the codes' format; name of the quantizer's class if no GEMM reads the codes."""
+    """Name of the format of a quantizer's codes, or of the quantizer's class if no GEMM reads the codes."""
     named = quantizer.gemm_format() is not None or type(quantizer) is TwoLevelScaling
     return quantizer.format if named else type(quantizer).__name__
 
 
 def multiplied(recipe: Recipe, gemm: Gemm) -> tuple[Quantizer, Quantizer]:
-    """The quantizers of a GEMM's operands as (m, k) and (k, n) matrices."""
+    """Quantizers of the operands (m, k) and (k, n) that a GEMM multiplies in this recipe, left and right."""
     a, b = cast("tuple[Quantizer, Quantizer]", recipe.quantizers(gemm))  # callers know that it has them
     return a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b
 
@@ -103,7 +103,10 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
 
 
 def code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]:
-    """The ``code_bits``, ``sum_to`` and ``by_mx`` of a `GraphGemm` with (m, k) and (k, n) operands."""
+    """Values of `GraphGemm`'s ``code_bits``, ``sum_to`` and ``by_mx`` for a GEMM (m, k) by (k, n).
+
+    ``a`` and ``b`` quantize the operands; ``config`` has the GEMM's options.
+    """
     bits, is_mx_alone = max(a.code_bits(), b.code_bits()), is_mx(a) and is_mx(b)
     return {
         "code_bits": bits,
@@ -113,7 +116,7 @@ def code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]
 
 
 def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
-    """Sizes (m, k, n) of the GEMM of a layer op, from its operands and its result."""
+    """Sizes (m, k, n) of a layer op's GEMM ``gemm``, such as "grad_input", from its operands and result."""
     a, b = operands
     # a rank that has only some tokens of one tensor has all tokens of the other, and multiplies all
     other = b if gemm == GRAD_WEIGHT.name else result if isinstance(result, Tensor) else result[0]
@@ -184,7 +187,10 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
 
 
 def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGemm]:
-    """Yield a `GraphGemm` for each layer that a GEMM belongs to, or one with layer None."""
+    """Yield a `GraphGemm` for each layer that the GEMM ``value`` belongs to, or one with layer None.
+
+    ``backward`` is whether the GEMM is part of the backward, not recomputed from the forward.
+    """
     layers, gemm = owners.whose(value, backward=backward)
     if value.op in LAYER_OPS:
         gemm, found = LAYER_OPS[value.op].name, _layer_gemm(value, owners)

@@ -42,7 +42,7 @@ class _Launch:
     options: dict[str, int]
 
     def compiled(self, gpu: Gpu) -> CompiledKernel:
-        """Compile the kernel, specialized as Triton does; arguments that equal 1 become constants."""
+        """Compile the launched kernel for a GPU, specialized as Triton does: arguments of 1 are constants."""
         is_constant = {each.name: each.is_constexpr for each in self.fn.params}
         constants, kinds, aligned = {}, {}, []
         for name, value in self.arguments.items():
@@ -59,7 +59,7 @@ class _Launch:
 
 @contextmanager
 def _recorded() -> Iterator[list[_Launch]]:
-    """Context that records launches of ``triton.jit`` functions in the yielded list instead of launching."""
+    """Context that yields a list, and records launches of ``triton.jit`` functions in it; none runs."""
     from triton.runtime.jit import JITFunction
 
     found: list[_Launch] = []

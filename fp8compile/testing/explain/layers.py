@@ -92,8 +92,8 @@ class LayerExplanation:
         converted: Whether the linear is converted to FP8.
         reason: Why it is not converted; empty if it is.
         recipe: Name of the recipe, "custom", or empty if it is not converted.
-        in_features: K.
-        out_features: N.
+        in_features: Number of input features, K.
+        out_features: Number of output features, N.
         gemms: The three GEMMs: output, grad_input, grad_weight.
         least_gaining: Smallest K N / (K + N) at which FP8 gains by the GPU's peaks; 0 if no GPU was asked for.
     """
@@ -110,12 +110,12 @@ class LayerExplanation:
 
     @property
     def size(self) -> int:
-        """K N / (K + N). The gain of FP8 over bfloat16 grows with this number."""
+        """K N / (K + N) of the weight (N, K); the gain of FP8 over bfloat16 grows with this number."""
         return size_of_gain(self.in_features, self.out_features)
 
     @property
     def is_small(self) -> bool:
-        """Whether the default filter would leave so small a layer in high precision on the chosen GPU."""
+        """Whether the layer is so small that the default filter leaves it in high precision on the GPU."""
         return self.size < self.least_gaining
 
     @property
@@ -130,7 +130,7 @@ class LayerExplanation:
 
 
 def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that are a layer's weights, or from which a linear's parametrized weight is computed."""
+    """A layer's weights, or the parameters from which a parametrized linear computes its weight."""
     if not isinstance(module, nn.Linear):
         return list(layout_of(module).weights.values())
     weight = module._parameters.get("weight")  # the attribute may be a computed tensor
@@ -141,7 +141,10 @@ def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_weights(model: nn.Module) -> dict[int, list[str]]:
-    """Map each weight parameter's ``id`` to the layers that use it, or a weight computed from it."""
+    """Map the ``id`` of each weight parameter to the names of the layers that use the parameter.
+
+    A layer also uses a parameter if a parametrization computes the layer's weight from it.
+    """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     weights: dict[int, list[str]] = {}
     for row in conversion_report(model).rows:
@@ -153,7 +156,10 @@ def layer_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphReport, *, called: bool) -> GemmExplanation:
-    """Explain a GEMM that is in no graph: why it is absent, or why there is no proof."""
+    """Explain a GEMM that is in no graph: why it is absent, or why there is no proof.
+
+    ``row`` is the layer's row of the conversion report; ``called`` is whether the layer's output GEMM is in a graph.
+    """
     if not called:
         if report.breaks or not report.graphs:
             why = "graph break, it runs outside the graphs" if report.breaks else "nothing was compiled"
@@ -172,7 +178,10 @@ def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphRepor
 
 
 def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple[str, str]:
-    """Status and detail of a GEMM that is in a graph."""
+    """Status and detail of a layer's GEMM: compares its calls ``found`` in the graphs with the recipe.
+
+    ``row`` is the layer's row of the conversion report.
+    """
     wanted = describe(row.recipe, gemm) if row.recipe is not None else None
     others = [each for each in found if each.runs != wanted]
     if wanted is None:
@@ -208,7 +217,7 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
 
 
 def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
-    """Change a GEMM's status to "no proof", because opaque operators read the layer's weight.
+    """Set a GEMM's status to "no proof", because the operators ``unknown`` read the layer's weight.
 
     A GEMM that fell back keeps its status.
     """
@@ -227,7 +236,10 @@ def _parts(
     unknown: Sequence[Unknown],
     peaks: Peaks | None,
 ) -> tuple[GemmExplanation, ...]:
-    """Explain a layer's three GEMMs, from the GEMMs found in the graphs."""
+    """Explain a layer's three GEMMs; ``row`` is the layer's row of the conversion report.
+
+    ``own`` are the layer's GEMMs in the graphs, and ``unknown`` the opaque operators that read its weight.
+    """
     called = any(each.gemm == GEMMS[0].name for each in own)
     parts = []
     for gemm in GEMMS:

@@ -1,4 +1,4 @@
-"""Explains one rank of a model on a simulated mesh: GEMMs, messages, saved bytes, least times.
+"""Explains what one rank of a simulated mesh runs: GEMMs, messages, saved bytes and least times.
 
     build(mesh) --traced as the first rank of a fake group--> forward, backward --> GEMMs, messages, saved bytes
 
@@ -47,7 +47,7 @@ class Product:
         op: Name of the operator.
         fp8: Whether the GEMM multiplies codes.
         code_bits: Bits of each code.
-        by_mx: Whether the MX GEMM multiplies the codes.
+        by_mx: Whether a GEMM for MX codes (a power-of-two scale per 32) multiplies them.
         flops: Number of floating-point operations.
         bytes: Bytes of the operands and the result.
         backward: Whether the GEMM is in the backward.
@@ -77,9 +77,9 @@ class MeshExplanation:
         graphs: Number of graphs, forward and backward.
         products: The GEMMs.
         expected_fp8: Number of FP8 GEMMs that the recipes of converted layers ask for, if each layer is called once.
-        astray: A line for each converted layer whose FP8 GEMMs are not all in the graphs.
+        astray: Converted layers whose FP8 GEMMs are not all in the graphs, a line each.
         messages: The messages between ranks.
-        kept_bytes: Bytes that the forward saves for the backward, without its arguments.
+        kept_bytes: Bytes that the forward saves for the backward, except the forward's own arguments.
         parameter_bytes: Bytes of this rank's shard of the parameters.
         product_seconds: Least time of the GEMMs, one after another.
         message_seconds: Least time of the messages, one after another, without overlap.

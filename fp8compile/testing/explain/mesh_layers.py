@@ -39,9 +39,9 @@ class _Weight:
     Attributes:
         recipe: The layer's recipe.
         is_frozen: Whether the weight needs no gradient.
-        dtypes: For each of the three GEMMs, the operands' dtypes at each node of it.
+        dtypes: Maps each of the three GEMMs by name to its calls in the graphs, as tuples of the operands' dtypes.
         input_needs_grad: Whether the layer's input needs a gradient.
-        unknown: Opaque operators that take the weight and data.
+        unknown: Opaque operators that take the weight and a tensor computed from the inputs.
     """
 
     recipe: Recipe
@@ -73,7 +73,7 @@ class _Weight:
 
 
 def _converted(model: nn.Module) -> tuple[dict[str, _Weight], dict[int, list[str]]]:
-    """Weights of converted layers by name, and the names by the parameter's ``id``.
+    """Two mappings: names to weights of converted layers, and the ``id`` of each parameter to names.
 
     A weight has its layer's name; a stack of experts has its parameter's name.
     """

@@ -36,8 +36,8 @@ class Message:
         op: "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single" or "all_reduce".
         dtype: Dtype of the tensor that is sent.
         ranks: Number of ranks that take part.
-        bytes: Smallest number of bytes that one rank has to send to others.
-        in_node: Whether all of these ranks are GPUs of one node.
+        bytes: Least number of bytes that one rank has to send to other ranks.
+        in_node: Whether all of the collective's ranks are GPUs of one node (of 8).
         backward: Whether the message is in the backward.
     """
 

@@ -34,10 +34,10 @@ class Names:
 
 
 def _module(path: str, modules: Mapping[str, str]) -> str | None:
-    """Name of the module at a path of the module stack; None if there is none, or if it is ambiguous.
+    """First name of the module at a path of a node's module stack; None if there is none or several.
 
-    The path may have a function's variable as prefix. It may also lack its beginning, because after a graph break the
-    frames of inner modules are traced on their own.
+    ``modules`` maps each path to the module's first name. A path in the stack may begin with a function's variable.
+    Its beginning may also be missing, because after a graph break the frames of inner modules are traced on their own.
     """
     if path in modules:
         return modules[path]

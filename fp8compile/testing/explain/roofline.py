@@ -1,6 +1,6 @@
 """Least time of a GEMM by a GPU's published peaks, from its operations and its bytes.
 
-    seconds >= max(2 m n k / peak, (m k + k n + m n elements) / bandwidth)
+    seconds >= max(2 m n k / peak, bytes of (m, k), (k, n) and (m, n) / bandwidth)
 
 The time is a bound, not a measurement: kernels reach 60 to 80 % of the peak in practice, and norms, activations,
 attention and the time between kernels are not counted.
@@ -53,7 +53,7 @@ class Peaks:
         return f"{tera} TFLOPS; {self.bandwidth / 1e12:.2f} TB/s"
 
     def of_codes(self, bits: int, *, is_mx: bool = False) -> float:
-        """Operations per second of the tensor cores for codes of 4 or 8 bits."""
+        """Operations per second for GEMMs of codes with 4 or 8 bits; ``is_mx`` for MX codes of 8 bits."""
         return self.fp4 if bits == 4 else (self.mx or self.fp8) if is_mx else self.fp8
 
 
@@ -151,7 +151,7 @@ def padding(gemm: GraphGemm) -> tuple[int, int]:
 
 
 def least_seconds(operations: float, moved: float, peak: float, peaks: Peaks) -> float:
-    """Least time in seconds for ``operations`` at ``peak`` per second and ``moved`` bytes of memory."""
+    """Least time in seconds: the longer of ``operations / peak`` and ``moved`` bytes by the bandwidth."""
     return max(operations / peak, moved / peaks.bandwidth)
 
 

@@ -1,12 +1,12 @@
-"""Finds the values of a graph that are forms of a layer's weight: the weight or computed from it.
+"""Finds the values of a graph that are forms of a layer's weight: itself or computed from it.
 
     weight --mul g--> weight * g --t--> --+
                                           +--mm--> data, no longer a form of the weight
     x ------------------------------------+
 
 Scaling, slicing, concatenation and multiplication by another parameter give a form of the weight again. A GEMM of
-weight and data gives data. So does an elementwise operator in which the data has more elements than the weight's form,
-such as y * weight.norm().
+weight and data gives data. So does an elementwise operator if its data has more elements than the form, such as y *
+weight.norm().
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ def _of_all(forms: Mapping[Value, Form], values: list[Value]) -> Form:
 
 
 def _mixes(value: Value, together: Form) -> bool:
-    """Whether an operator combines data with another input, other than by concatenation or copying."""
+    """Whether an operator combines data with another input, except by concatenation or copying.
+
+    ``together`` is the `Form` of all inputs taken together.
+    """
     return together.is_data and len(value.inputs) > 1 and value.op != SAME and value.op not in JOINS
 
 
 def form_of(value: Value, forms: Mapping[Value, Form]) -> Form:
-    """Form of a value, given the forms of its inputs."""
+    """Form of a value (weights that it is computed from, and whether from data), given its inputs' forms."""
     together = _of_all(forms, list(value.inputs))
     if value.op in LAYER_OPS:
         return DATA
@@ -85,7 +88,7 @@ def form_of(value: Value, forms: Mapping[Value, Form]) -> Form:
 
 
 def takes_weight_and_data(value: Value, forms: Mapping[Value, Form]) -> bool:
-    """Whether an operator takes a form of a weight and data, and may be a GEMM that isn't known here.
+    """Whether an unknown operator that may be a GEMM takes both a form of a weight and data.
 
     Such operators are those of other libraries, convolutions, and elementwise operators that combine every row of one
     input with every row of another.

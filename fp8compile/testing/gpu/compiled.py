@@ -62,7 +62,7 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 def _worker() -> AbstractContextManager[Any]:
     """Context in which asking Triton's driver for the GPU raises, as in Inductor's compile processes.
 
-    These are forked, and CUDA can't be initialized in a forked process.
+    Inductor forks its compile processes, and CUDA can't be initialized in a forked process.
     """
     import triton
 
@@ -81,10 +81,12 @@ def _compiled(
     options: dict[str, int],
     gpu: Gpu,
 ) -> tuple[dict[str, str], int, str]:
-    """Compile a jitted function for a GPU; ``kinds`` has the types of its arguments.
+    """Compile a ``triton.jit`` function; ``options`` has numbers of warps and stages.
+
+    ``kinds`` has the arguments' types, ``constants`` their constants, ``attributes`` the divisibility by position.
 
     Returns:
-        Types of the PTX's parameters by name, bytes of shared memory, and the PTX.
+        Types of the PTX's parameters by name, bytes of shared memory, and the PTX (for AMD, the assembly).
     """
     import triton
     from triton.compiler import ASTSource
@@ -105,7 +107,10 @@ def _compiled(
 def _generated(
     name: str, source: str, folder: str, gpu: Gpu, change: Callable[[Any, Any], bool] | None
 ) -> Iterator[CompiledKernel]:
-    """Yield a kernel that Inductor generated, compiled in each of its configurations."""
+    """Yield the generated kernel ``name`` compiled in each of its configurations; ``source`` is its code.
+
+    ``change`` edits a configuration before it is compiled, or returns False; ``folder`` is for temporary files.
+    """
     module = _loaded(name, source, folder)
     tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
     meta, fn = tuner.triton_meta, tuner.fn

@@ -93,7 +93,7 @@ def jit_resources(
 ) -> KernelResources:
     """Registers, spills and shared memory of a ``triton.jit`` function, compiled but not launched.
 
-    Arguments are the same as those of `compiled_jit`.
+    The arguments are those of `compiled_jit`.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

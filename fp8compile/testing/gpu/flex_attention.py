@@ -1,4 +1,4 @@
-"""Traces FlexAttention on the CPU as on a GPU: with a backward, and the log-sums that it reads."""
+"""Traces FlexAttention on the CPU as on a GPU, including its backward and the backward's log-sums."""
 
 from __future__ import annotations
 

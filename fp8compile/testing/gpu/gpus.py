@@ -55,7 +55,7 @@ class Gpu:
 
     @property
     def target(self) -> Target:
-        """The `Target` by which our ops choose their code for this GPU."""
+        """The `Target` (device type and capability) by which this package's ops choose code for this GPU."""
         if not self.is_amd:
             return Target("cuda", (self.major, self.minor))
         hip, build = ".".join(map(str, ROCM)), Build(cuda=None, rocm=ROCM)
@@ -125,7 +125,7 @@ GPUS = {
 
 
 def gpu_called(arch: str) -> Gpu:
-    """Find a GPU by its key in ``GPUS``, or by an architecture, ``"sm_120"`` (NVIDIA), ``"gfx950"`` (AMD).
+    """Find a GPU by its key in ``GPUS``, or by architecture: ``"sm_120"`` (NVIDIA), ``"gfx950"`` (AMD).
 
     If several GPUs have the architecture, the first one in ``GPUS`` is returned.
 
@@ -193,7 +193,7 @@ def _triton_driver(gpu: Gpu) -> Any:
 
 
 def _unguarded() -> dict[str, Callable[..., Any]]:
-    """Replacements for tensor methods that use a device guard, which a PyTorch built without CUDA lacks."""
+    """Replacements for tensor methods with a device guard, which a PyTorch built without CUDA lacks."""
     index = Tensor.__getitem__
     return {
         "__invert__": lambda tensor: torch.bitwise_not(tensor),
@@ -221,9 +221,9 @@ def _forget_devices() -> None:
 
 
 class _Pretended:
-    """Replacement of a PyTorch function: returns a fixed answer; passes calls on if ``is_over``.
+    """Replacement of a PyTorch function: returns a fixed answer, but calls the function if ``is_over``.
 
-    A module that PyTorch imports meanwhile may keep a reference to it forever.
+    A module that PyTorch imports while the function is replaced may keep the replacement forever.
     """
 
     def __init__(self, original: Callable[..., Any], answer: object) -> None:
@@ -235,9 +235,9 @@ class _Pretended:
 
 @contextmanager
 def pretend_triton(gpu: Gpu) -> Iterator[None]:
-    """Context in which Dynamo finds this GPU in Triton, and so traces kernels that a function launches.
+    """Context in which Dynamo finds this GPU in Triton, and therefore traces launches of Triton kernels.
 
-    From compute capability 9.0 on, these kernels may take TMA descriptors that the host makes.
+    From compute capability 9.0 on, the kernels may take TMA descriptors that the host makes.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

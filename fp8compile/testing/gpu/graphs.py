@@ -63,7 +63,7 @@ def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
 
 
 def returned_outputs() -> tuple[int, ...]:
-    """Positions of the outputs that a forward returns to its caller; call this while AOTAutograd compiles."""
+    """Positions of the outputs that a forward returns to its caller; valid while AOTAutograd compiles."""
     meta = torch._guards.TracingContext.get().fw_metadata
     assert meta is not None, "AOTAutograd compiles a graph"
     first = meta.num_mutated_inp_runtime_indices
@@ -71,7 +71,7 @@ def returned_outputs() -> tuple[int, ...]:
 
 
 def _donated() -> tuple[int, ...]:
-    """Positions of the backward's arguments that it may overwrite; call this while AOTAutograd compiles."""
+    """Positions of the arguments that a backward may overwrite; valid while AOTAutograd compiles."""
     meta = torch._guards.TracingContext.get().fw_metadata
     return tuple(getattr(meta, "bw_donated_idxs", None) or ())
 
@@ -92,7 +92,10 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
 
 
 def change_joint(graph: fx.GraphModule, inputs: Any) -> None:
-    """Run Inductor's passes on a joint graph before it is partitioned, or on a graph without a backward."""
+    """Run Inductor's passes on a joint graph before it is partitioned, or on a graph without a backward.
+
+    ``inputs`` are the graph's fake arguments.
+    """
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
@@ -101,7 +104,10 @@ def change_joint(graph: fx.GraphModule, inputs: Any) -> None:
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition a joint graph into forward and backward as Inductor does."""
+    """Partition a joint graph into forward and backward as Inductor does.
+
+    ``inputs`` are its fake arguments; ``kwargs`` are passed on to the partitioner.
+    """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor import config
 
@@ -175,7 +181,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> 
 
 
 def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
-    """Yield the outputs that a forward saves for the backward, one per storage, without its own arguments."""
+    """Yield the outputs that a forward saves for its backward, one per storage, except its own arguments."""
     nodes = forward.graph.graph.find_nodes(op="placeholder")
     seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
@@ -188,12 +194,12 @@ def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
 
 
 def kept_bytes(forward: GpuGraph) -> int:
-    """Bytes that the forward saves for the backward, per storage, without its own arguments."""
+    """Bytes of the storages that a forward saves for its backward, except those of its own arguments."""
     return sum(node.meta["val"].untyped_storage().nbytes() for node in kept_nodes(forward))
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:
-    """Raise a NotImplementedError if a graph calls another graph, because reports would miss its code."""
+    """Raise a NotImplementedError if a graph calls ``invoke_subgraph``: reports would miss that code."""
     if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
         raise NotImplementedError(
             "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "

@@ -39,7 +39,9 @@ class StandIns:
 
 
 class LoadedWrapper:
-    """A generated wrapper with replacements for its device; call it with a list of arguments.
+    """Wrapper that Inductor generated around kernels, with replacements for its device.
+
+    Call the object with a list of arguments.
 
     Args:
         source: The Python file that Inductor generated.
@@ -55,13 +57,13 @@ class LoadedWrapper:
         self._scope["extern_kernels"] = stand_ins.products
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Run the wrapper and return its results. The wrapper clears ``args``, to free arguments early."""
+        """Run the generated code and return its results; it clears ``args``, to free arguments early."""
         with torch.no_grad(), self._runtime():
             return list(self._scope["call"](args))
 
     @contextmanager
     def _runtime(self) -> Iterator[None]:
-        """Context in which the functions of a device's runtime that the wrapper uses are replaced."""
+        """Context in which functions of the device's runtime are replaced, because generated code calls them."""
         nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
         answers = (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),

@@ -25,7 +25,10 @@ def program_runner(item: pytest.Item, arch: str, options: Mapping[str, Any]) -> 
     """
 
     def run(fn: Callable[..., Any], *args: Any, **others: Any) -> GpuRun:
-        """Run ``fn(*args)`` by `run_gpu_program` with the marker's options; fails on a difference."""
+        """Run ``fn(*args)`` by `run_gpu_program`, and fail the test on a difference.
+
+        ``others`` are options that override those of the test's marker.
+        """
         __tracebackhide__ = True
         found = run_gpu_program(fn, *args, arch=arch, **{**options, **others})
         launches = sum(len(graph.launches) for graph in found.graphs)

@@ -98,7 +98,7 @@ class Ptx:
         return found
 
     def registers_in(self, text: str) -> tuple[str, ...]:
-        """The registers named in a part of an instruction."""
+        """The names of declared registers that occur in ``text``, a part of an instruction."""
         return tuple(word for word in WORD.findall(text) if word in self._registers)
 
     def _read(self, text: str) -> Iterator[Instruction]:
@@ -131,7 +131,7 @@ class Ptx:
 
 
 def _declared(text: str) -> set[str]:
-    """Names of all declared registers, also in inline assembly; `%r<3>` declares %r0, %r1 and %r2."""
+    """Names of all registers that PTX declares, also in inline assembly; `%r<3>` declares %r0, %r1, %r2."""
     names: set[str] = set()
     for each in DECLARED.findall(text):
         for name in map(str.strip, each.split(",")):
@@ -141,7 +141,7 @@ def _declared(text: str) -> set[str]:
 
 
 def _statements(code: str) -> Iterator[str]:
-    """Yield the instructions on a line, without directives and the braces of scopes."""
+    """Yield the instructions on a line of PTX, without directives and the braces of scopes."""
     for piece in code.replace("\t", " ").split(";"):
         statement = piece.strip()
         if statement.startswith("{"):
@@ -151,7 +151,7 @@ def _statements(code: str) -> Iterator[str]:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """Split the operands of an instruction at commas outside of braces and brackets."""
+    """Split an instruction's text after the opcode at commas outside of braces and brackets."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "{[(") - (letter in "}])")

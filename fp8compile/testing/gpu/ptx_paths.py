@@ -49,7 +49,7 @@ class _Walk:
                 todo += self._through(writer)
 
     def _through(self, instruction: Instruction) -> tuple[str, ...]:
-        """Add an instruction to the result, and return the registers from which the walk continues."""
+        """Record an instruction as found, and return its input registers; () at a load or a 16-bit rounding."""
         if id(instruction) in self.found:
             return ()
         self.found[id(instruction)] = instruction
@@ -62,7 +62,10 @@ class _Walk:
         return instruction.inputs + guard
 
     def _stored(self, store: Instruction) -> tuple[str, ...]:
-        """The registers whose values a store writes to shared memory; () for a copy from global memory."""
+        """Record a store to shared memory as found, and return the registers whose values it writes.
+
+        For an asynchronous copy from global memory these are ().
+        """
         self.found[id(store)] = store
         return () if store.opcode.startswith("cp.async") else _values(self._ptx, store)
 

@@ -39,7 +39,7 @@ def _followed(node: fx.Node) -> bool:
 
 
 def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
-    """Yield the start nodes of the walk: operands of scaled GEMMs, new states, and returned codes."""
+    """Yield nodes that hold codes, scales or states: operands of scaled GEMMs, ``copy_``, float8 results."""
     for node in graph.nodes:
         if "scaled_mm" in str(node.target):
             yield from (each for each in node.args[:OPERANDS] if isinstance(each, fx.Node))
@@ -64,7 +64,10 @@ def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
 
 
 def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[set[fx.Node]]:
-    """Nodes of each lowered graph from which codes and scales are computed; walks the backward first."""
+    """Find the nodes from which codes and scales are computed: a set for each schedule's lowered graph.
+
+    The backward is walked first, because it tells which outputs of the forward are followed.
+    """
     found: list[set[fx.Node]] = []
     asked_for: set[str] = set()  # names of the forward's outputs that the backward's path goes through
     for made, scheduled in zip(reversed(graphs), reversed(schedules), strict=True):
@@ -80,7 +83,10 @@ def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) ->
 
 
 def _arguments(call: str, inputs: set[str]) -> list[str | None]:
-    """The buffers and graph inputs that a launch gets as arguments, by position; None for a size."""
+    """Names of the buffers or inputs that the printed launch ``call`` passes, by position.
+
+    ``inputs`` are the names of the graph's inputs; the name of a size is None.
+    """
     statement: Any = ast.parse(call).body[0]
     given = statement.value.args
     names = [[each.id for each in ast.walk(argument) if isinstance(each, ast.Name)] for argument in given]
@@ -88,7 +94,10 @@ def _arguments(call: str, inputs: set[str]) -> list[str | None]:
 
 
 def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: set[fx.Node]) -> set[int]:
-    """Positions of the arguments through which a launch writes buffers of codes, scales or their sources."""
+    """Positions of a launch's arguments through which it writes buffers that hold one of ``nodes``.
+
+    ``call`` is the launch as the generated code prints it.
+    """
     wanted = {name for name in launch.made if scheduled.holder(name) in nodes}
     if not wanted:
         return set()

@@ -1,4 +1,4 @@
-"""Schedules: kernels that Inductor would launch for a graph on a GPU, and data flow between them.
+"""Finds the kernels that Inductor would launch for a graph on a GPU, and the data flow between them.
 
     graph on the CPU --traced again on fake CUDA tensors--> lowered, fused, printed --> Schedule
 
@@ -52,7 +52,7 @@ class ScheduledLaunch:
             is None for a copy by which Inductor gives a GEMM's operand the required layout.
         read: The buffers that it reads. For a GEMM these are the operands in order.
         arguments: Names of the buffers that a Triton kernel gets, by position; "" for any other argument.
-        is_template: Whether it is one of Inductor's templates that multiply matrices in tiles.
+        is_template: Whether the kernel is one of Inductor's templates, which multiply matrices in tiles.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Schedule:
 
     @cached_property
     def _holders(self) -> dict[str, fx.Node | None]:
-        """The node whose value each buffer holds.
+        """Map each buffer of the generated code to the node of the lowered graph whose value it holds.
 
         Inductor has no node for a copy that it makes for a GEMM; such a buffer gets the GEMM's operand.
         """
@@ -119,15 +119,15 @@ class Schedule:
         return holders
 
     def kernel(self, name: str) -> str:
-        """Source of a Triton kernel with the functions that it calls; empty for a library call."""
+        """Source of the Triton kernel ``name`` with the functions that it calls; empty for a library call."""
         return _definition(self.source, name)
 
     def holder(self, name: str) -> fx.Node | None:
-        """The node of the lowered graph whose value a buffer holds; None if unknown."""
+        """The node of the lowered graph whose value the buffer ``name`` holds; None if unknown."""
         return self._holders.get(name)
 
     def computed(self, launch: ScheduledLaunch) -> list[fx.Node]:
-        """Nodes of the given graph that a launch computes, in order.
+        """Nodes that a launch computes, in order; they are nodes of the scheduled graph, before lowering.
 
         Inductor's own list for a kernel includes some nodes of its inputs. This list has everything between the
         buffers that the launch reads and those that it makes.
@@ -144,17 +144,20 @@ class Schedule:
         return list(dict.fromkeys(node for node in sources if node is not None))
 
     def source_of(self, lowered: fx.Node) -> fx.Node | None:
-        """The node of the given graph from which a node of the lowered graph was traced; None if unknown."""
+        """The node of the scheduled graph from which a node of the lowered graph was traced; None if unknown."""
         return self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
 
     def makes(self, launch: ScheduledLaunch) -> fx.Node | None:
-        """The node of the given graph whose value a launch makes; None if unknown."""
+        """The node of the scheduled graph (before lowering) whose value a launch computes; None if unknown."""
         lowered = filter(None, (self._holders[name] for name in launch.made))
         return next(filter(None, map(self.source_of, lowered)), None)
 
     @cached_property
     def of_templates(self) -> dict[str, tuple[fx.Node, tuple[int, ...]]]:
-        """Map each buffer that a template fills to its node in the given graph and its index among results."""
+        """Map buffers with results of Inductor's GEMM templates to (node, index) in the scheduled graph.
+
+        The index selects one of the node's results; it is () if there is only one.
+        """
         inside = {node for launch in self.launches if launch.is_template for node in self.computed(launch)}
         found: dict[str, tuple[fx.Node, tuple[int, ...]]] = {}
         for name, lowered in self._holders.items():
@@ -170,7 +173,10 @@ class Schedule:
 
     @cached_property
     def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
-        """Map each node of the given graph that has a buffer to the launch that writes the buffer."""
+        """Map nodes of the scheduled graph (before lowering) to the launch that writes their value to memory.
+
+        Nodes whose values stay inside of kernels are left out.
+        """
         found: dict[fx.Node, ScheduledLaunch] = {}
         for launch in self.launches:
             for lowered in filter(None, (self._holders[name] for name in launch.made)):
@@ -182,7 +188,7 @@ class Schedule:
 
 
 def taken_from(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
-    """Resolve nested ``getitem`` nodes to the node with all results, and this one's index in them.
+    """Split a chain of ``getitem`` nodes into the node that they index, and the tuple of their indices.
 
     A node that is no ``getitem`` is returned itself, with the index ().
     """
@@ -209,13 +215,16 @@ def operator_of(node: fx.Node) -> str:
 
 
 def _definition(source: str, name: str | None) -> str:
-    """Source of a Triton kernel with the functions that it calls; empty for a library call."""
+    """Source of the Triton kernel ``name``, and of the functions that it calls, in a generated file.
+
+    Empty if the file defines no such kernel, as for library calls.
+    """
     start = source.find(f"{name} = async_compile.triton(") if name else -1
     return source[start : source.index("'''", source.index("'''", start) + 3)] if start >= 0 else ""
 
 
 def _node_of(buffer: Any) -> fx.Node | None:
-    """The node whose value a buffer holds; None if Inductor made the buffer while it lowered a GEMM."""
+    """The node whose value an Inductor buffer holds; None if Inductor made the buffer to lower a GEMM."""
     data: Any = getattr(buffer, "data", None)
     node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
     if node is None and getattr(data, "origins", None):
@@ -266,13 +275,16 @@ def _launch(node: Any, call: dict[str, str], text: str) -> ScheduledLaunch:
 
 
 def _names(call: str) -> tuple[str, ...]:
-    """Names of the variables that a printed call passes, by position; "" for any other argument."""
+    """Names of the variables that a printed call passes, by position; "" for any other expression."""
     given = next(node for node in ast.walk(ast.parse(call.strip())) if isinstance(node, ast.Call)).args
     return tuple(each.id if isinstance(each, ast.Name) else "" for each in given)
 
 
 def _unread_bytes(node: Any) -> int:
-    """Bytes of an operator's results that nobody reads; they are written, but Inductor doesn't count them."""
+    """Bytes that an operator, a node of Inductor's scheduler, writes to unread results.
+
+    Inductor doesn't count them.
+    """
     from torch._inductor import ir
 
     if not isinstance(getattr(node, "node", None), ir.FallbackKernel):
@@ -288,7 +300,7 @@ def _bytes(buffer: Any) -> int:
 
 
 def _is_called(node: Any) -> bool:
-    """Whether the generated code has a call for a node of Inductor's schedule."""
+    """Whether the generated code has a call for a node of Inductor's scheduler."""
     from torch._inductor import ir
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
@@ -297,14 +309,14 @@ def _is_called(node: Any) -> bool:
 
 
 def _is_replaced(node: Any) -> bool:
-    """Whether a node does not run because a fused row-and-column reduction does its additions."""
+    """Whether the scheduler removed a node because a fused row-and-column reduction does its additions."""
     return all(each.get_name() in node.scheduler.removed_ops for each in node.get_nodes())
 
 
 def _kernels_of(node: Any) -> list[Any]:
-    """Split a fused node of the schedule into one node for each kernel that is printed for it.
+    """Split a fused node of Inductor's scheduler into one node for each kernel that is printed for it.
 
-    There are two if one kernel reduces along rows and columns at once: it leaves partial sums of the columns, and a
+    There are two if one kernel reduces both along rows and along columns: it leaves partial sums of the columns, and a
     second kernel computes what needs the complete sums.
     """
     from torch._inductor import ir, scheduler
@@ -321,7 +333,7 @@ def _kernels_of(node: Any) -> list[Any]:
 
 
 def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
-    """Pair nodes of the schedule with the calls that were printed for them, in order."""
+    """Pair each node of Inductor's scheduler with its call in the generated file ``source``, in order."""
     body = source[source.index("def call(") :]
     calls = [
         {**match.groupdict(), "text": body[match.start() : body.index("\n", match.end())].lstrip("\n")}
@@ -361,7 +373,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
 
 
 def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap a scheduler method that is called once per kernel, to log the kernel's number regularly."""
+    """Wrap ``enter``, a scheduler's method that runs once per kernel, to log progress every few seconds."""
     number, told = itertools.count(1), 0.0
 
     def enter_and_tell(scheduler: Any, node: Any) -> None:

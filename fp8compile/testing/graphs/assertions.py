@@ -31,7 +31,7 @@ def _report(fn: Callable[..., Any] | GraphReport, args: tuple[Any, ...], options
 
 
 def check_report(report: object, assertion: str) -> None:
-    """Raise a TypeError that names the assertion unless ``report`` is a `GraphReport`."""
+    """Raise a TypeError unless ``report`` is a `GraphReport`; ``assertion`` names the caller in its text."""
     if not isinstance(report, GraphReport):
         raise TypeError(
             f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
@@ -135,7 +135,7 @@ def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options
 
 
 def _matching(name: str, ops: Sequence[str]) -> list[str]:
-    """Operators named ``name``, or beginning with it up to a dot: "fp8compile", "fp8compile::linear"."""
+    """Entries of ``ops`` equal to ``name``, or beginning with it and a dot, such as "aten" or "aten.mm"."""
     name = name.replace("::", ".")
     return [op for op in ops if op == name or op.startswith(f"{name}.")]
 

@@ -31,7 +31,7 @@ TAKES = "takes it as it is"
 
 
 def _file_name(nodeid: str) -> str:
-    """File name of a test's baseline: readable, and unique by a hash of the test's id."""
+    """File name of the baseline of the test ``nodeid``: readable, and unique by a hash of that id."""
     readable = re.sub(r"\W+", "_", nodeid).strip("_")[-80:]
     return f"{readable}.{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}.json"
 
@@ -47,7 +47,7 @@ def _version(folder: Path) -> tuple[int, ...] | None:
 
 
 def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
-    """Find the test's baseline that was made with the PyTorch version nearest to this one.
+    """Find the baseline file ``name`` that was made with the PyTorch version nearest to this one.
 
     Returns the path, and a phrase for messages such as " of PyTorch 2.12"; None if there is no baseline.
     """
@@ -65,14 +65,17 @@ def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
 
 
 def _portable(file: str, root: Path) -> str:
-    """Make a path machine-independent: relative to the project's root or to an entry of ``sys.path``."""
+    """Make a source file's path machine-independent: relative to the project's ``root`` or ``sys.path``."""
     path = Path(file)
     roots = [root, *sorted(map(Path, sys.path), key=lambda folder: -len(folder.parts))]
     return next((path.relative_to(folder).as_posix() for folder in roots if path.is_relative_to(folder)), file)
 
 
 def _places(item: pytest.Item, log: CompilerLog) -> dict[str, list[GraphBreak]]:
-    """Group graph breaks by file and reason, not by line, because edits above a break change its line."""
+    """Group graph breaks by file and reason, not by line, because edits above a break change its line.
+
+    Files are relative to the root of the project of the test ``item``.
+    """
     places: dict[str, list[GraphBreak]] = {}
     for found in log.breaks:
         places.setdefault(f"{_portable(found.file, item.config.rootpath)}: {found.reason}", []).append(found)
@@ -95,7 +98,10 @@ def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> N
 
 
 def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
-    """Counts that got worse, and counts that got better, each formatted as "breaks 0 -> 1"."""
+    """Counts that are worse than those ``known`` from the baseline, and counts that are better, as text.
+
+    Each has the form "breaks 0 -> 1".
+    """
     worse: list[str] = []
     better: list[str] = []
     for name, now in asdict(counts).items():
@@ -115,7 +121,7 @@ def _note(item: pytest.Item, text: str) -> None:
 
 
 def _made_with(counts: Counts) -> str:
-    """Message on a new baseline that lists the faults it accepts: "made with 1 break"."""
+    """Phrase on a new baseline with the faults that it accepts: "made with 1 break", or just "made"."""
     faults = [numbered(getattr(counts, name), name) for name in FAULTS if getattr(counts, name)]
     return f"made with {', '.join(faults)}" if faults else "made"
 

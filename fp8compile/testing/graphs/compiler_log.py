@@ -77,8 +77,8 @@ class GraphBreak:
         file: File of the user's code.
         line: Line in that file.
         gives_up: Whether PyTorch runs whole functions without a graph because of this break.
-        without_graph: Names of those functions, each with file and line; may include callers of the function that
-            breaks.
+        without_graph: Names of the functions that run without a graph, each with file and line; callers may be among
+            them.
         stack: The user's frames at the first such break, outermost first, each ``file:line in function``.
     """
 
@@ -156,7 +156,10 @@ class CompilerLog:
     _given_up: dict[str, int] = field(default_factory=dict)
 
     def hear(self, metadata: dict[str, Any], payload: str) -> None:
-        """Parse one record of the log, and update the fields."""
+        """Parse one record of PyTorch's structured log, and update the fields.
+
+        ``metadata`` is the record's dict, which tells its kind; ``payload`` is its text.
+        """
         compile_id = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"
         name = metadata.get("artifact", {}).get("name")
         if name == "dynamo_graph_break_reason":
@@ -231,7 +234,7 @@ def _json_or_text(payload: str) -> Any:
 
 
 def _guard(text: str) -> str:
-    """Format a failed guard's condition in one line, with location or source text if they are logged."""
+    """Format a failed guard as one line: its condition, and the location or source text if logged."""
     condition, _, trace = text.partition("\n")
     # PyTorch appends the user's source line as a comment, and then the end of the file's path
     condition, *comments = re.split(r"\s+# ", re.sub(r"^\d+/\d+: ", "", condition))
@@ -240,14 +243,14 @@ def _guard(text: str) -> str:
 
 
 def _user_frames(trace: str) -> Iterator[str]:
-    """Yield the frames of a printed stack, without those of PyTorch and of this package."""
+    """Yield the frames of ``trace``, a printed stack, without those of PyTorch and of this package."""
     for frame in FRAME.finditer(trace):
         if not frame["file"].startswith((TORCH, OWN)):
             yield f"{frame['file']}:{frame['line']} in {frame['function']}"
 
 
 def parse_break(text: str) -> GraphBreak:
-    """Parse PyTorch's log text of a break; if its format is unknown, the first line is the reason."""
+    """Parse the text that PyTorch logs for a graph break; if its format is unknown, line 1 is the reason."""
     match = BREAK.match(text)
     if match is None:
         reason = one_line(text.partition("\n")[0])
@@ -286,7 +289,7 @@ class _Listener(logging.Handler):
 
 
 def _wants_everything(handler: logging.Handler) -> bool:
-    """Whether a log handler needs all records: it is ours, or PyTorch's for ``TORCH_TRACE`` files."""
+    """Whether a log handler needs all records, as ours and PyTorch's for ``TORCH_TRACE`` files do."""
     return isinstance(handler, _Listener) or any(
         cls.__module__.partition(".")[0] == "torch" for cls in type(handler).__mro__
     )

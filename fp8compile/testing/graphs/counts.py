@@ -1,4 +1,4 @@
-"""Counts of what a test compiled that the pytest plugin guards."""
+"""Counts what a test compiled: graphs, breaks and so on, which the pytest plugin compares."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROPERTIES = ("graph_baseline", *(f"graph_{name}" for name in Counts.__dataclass
 
 
 def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
-    """Compute the counts of a test from the compiler's log and from the reports that its fixture made."""
+    """Counts of a test, from the compiler's log and from the reports that the test made by its fixture."""
     by_report = {bypass for report in reports for bypass in report.bypasses}
     return Counts(
         graphs=log.graphs,

@@ -61,7 +61,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """Arguments of a test's fullgraph marker; None without a marker. Fails the test if they are wrong."""
+    """The arguments of a test's ``fullgraph`` marker, None without one; fails the test if they are wrong."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
@@ -85,7 +85,10 @@ def _refuse_marker(text: str) -> NoReturn:
 
 
 def _folders(package: str) -> tuple[str, ...]:
-    """File or folders of a package's code; folders end in a separator."""
+    """The folders of an importable package's code, each with a final separator, or the file of a module.
+
+    A package that can't be imported fails the test.
+    """
     try:
         spec = importlib.util.find_spec(package)
     except Exception as error:  # find_spec imports the parent packages, which may raise anything
@@ -106,7 +109,10 @@ def _owned(breaks: list[GraphBreak], own: str | None) -> list[GraphBreak]:
 def _over(
     found: Sequence[Any], noun: str, most: int | None, lines: Callable[[Any], Iterable[str]], *, inside: str = ""
 ) -> list[str]:
-    """Error lines if there are more than ``most`` findings, beginning with the first location; else []."""
+    """Error lines if there are more than ``most`` in ``found``, the first one's location first; else [].
+
+    ``noun`` names a finding, ``lines`` formats it, and ``inside`` is added to the first line.
+    """
     if most is None or len(found) <= most:
         return []
     return [f"{counted_at(found, noun)}{inside}, {most} allowed:", *(line for each in found for line in lines(each))]
@@ -135,7 +141,7 @@ def _check_limits(log: CompilerLog, limits: _Limits, counts: Counts, bypasses: S
 
 @contextmanager
 def guarded(item: pytest.Item) -> Iterator[None]:
-    """Context of a test: counts what it compiles, and checks marker limits and baseline.
+    """Context in which a test runs: counts what it compiles, then checks limits and the baseline.
 
     If the test itself fails, its counts are not compared.
     """
@@ -164,9 +170,10 @@ def _is_our_assertion(call: pytest.CallInfo[None]) -> bool:
 
 
 def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Remove PyTorch's own log lines from the report of a test that one of our checks failed.
+    """Remove PyTorch's log lines from a test's report if one of the plugin's own checks failed the test.
 
-    Standard error and the captured log have such lines; ours repeat them. If the test itself failed, all lines stay.
+    Standard error and the captured log have such lines, and the check's text repeats them. If the test itself failed,
+    all lines stay.
     """
     if not (item.stash.get(OURS, False) or _is_our_assertion(call)):
         return
@@ -182,7 +189,7 @@ def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report
 
 
 def recorded_graph_report(item: pytest.Item) -> Callable[..., GraphReport]:
-    """A ``graph_report`` for one test that also records each report, so that the test's counts include it."""
+    """Make a ``graph_report`` for one test; its reports are also stored, to be part of the test's counts."""
     reports = item.stash[REPORTS] = []
 
     def run(*args: Any, **options: Any) -> GraphReport:

@@ -19,13 +19,13 @@ BACKENDS = ("aot_eager", "inductor")
 
 @dataclass
 class KeptGraph:
-    """One compiled graph at several stages of the compiler.
+    """One compiled graph as Dynamo traced it and as AOTAutograd split it.
 
     Attributes:
         compile_id: PyTorch's id of the compilation, ``function/attempt``; numbers restart at 0 after a reset.
         dynamo: The graph that Dynamo traced.
         forward: The forward graph after AOTAutograd; decomposed if Inductor is the backend.
-        backward: The backward graph at the same stage; None if no gradient is needed.
+        backward: The backward graph after AOTAutograd; None if no gradient is needed.
     """
 
     compile_id: str
@@ -103,7 +103,7 @@ def user_place(node: fx.Node) -> tuple[str, int]:
 
 
 def op_name(target: Any) -> str:
-    """``namespace::name`` of an operator, without the overload; for any other function, its own name."""
+    """``namespace::name`` of an operator, without the overload; for another function, its own name."""
     packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
     return str(getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet)))
 

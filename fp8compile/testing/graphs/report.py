@@ -54,7 +54,7 @@ class Call:
         args: Positional arguments.
         kwargs: Keyword arguments.
         train: Whether to put the module in train mode (or eval mode) before the call; None leaves the mode.
-        grad: Whether autograd records the call; None uses the caller's grad mode.
+        grad: Whether autograd records the call; None uses the current grad mode.
         name: Name of the call in reports; if empty, reports show the arguments' shapes.
     """
 
@@ -134,7 +134,7 @@ def place_text(file: str, line: int) -> str:
 
 
 def _counted(head: str, ops: Sequence[str]) -> list[str]:
-    """At most three lines that list operators with their counts; operators outside of aten come first."""
+    """At most three lines that begin with ``head`` and list operators with counts, those of aten last."""
     counts = Counter(ops)
     order = sorted(counts, key=lambda op: (op.startswith(("aten.", "prims.")), -counts[op]))
     shown = [f"{op} x{counts[op]}" if counts[op] > 1 else op for op in order]
@@ -176,7 +176,7 @@ class GraphReport:
         return asdict(self)
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        """The report as a JSON object."""
+        """The report as a JSON object; ``indent`` is that of `json.dumps`."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
@@ -214,9 +214,9 @@ def _graph_lines(report: GraphReport) -> Iterator[str]:
 
 
 def counted_at(found: Sequence[GraphBreak] | Sequence[Recompile] | Sequence[CacheBypass], noun: str) -> str:
-    """Format the first finding's location and the count: "model.py:5: the first of 3 graph breaks".
+    """Format the location of ``found[0]`` and the count: "model.py:5: the first of 3 graph breaks".
 
-    The location comes first, because pytest cuts long lines.
+    The location comes first, because pytest cuts long lines. ``noun`` is the plural, "graph breaks".
     """
     count = numbered(len(found), noun)
     if not found:
@@ -247,14 +247,14 @@ def recompile_lines(found: Recompile) -> Iterator[str]:
 
 
 def bypass_lines(found: CacheBypass) -> Iterator[str]:
-    """Lines that describe a cache bypass."""
+    """Lines that describe why an on-disk cache can't store a graph: the cache, the reason, the location."""
     yield f"the {found.cache} cache is bypassed at {place_text(found.file, found.line)}: {found.reason}"
     if "autograd_function_apply" in found.reason:
         yield "  usually mended by a torch.library custom op with register_autograd in place of the autograd.Function"
 
 
 def _mends_guard(guard: str) -> str:
-    """Advice on a failed guard; empty if there is none."""
+    """Advice on how to avoid the failure of a guard, given its text; empty if there is none."""
     if "size mismatch" in guard or "stride mismatch" in guard or ".size()" in guard:
         return "usually mended by torch._dynamo.mark_dynamic(tensor, dim), or by padding to one shape"
     if "training" in guard:
@@ -291,7 +291,7 @@ def _collectives(graph: fx.GraphModule, *, backward: bool) -> Iterator[Collectiv
 
 
 def _storages(nodes: Sequence[fx.Node]) -> dict[int, int]:
-    """Bytes of the storages that the nodes' tensors use, by the storage's id."""
+    """Map the id of each storage that the nodes' tensors use to its bytes."""
     storages = [t.untyped_storage() for node in nodes for t in tensors_in(node.meta.get("val"))]
     return {storage._cdata: size_of(storage.nbytes()) for storage in storages}
 
@@ -354,7 +354,7 @@ def _shapes(call: Call) -> str:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves of the autograd graph: parameters and inputs in which gradients would accumulate."""
+    """Tensors in which a backward from ``outputs`` would accumulate gradients: parameters and inputs."""
     pending, seen, found = [output.grad_fn for output in outputs], set(), []
     while pending:
         node = pending.pop()

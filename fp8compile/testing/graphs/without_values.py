@@ -1,4 +1,4 @@
-"""Runs a module without computing: its parameters, buffers and arguments are replaced by fake tensors.
+"""Runs a module without computing: parameters, buffers and arguments become fake tensors.
 
 A fake tensor has a shape and a dtype, but no values and no memory. So a report that reads only graphs is as fast for a
 model on the meta device, or in formats that a CPU emulates, as for any other.
@@ -31,7 +31,7 @@ def on_meta(module: nn.Module) -> bool:
 
 
 class _Exchange:
-    """Makes a fake tensor for each tensor; a shared tensor, such as a tied weight, gets one fake tensor."""
+    """Maps tensors to fake tensors; a tensor in several places, such as a tied weight, gets one fake."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
@@ -60,7 +60,10 @@ def _is_fake(value: Any) -> bool:
 
 @contextmanager
 def _exchanged(module: nn.Module, exchange: _Exchange) -> Iterator[None]:
-    """Context in which fake tensors replace a module's tensors; removes fake attributes at exit."""
+    """Context in which fake tensors replace a module's parameters and buffers.
+
+    At exit attributes that the forward set to fake tensors are removed.
+    """
     modules = list(module.modules())
     before = [(dict(each._parameters), dict(each._buffers), dict(each.__dict__)) for each in modules]
     try:
@@ -106,10 +109,10 @@ def without_values(
 
 
 def values_needed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Call a module with fake tensors; returns the reason if that fails, else an empty text.
+    """Call a module with fake tensors; return the reason if that fails, else an empty text.
 
-    It fails if the forward reads values (``if x.sum() > 0``, ``.item()``, ``.tolist()``, ``nonzero()``), and for any
-    error that a call with values would raise too.
+    The call fails if the forward reads values (``if x.sum() > 0``, ``.item()``, ``.tolist()``, ``nonzero()``), and for
+    any error that a call with values would raise too.
     """
     try:
         with kept_state(module, (args, kwargs)), without_values(module, args, kwargs) as (fake_args, fake_kwargs):

@@ -32,7 +32,7 @@ META = torch.device("meta")
 
 
 class Wrapper(Protocol):
-    """Protocol of a graph's generated code, such as a `fp8compile.testing.gpu.schedule.Schedule`."""
+    """Protocol of the Python file that Inductor generated for a graph, such as a `Schedule` has it."""
 
     @property
     def source(self) -> str:
@@ -77,7 +77,7 @@ class _Products:
 
 
 class _Ledger:
-    """Records when each storage is first seen, and when it is freed."""
+    """Records each new storage, its owner (a category such as "kept"), and when the storage is freed."""
 
     def __init__(self) -> None:
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -86,7 +86,7 @@ class _Ledger:
         self._owners: dict[int, str] = {}
 
     def number(self, tensor: Tensor) -> int:
-        """The id number of a tensor's storage, which is recorded if it is new."""
+        """The number of a tensor's storage in the order of first use; a new storage is recorded."""
         self._sweep()
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
@@ -96,7 +96,7 @@ class _Ledger:
         return self._alive[storage._cdata][1]
 
     def give(self, owner: str, tensors: Iterable[Any]) -> None:
-        """Set ``owner`` as the owner of the tensors' storages; a storage that has an owner keeps it."""
+        """Set the category ``owner``, a field of `Moment`, for the tensors' storages; older categories stay."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._owners.setdefault(self.number(tensor), owner)
@@ -108,12 +108,12 @@ class _Ledger:
             self._changes.append((number, -self._sizes[number]))
 
     def mark(self) -> int:
-        """Number of changes so far, an argument of `timeline`."""
+        """Number of allocations and deallocations so far, an argument of `timeline`."""
         self._sweep()
         return len(self._changes)
 
     def timeline(self, start: int, end: int) -> Timeline:
-        """The changes between two results of `mark`."""
+        """What was held at ``start``, and the changes from there to ``end``; both are results of `mark`."""
         changes = [(self._owners.get(number, "temporaries"), size) for number, size in self._changes]
         held = dict.fromkeys(OWNERS, 0)
         for owner, size in changes[:start]:
@@ -122,7 +122,7 @@ class _Ledger:
 
 
 class _Noting(TorchDispatchMode):
-    """Dispatch mode that runs operators on the meta device, and records their results."""
+    """Dispatch mode that runs operators on the meta device, and records their results' storages."""
 
     def __init__(self, ledger: _Ledger) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Noting(TorchDispatchMode):
 
 
 class _Caller:
-    """Calls wrappers, and records their allocations in a ledger."""
+    """Calls generated code with stand-ins for its device, and records its allocations in a ledger."""
 
     def __init__(self, ledger: _Ledger, device: str) -> None:
         self._ledger, self._device = ledger, device
@@ -200,7 +200,10 @@ def run_wrappers(graphs: Sequence[GpuGraph], wrappers: Sequence[Wrapper], owners
 
 
 def _arguments(ledger: _Ledger, forward: GpuGraph, backward: GpuGraph, outputs: Sequence[Any]) -> list[Any]:
-    """Arguments of the backward: saved tensors, matched by node name, and output gradients."""
+    """Arguments of the backward: ``outputs`` of the forward, matched by node name, and output gradients.
+
+    Their storages are recorded in ``ledger`` as "kept" or "results".
+    """
     (nodes,) = forward.graph.graph.find_nodes(op="output")[0].args
     saved = {getattr(node, "name", None): value for node, value in zip(nodes, outputs, strict=True)}
     found = []

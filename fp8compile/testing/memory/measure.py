@@ -42,7 +42,7 @@ Optimizer = Callable[[Any], Any] | None
 
 @dataclass(frozen=True)
 class _Found:
-    """Results for one model: the allocations of its generated code, and its saved tensors."""
+    """The allocations of one model's generated code, and the tensors that its forward saves."""
 
     run: Run
     kept: tuple[KeptTensor, ...]
@@ -50,7 +50,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of a model or function, and the GPU that code is generated for; ``gpu`` is None for the CPU."""
+    """A call of a model or function, and the GPU that code is generated for; ``gpu`` is None for a CPU."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -64,7 +64,7 @@ class _Call:
         return self.fn if isinstance(self.fn, nn.Module) else nn.Module()
 
     def generated(self) -> _Found:
-        """Generate the code of forward and backward, and simulate its allocations."""
+        """Generate the code of forward and backward, simulate its allocations, and list the saved tensors."""
         from torch._inductor import config
 
         fn, kwargs = self.fn, self.kwargs
@@ -108,7 +108,7 @@ class _Call:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value itself, or the plain tensors inside a tensor subclass."""
+    """Yield the plain tensors inside a tensor subclass, or the value itself if it is no such subclass."""
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         for name in names:
@@ -138,7 +138,7 @@ def _on_meta(tensor: Any) -> Any:
 
 
 def _optimizer_bytes(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state after a step, simulated on the meta device."""
+    """Bytes of the optimizer's state for these parameters after a step, simulated on the meta device."""
     if optimizer is None or not parameters:
         return 0
     copies = [_on_meta(each.detach()).requires_grad_() for each in parameters]
@@ -151,7 +151,7 @@ def _optimizer_bytes(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
 
 
 def _kept_in_all(blocks: EqualBlocks, three: Sequence[KeptTensor]) -> Iterator[KeptTensor]:
-    """Extrapolate the saved tensors of the whole model from those of the model with 3 blocks."""
+    """Extrapolate saved tensors from ``three`` equal blocks to all; names of modules are adapted."""
     for tensor in three:
         place = blocks.place(tensor.module)
         if place is None:
@@ -173,7 +173,7 @@ def _moved_name(blocks: EqualBlocks, name: str, by: int) -> str:
 
 
 def _counted(call: _Call, blocks: EqualBlocks) -> MemoryReport | None:
-    """Report on a model with equal blocks, extrapolated from 2, 3 and 4; None if that is not exact."""
+    """Report on a model with equal blocks, extrapolated from 2, 3 and 4 blocks; None if that isn't exact."""
     found = []
     for count in (2, 3, 4):
         with shortened(call.model, blocks, count):
@@ -212,7 +212,7 @@ def memory_of_call(
     optimizer: Optimizer = torch.optim.AdamW,
     saved: SavedAsCodes | None = None,
 ) -> MemoryReport:
-    """Like `memory_report`, for a call with these positional and keyword arguments."""
+    """Report as `memory_report` does, for a call of ``fn`` with these positional and keyword arguments."""
     if not isinstance(fn, nn.Module) and not callable(fn):
         check_model("memory_report", fn)
     if is_compiled(fn):
@@ -251,7 +251,10 @@ def _gpu(arch: str) -> Gpu:
 def memory_beside_unconverted(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, arch: str = "h200"
 ) -> dict[str, MemoryReport]:
-    """Memory reports on "this model" and, if it has FP8 layers, on the unconverted model, "without FP8"."""
+    """Memory reports by title: "this model" and, if the model has FP8 layers, "without FP8".
+
+    ``arch`` is the GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``; "cpu" for a CPU.
+    """
     found = {"this model": memory_of_call(model, args, kwargs, arch=arch)}
     if (plain := unconverted(model)) is not None:
         log.info("the same model without FP8")

@@ -1,8 +1,8 @@
-"""Timeline of what a graph's run holds in memory, and the moment that holds the most.
+"""Timelines of what a graph's run holds in memory, and the moment that holds the most.
 
 Equal blocks: a backward of N blocks that has done b of them holds the saved tensors of N - b blocks, the gradients of
-b blocks, and temporaries that are the same for each b. So one more block adds to such a moment a block's saved
-tensors, or its gradients, or a size between these. At the run's start all saved tensors exist, and at its end all
+b blocks, and temporaries that are the same for each b. So the bytes held then grow, for each additional block, by its
+saved tensors, its gradients, or a size between both. At the run's start all saved tensors exist, and at its end all
 gradients. If the largest moment grows per block by no less than the start and the end, it is the largest for any
 number of blocks. The same holds for a forward.
 """

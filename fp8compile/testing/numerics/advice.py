@@ -1,4 +1,4 @@
-"""Advice: the recipe that each layer should take, with errors and costs; usable as `convert`'s recipe."""
+"""The recipe that each layer should take, with errors and costs; usable as `convert`'s recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PRODUCTS = tuple(gemm.name for gemm in GEMMS)
 
 
 def least_of(errors: Errors) -> float:
-    """Smallest signal-to-noise ratio of the measured GEMMs, in dB; ``inf`` if none, ``nan`` if one is NaN."""
+    """Smallest ratio in dB among a layer's GEMMs, None for a GEMM that was not measured.
+
+    The result is ``inf`` if none was measured, and ``nan`` if one is NaN.
+    """
     known = [each for each in errors if each is not None]
     return math.nan if any(map(math.isnan, known)) else min(known, default=math.inf)
 
@@ -34,7 +37,7 @@ class LayerAdvice:
 
     Attributes:
         name: Fully qualified name.
-        matrices: (out_features, in_features) of each matrix that multiplies a row.
+        matrices: Shape (out_features, in_features) of each weight that a row is multiplied by.
         rows: Number of rows that the layer multiplied in all calls together.
         sampled: Number of these rows that the errors were measured on.
         groups: Number of experts that had rows, and of all experts; None for a linear.

@@ -37,7 +37,10 @@ GIVEN = "names such as 'nvfp4', recipes, or a mapping from names to recipes"
 
 
 def _by_name(recipes: Iterable[str | Recipe] | Mapping[str, Recipe] | None, gpu: Gpu) -> dict[str, Recipe]:
-    """Candidate recipes by name; default: ready ones without delayed scaling that ``gpu`` runs natively."""
+    """Candidate recipes by name; by default the built-in ones that ``gpu`` runs natively.
+
+    The default excludes recipes with delayed scaling.
+    """
     if recipes is None:
         found = {name: ready.by_name(name) for name in ready.names()}
         return {
@@ -84,7 +87,7 @@ def _peaks(gpu: str) -> tuple[Gpu, Peaks]:
 
 
 def _worst(errors: Sequence[Errors]) -> Errors:
-    """Smallest ratio over several calls, for each of the three GEMMs; None if no call has one."""
+    """Smallest ratio in dB among ``errors`` of several calls, for each of the three GEMMs; None without."""
     found: list[float | None] = []
     for each in zip(*errors, strict=True):
         known = tuple(value for value in each if value is not None)
@@ -93,7 +96,10 @@ def _worst(errors: Sequence[Errors]) -> Errors:
 
 
 def _refusals(layer: nn.Module, recipes: Mapping[str, Recipe], gpu: Gpu) -> tuple[dict[str, str], dict[str, str]]:
-    """Reasons, by recipe name, why the layer can't have a recipe, and why the GPU can't run it natively."""
+    """Reasons why the layer can't be converted to recipes, and why the GPU can't run others natively.
+
+    Both are dicts by the recipe's name.
+    """
     owner, name = weight_slots(layer)[0]
     dtype = getattr(owner, name).dtype
     by_layer: dict[str, str] = {}
@@ -145,19 +151,25 @@ def _measured(
 
 
 def _fastest(layer: LayerAdvice, least: float) -> LayerAdvice:
-    """The advice with the fastest recipe whose GEMMs all have at least ``least`` dB, else unconverted."""
+    """Copy the advice, and take the fastest recipe whose GEMMs all have ``least`` dB or more.
+
+    The layer stays unconverted if there is no such recipe.
+    """
     allowed = [name for name in layer.allowed() if name == HIGH_PRECISION or least_of(layer.errors[name]) >= least]
     return replace(layer, takes=min(allowed, key=lambda name: (layer.costs[name].seconds, _noise(layer, name))))
 
 
 def _noise(layer: LayerAdvice, name: str) -> float:
-    """Sum of the noise-to-signal ratios of the layer's GEMMs; infinite if one is NaN."""
+    """Sum of a layer's noise-to-signal ratios over its GEMMs in the recipe ``name``; infinite for a NaN."""
     errors = [each for each in layer.errors[name] if each is not None]
     return math.inf if any(map(math.isnan, errors)) else sum(10 ** (-each / 10) for each in errors)
 
 
 def _within(found: Sequence[LayerAdvice], share: float) -> list[LayerAdvice]:
-    """Pick recipes with little noise within ``share`` of the time without FP8, by a greedy search."""
+    """Pick recipes with little noise whose time together is at most ``share`` of the time without FP8.
+
+    The search is greedy: from the fastest recipes, it takes the step with the largest gain for its time.
+    """
     limit = share * sum(layer.costs[HIGH_PRECISION].seconds for layer in found)
     taken = [_fastest(layer, -math.inf) for layer in found]
     spent = sum(layer.costs[layer.takes].seconds for layer in taken)
@@ -197,7 +209,10 @@ def advise_call(
     rows_factor: float = 1,
     sample: int = SAMPLE,
 ) -> Advice:
-    """Like `advise`, for a model that is called with these positional and keyword arguments."""
+    """Advise as `advise` does, for a model that is called with these positional and keyword arguments.
+
+    The options are those of `advise`.
+    """
     check_eager("advise", model)
     budget = BUDGET if budget is None else budget
     _check_budget(budget)

@@ -36,7 +36,10 @@ Key = tuple[str, str, int]  # layer, product, number of its call
 
 
 class _Watch:
-    """Records or compares the operands of every GEMM of a model's FP8 layers while the model runs."""
+    """Records the operands of each GEMM of a model's FP8 layers while it runs, or compares them.
+
+    Without a reference the operands are recorded; else they are compared with those recorded before.
+    """
 
     def __init__(self, model: nn.Module, reference: dict[Key, tuple[Tensor, Tensor]] | None) -> None:
         self._model, self._reference = model, reference
@@ -101,7 +104,10 @@ class _Watch:
         )
 
     def _arrived(self, key: Key, gemm: Gemm, a: Plain, b: Plain, operands: Operands) -> None:
-        """Compare the values of both operands with those of the single-process run."""
+        """Compare the gathered values of a GEMM's operands ``a`` and ``b`` with those of the one-process run.
+
+        ``key`` identifies the GEMM: layer, GEMM name and number of the call.
+        """
         assert self._reference is not None
         wholes = whole(a, gemm.a, operands).local, whole(b, gemm.b, operands).local
         if key not in self._reference:

@@ -15,11 +15,11 @@ __all__ = ["Comparison", "ComparisonRow"]
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One module in one pass. Ratios are signal-to-noise ratios in dB; ``inf`` if no element differs.
+    """Comparison of one module in one pass. Ratios are signal-to-noise ratios in dB, ``inf`` if equal.
 
     Attributes:
         name: Fully qualified name; with a number from the module's second call on.
-        kind: The model's class and the reference's, if they differ; else one class.
+        kind: Class of the module; if the model's class differs from the reference's, both.
         direction: ``"forward"`` or ``"backward"``.
         arriving: The ratio of what the module gets: input or grad_output. None if it gets no floating tensor.
         leaving: The ratio of what the module returns: output or grad_input. None if there is none.
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def between_modules(self) -> ComparisonRow | None:
-        """First module whose input differs although no earlier module adds a difference; None without one.
+        """The first module that gets a different input, if no module before it adds a difference; else None.
 
         Such a difference arises in code between modules, such as an attention function or a sum.
         """

@@ -10,7 +10,7 @@ __all__ = ["shown_decibels", "sqnr"]
 
 
 def _rows_apart(actual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Sums of squares of ``expected``, and of the difference, in float64."""
+    """Sum of squares of ``expected``, and sum of squares of ``actual - expected``, in float64."""
     exact = expected.detach().double()
     error = actual.detach().double() - exact
     return exact.square().sum().item(), error.square().sum().item()

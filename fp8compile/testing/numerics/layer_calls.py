@@ -36,13 +36,13 @@ class LayerCall:
     """One call of a layer, with the operands of its GEMMs.
 
     Attributes:
-        x: (R, K), the sampled rows of the input.
-        weight: (N, K), or (E, N, K) with groups.
+        x: (R, K), the R sampled rows of the input with K features.
+        weight: (N, K) for N output features; (E, N, K) with E groups (experts).
         ends: (E,) int32, the end offsets of the groups among the sampled rows; None without groups.
         rows: Number of rows that the layer multiplied.
         needs_x: Whether the layer computes the input's gradient.
         needs_weight: Whether the layer computes the weight's gradient.
-        grad_output: (R, N); None if no gradient reached the output.
+        grad_output: (R, N), the sampled rows of the output's gradient; None if no gradient reached the output.
         filled: Number of groups that have rows; 1 without groups.
     """
 
@@ -58,7 +58,7 @@ class LayerCall:
 
 @dataclass
 class _Awaited:
-    """A call whose grad_output is not yet known: the gradient edge to read it from, and the rows to keep."""
+    """A recorded call whose grad_output is not known yet, its gradient edge, and the sampled row indices."""
 
     call: LayerCall
     edge: GradientEdge
@@ -66,7 +66,10 @@ class _Awaited:
 
 
 def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
-    """Indices of the sampled rows: all of them, or evenly spaced runs of consecutive rows."""
+    """Indices of about ``wanted`` of ``rows`` rows, in evenly spaced runs of consecutive rows.
+
+    These are all rows if there are no more than ``wanted``.
+    """
     if rows <= wanted:
         return torch.arange(rows, device=device)
     length = min(ROWS_TOGETHER, wanted)
@@ -76,7 +79,10 @@ def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
 
 
 def _runs_of_groups(ends: list[int], wanted: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Indices of the sampled rows, and the end offsets of the groups among the sampled rows."""
+    """Indices of about ``wanted`` sampled rows, and the end offsets of the groups among the sampled rows.
+
+    ``ends`` has the end of each group among all rows.
+    """
     sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     filled = max(1, sum(size > 0 for size in sizes))
     each = max(LEAST_OF_GROUP, wanted // filled)
@@ -89,7 +95,10 @@ def _runs_of_groups(ends: list[int], wanted: int, device: torch.device) -> tuple
 
 
 def _by_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a grouped linear layer in high precision; rows after the last group give zeros."""
+    """Compute a grouped linear layer in high precision; rows after the last group give zeros.
+
+    ``offsets`` has the end of each group, and ``weight`` is (groups, outputs, inputs).
+    """
     parts, start = [], 0
     for group, end in enumerate(offsets.tolist()):
         parts.append(functional.linear(x[start:end], weight[group], None if bias is None else bias[group]))
@@ -102,7 +111,7 @@ def _by_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) 
 class _Listening(TorchFunctionMode):
     """Function mode that records the calls of layers, and computes their GEMMs in high precision.
 
-    Each layer has its own recipe object, so that a call's recipe identifies the layer.
+    Each layer has a recipe object of its own, whose id identifies the layer of a call.
     """
 
     names: Mapping[int, str]
@@ -148,7 +157,7 @@ class _Listening(TorchFunctionMode):
             self.awaited.append(_Awaited(call, get_gradient_edge(y), sample))
 
     def finish(self, loss: Tensor) -> None:
-        """Run the backward down to the outputs of layers, and keep the sampled rows of their gradients.
+        """Run the backward of ``loss`` down to the outputs of layers, and keep the sampled rows of gradients.
 
         No gradient of a parameter is computed.
         """

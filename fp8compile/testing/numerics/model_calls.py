@@ -76,7 +76,7 @@ def mean_square(output: Any) -> Tensor:
 
 
 def check_eager(function: str, model: object) -> None:
-    """Raise a TypeError unless ``model`` is a module and no part of it is compiled."""
+    """Raise a TypeError if ``model`` is no module or is compiled; ``function`` names the caller."""
     check_model(function, model)
     assert isinstance(model, nn.Module)
     compiled = next((name or "the model" for name, each in model.named_modules() if is_compiled(each)), None)
@@ -88,7 +88,10 @@ def check_eager(function: str, model: object) -> None:
 
 
 def check_whole(function: str, layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise a TypeError if a layer's parameters are DTensors, because the model has to be unsharded."""
+    """Raise a TypeError if parameters of these named layers are DTensors: the model has to be unsharded.
+
+    ``function`` names the caller in the text.
+    """
     for name, layer in layers:
         if any(is_dtensor(parameter) for parameter in layer.parameters()):
             raise TypeError(
@@ -101,8 +104,8 @@ def check_whole(function: str, layers: Iterable[tuple[str, nn.Module]]) -> None:
 def run_aside(model: nn.Module, arguments: Any, seed: int | None = None) -> Iterator[None]:
     """Context that restores a model's modes, buffers and gradients, and random states at exit.
 
-    The backward runs in the calling thread, so that dispatch modes apply to it. If ``seed`` is given, it seeds random
-    numbers.
+    Gradients of ``arguments`` are restored too. The backward runs in the calling thread, so that dispatch modes apply
+    to it. If ``seed`` is given, it seeds random numbers.
     """
     with kept_state(model, arguments), untold(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         if seed is not None:

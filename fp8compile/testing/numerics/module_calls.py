@@ -54,7 +54,10 @@ def cloned(value: Any) -> Any:
 
 
 def with_history(value: Any) -> Any:
-    """Clone tensors as non-leaves, to allow in-place changes; gradients still reach ``value``."""
+    """Clone the tensors of a nested value as non-leaves, which a module may change in place.
+
+    Gradients still reach the tensors of ``value``.
+    """
     return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, value)
 
 
@@ -73,7 +76,7 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Context that yields a list and appends the modules' calls to it, except calls without a tensor."""
+    """Context that yields a list; each call of one of the modules is appended if it returns a tensor."""
     calls: list[ModuleCall] = []
     counts: dict[str, int] = {}
     given: list[Any] = []
@@ -106,7 +109,7 @@ def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall
 
 
 def take_gradients(calls: list[ModuleCall], loss: Tensor) -> None:
-    """Run the backward down to the modules' outputs, and set ``grad_output`` of each call."""
+    """Run the backward of ``loss`` down to the modules' outputs, and set ``grad_output`` of each call."""
     waiting = [call for call in calls if call._edge is not None]
     found = torch.autograd.grad(loss, [call._edge for call in waiting], allow_unused=True) if waiting else ()
     for call, grad in zip(waiting, found, strict=True):

@@ -1,6 +1,6 @@
 """Bytes and least time of a layer's GEMMs and casts in a recipe, by the published peaks of a GPU.
 
-The model is that of `fp8compile.testing.explain.roofline`: a GEMM takes the longer of the times for its operations and
+Costs are those of `fp8compile.testing.explain.roofline`: a GEMM takes the longer of the times for its operations and
 its bytes, the cast of a weight reads it and writes codes, and any other cast only writes codes.
 """
 
@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a call: M rows, K inputs, N outputs, E matrices; bytes of an unquantized element."""
+    """Sizes of a layer's call: m rows, k inputs, n outputs, number of weights, bytes of an element."""
 
     m: int
     k: int
@@ -63,7 +63,7 @@ class _Sizes:
         return cls(round(call.rows * rows_factor), k, n, matrices, call.weight.element_size())
 
     def elements(self, tensor: str) -> int:
-        """Number of elements of ``"input"``, ``"weight"`` or ``"grad_output"``."""
+        """Number of elements of ``tensor``, which is ``"input"``, ``"weight"`` or ``"grad_output"``."""
         counts = {"input": self.m * self.k, "weight": self.matrices * self.n * self.k, "grad_output": self.m * self.n}
         return counts[tensor]
 
@@ -91,7 +91,7 @@ def _product(gemm: Gemm, recipe: Recipe | None, sizes: _Sizes, peaks: Peaks) -> 
 
 
 def _casts(gemms: Iterable[Gemm], recipe: Recipe, sizes: _Sizes) -> float:
-    """Bytes of the casts for these GEMMs; a cast that both gradients share counts once."""
+    """Bytes that the casts of these GEMMs' operands move; a cast that both gradients share counts once."""
     moved: dict[object, float] = {}
     for gemm in gemms:
         for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
@@ -108,7 +108,7 @@ def cost_of(call: LayerCall, recipe: Recipe | None, peaks: Peaks, *, rows_factor
         call: The call; all rows that the layer multiplied count, not only the sampled ones.
         recipe: The recipe; None for the operands' own dtype.
         peaks: Peaks of the GPU.
-        rows_factor: Number by which the rows are multiplied.
+        rows_factor: Number by which the rows are multiplied, if training batches are larger.
     """
     sizes, has_gradient = _Sizes.of(call, rows_factor), call.grad_output is not None
     needed = {
@@ -121,7 +121,10 @@ def cost_of(call: LayerCall, recipe: Recipe | None, peaks: Peaks, *, rows_factor
 
 
 def why_not_native(recipe: Recipe, gpu: Gpu, dtype: torch.dtype, *, grouped: bool) -> str | None:
-    """The reason why a GPU has no native GEMM for one of a recipe's three; None if it has all."""
+    """Reason why a GPU lacks a native GEMM for one of a recipe's three GEMMs; None if it has all.
+
+    ``dtype`` is the weight's dtype; ``grouped`` is whether the layer has experts.
+    """
     with pretend_target(gpu.target):
         found = recipe_support(recipe, torch.device("cuda"), dtype, grouped=grouped)
         one_by_one = any(each.kind == ONE_BY_ONE.name for each in found)

@@ -28,7 +28,7 @@ def _spans(ends: Tensor | None, rows: int) -> list[tuple[int, int]]:
 
 
 def exact_products(call: LayerCall) -> list[Tensor | None]:
-    """Output, grad_input and grad_weight of sampled rows in float64; None for skipped gradients."""
+    """Output, grad_input and grad_weight of a call's sampled rows in float64; None for skipped gradients."""
     x, weight = call.x.double(), call.weight.double()
     stack = weight if call.ends is not None else weight.unsqueeze(0)
     spans = _spans(call.ends, x.shape[0])

@@ -1,4 +1,4 @@
-"""RankComparison: the differences between a model distributed over ranks and the model on one process."""
+"""The differences between a model distributed over ranks and the model on one process."""
 
 from __future__ import annotations
 

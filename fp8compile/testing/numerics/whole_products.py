@@ -54,17 +54,17 @@ def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
 
 
 def is_shared(a: Plain, b: Plain, operands: Operands) -> bool:
-    """Whether the GEMM is distributed over several ranks."""
+    """Whether a GEMM with the operands ``a`` and ``b`` is distributed over several ranks."""
     return any((*a.cuts, *b.cuts)) or operands.rows is not None
 
 
 def _has_given_codes(gemm: Gemm, operands: Operands) -> bool:
-    """Whether an operand was passed in as codes, so that its values are not known here."""
+    """Whether an operand of the GEMM was passed to the layer as codes, so that its values are not known."""
     return operands.weight is not None or (gemm is GRAD_WEIGHT and operands.input is not None)
 
 
 def _as_one_process_has_it(part: Plain) -> Plain:
-    """Flatten tokens to one matrix, as a layer does on one process."""
+    """Flatten the leading dims of an operand to one matrix of tokens, as a layer does on one process."""
     return part if part.layout.batch else replace(part, local=as_matrix(part.local))
 
 
@@ -79,7 +79,10 @@ def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | No
 
 
 def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
-    """Name ("scale", "outer scale" or "codes") and description of what differs; None if nothing does."""
+    """Which part of a quantized operand differs from ``expected``, and how; None if nothing differs.
+
+    The part is "scale", "outer scale" or "codes"; ranks' parts of ``mine`` are gathered first.
+    """
     mine = whole(mine)
     if mine.outer_scale is not None and expected.outer_scale is not None:
         found = _in_words("outer scale", mine.outer_scale, expected.outer_scale)
@@ -91,7 +94,10 @@ def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
 
 
 def _gathered(product: Product, b: Plain, gemm: Gemm) -> tuple[Tensor, Tensor | None]:
-    """The gathered result in float64, and the sum of the magnitudes of ranks' terms; None if not summed."""
+    """The gathered result in float64, and the sum of magnitudes of the terms that ranks add, else None.
+
+    ``b`` is the GEMM's right operand.
+    """
     local, terms = product.local, None
     if gemm is not GRAD_WEIGHT:
         local = local.view(*product.shape[:-1], local.shape[-1])

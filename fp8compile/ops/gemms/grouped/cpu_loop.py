@@ -1,6 +1,6 @@
 """The grouped GEMM of a CPU: multiplies one group after the other with a GEMM for two matrices.
 
-It reads the sizes of groups on the host. On a GPU the host would have to wait for these sizes, so there is no
+The loop reads the sizes of groups on the host. On a GPU the host would have to wait for these sizes, so there is no
 emulation of grouped products on a GPU.
 """
 
@@ -63,9 +63,10 @@ def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, c
 
 
 def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply each row by its group's matrix without reading ``offsets`` on the host.
+    """Multiply each row of ``a`` by its group's matrix of ``b``, without reading ``offsets`` on the host.
 
-    All rows are multiplied by each matrix; a mask then selects the rows of the matrix's group.
+    ``offsets`` are the ends of the groups of rows. All rows are multiplied by each matrix; a mask then selects the
+    rows of the matrix's group.
     """
     count = a.codes.shape[0]
     product = a.codes.new_zeros((count, b.codes.shape[1]), dtype=out_dtype)
@@ -85,7 +86,10 @@ def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtyp
 
 
 def _tokens_of_groups(operand: Quantized, offsets: Tensor) -> Iterator[Quantized]:
-    """Yield each group's operand with codes (tokens, features), as a layer without groups has it."""
+    """Yield each group's part of an operand with transposed codes, as a matrix (tokens, features).
+
+    ``offsets`` are the ends of the groups among the rows before transposing.
+    """
     block, outer = operand.quantizer.block[0], _outer_scales(operand, len(offsets))
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
         columns = token_columns(columns, operand.quantizer)

@@ -1,7 +1,9 @@
-"""GroupedGemm: describes a grouped GEMM: which operands it takes, where it runs and how it computes two products.
+"""GroupedGemm: description of a grouped GEMM: its operands, where it runs, how it multiplies.
 
 rows     y_RN  = a_RK @ b_e,NK^T       each row times the matrix of its group; 0 in rows after the last group
 outer    d_eNK = a_NC @ b_KC^T         sums over the tokens of each group; 0 for a group without tokens
+
+Subscripts are sizes: R rows in groups e, C tokens with padding.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ __all__ = ["REGISTERED_GROUPED", "GroupedGemm", "Multiply", "product_shape"]
 
 
 def product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
-    """The shape of a grouped product (``rows`` or ``outer``), from the codes of its operands."""
+    """Shape of a grouped product (``rows`` or ``outer`` of `GroupedGemm`), from its operands' codes.
+
+    ``offsets``, (E,), are the ends of the groups.
+    """
     return (a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
 
 
@@ -32,9 +37,10 @@ class GroupedGemm(Gemm):
     """One way to multiply quantized matrices group by group.
 
     Attributes:
-        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each row by its group's matrix, (R, K) by
-            (E, N, K), to (R, N). Inductor traces it, so it calls only PyTorch and `fp8compile` ops.
-        outer: Like ``rows``; multiplies (N, C) by (K, C), summed over the tokens of each group, to (E, N, K).
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each of R rows by its group's matrix, (R, K)
+            by (E, N, K), to (R, N). Inductor traces it, so it calls only PyTorch and `fp8compile` ops.
+        outer: Like ``rows``; multiplies (N, C) by (K, C), summed over the tokens of each group, to (E, N, K). C is the
+            number of tokens with padding.
         is_opaque: Whether the GEMM reads sizes of groups on the host. Compiled code can't do that, so the op then
             stays one call.
     """

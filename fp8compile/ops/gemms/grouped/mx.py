@@ -1,6 +1,6 @@
-"""Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with E8M0 scales, powers of two, for 32 values along k.
+"""Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with E8M0 scales of 32 values along k.
 
-Its scales are in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a new tile:
+Scales are in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a new tile:
 
     rows, left operand    rows of each group begin at a multiple of 128
     outer, both           blocks of 32 tokens of each group begin at a multiple of 4; tiles of a group are contiguous
@@ -35,7 +35,10 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
-    """Put scales of rows, (R, blocks), into tiles; each group begins with a new tile."""
+    """Put scales of R rows in groups, (R, blocks), into 128 x 4 tiles; each group begins with a new tile.
+
+    ``offsets`` are the ends of the groups.
+    """
     columns = padded_length(scale.shape[0], offsets.shape[0], TILE_ROWS)
     row, _ = row_of_columns(offsets, TILE_ROWS, columns)
     spread = torch.where((row >= 0).unsqueeze(1), scale[row.clamp(min=0)], 0)
@@ -43,16 +46,16 @@ def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
 
 
 def matrix_scales(matrices: Quantized) -> Tensor:
-    """Put the scales of each group's matrix into tiles; the scale of a 32 x 32 block is repeated for its rows."""
+    """Put scales of each group's matrix into 128 x 4 tiles; repeat one of 32 x 32 values for its rows."""
     scale = for_each_row(matrices.scale, matrices.quantizer.block[0], matrices.codes.shape[1])
     return tiled(scale).flatten(1).view(torch.float8_e8m0fnu)
 
 
 def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
-    """Put scales along tokens, (C / 32, features), into tiles; each group begins with a new tile.
+    """Put scales along tokens, (C / 32, features), into 128 x 4 tiles; each group begins with a new tile.
 
     Args:
-        scale: One row for each block of 32 columns.
+        scale: One row for each block of 32 of the C columns of transposed codes.
         ends: End of each group among the columns.
     """
     blocks = ends // MX_BLOCK

@@ -1,4 +1,4 @@
-"""Blackwell's grouped NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values along k, a float32 scale for a group.
+"""Blackwell's grouped NVFP4 GEMM: four-bit codes, e4m3 scales of 16 values, float32 scales of groups.
 
 `fp8compile.ops.groups.group_quantize_two_levels` makes the codes of tokens, with scales in tiles. The codes and scales
 of matrices are put into the GEMM's layout here.
@@ -34,7 +34,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _packed(operand: Quantized) -> str:
-    """How an operand's four-bit codes are packed two per byte: along ``"rows"`` or ``"columns"``, or ``"none"``."""
+    """How an operand's codes are packed in pairs: along ``"rows"``, along ``"columns"``, or ``"none"``."""
     quantizer: Any = operand.quantizer  # TwoLevelScaling
     return quantizer.packed
 
@@ -49,14 +49,20 @@ def _check_laid_out(operand: Quantized, *packed: str) -> None:
 
 
 def _codes_of_matrices(operand: Quantized) -> Tensor:
-    """Codes (E, N, K / 2), two codes of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
+    """Codes (E, N, K / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes.
+
+    The operand is a stack of E matrices (N, K).
+    """
     if _packed(operand) == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
     return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
 
 
 def _scales_of_matrices(operand: Quantized) -> Tensor:
-    """The scales of each matrix in tiles, (E, bytes); the scale of a 16 x 16 block is repeated for its rows."""
+    """Put the scales of E matrices into 128 x 4 tiles, (E, bytes).
+
+    A scale of 16 x 16 values is repeated for its rows.
+    """
     return tiled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[1])).flatten(1)
 
 

@@ -1,9 +1,9 @@
 """The rowwise grouped GEMM: `torch._scaled_grouped_mm` with a scale for each row and each column.
 
-It takes tensorwise operands too: the single scale of a group is repeated for its rows and columns.
+The GEMM takes tensorwise operands too: the single scale of a group is repeated for its rows and columns.
 
 PyTorch's check lets it run on compute capability 10.x, but its kernel is built for 9.0 only. On other GPUs the kernel
-traps, and the process loses its CUDA context. There `fp8compile.ops.gemms.grouped.triton_gemms` multiplies.
+traps, and the process loses its CUDA context. On those GPUs, `fp8compile.ops.gemms.grouped.triton_gemms` multiplies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _feature_scales(operand: Quantized, scale: Tensor, features: int) -> Tensor:
-    """One scale for each feature of each group, (E, padded features); padding gets 1."""
+    """One scale for each feature of each of E groups, (E, padded features); padding gets 1.
+
+    ``scale`` are the operand's scales, one for a group or for each feature of a group.
+    """
     scales = operand.quantizer.scale_values(scale).expand(scale.shape[0], features)
     return padded_features(scales, (ALIGNMENT,), value=1).contiguous()
 

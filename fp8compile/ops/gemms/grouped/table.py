@@ -24,7 +24,7 @@ BEFORE_OURS: set[str] = set()  # names of registered GEMMs that are tried first
 
 
 def _tiers() -> tuple[tuple[GroupedGemm, ...], ...]:
-    """All grouped GEMMs, in the order in which they are tried."""
+    """All grouped GEMMs, in tiers that are tried one after the other."""
     first = tuple(gemm for name, gemm in REGISTERED_GROUPED.items() if name in BEFORE_OURS)
     last = tuple(gemm for name, gemm in REGISTERED_GROUPED.items() if name not in BEFORE_OURS)
     return first, NATIVE, last, (ONE_BY_ONE,)
@@ -60,5 +60,5 @@ def selected_grouped_gemm(
 
 
 def forget_selected() -> None:
-    """Select anew: the table of GEMMs has changed."""
+    """Clear the cache of selected grouped GEMMs, after the table has changed."""
     _selected.cache_clear()

@@ -1,4 +1,4 @@
-"""What all grouped GEMMs that call `torch._scaled_grouped_mm` share: checks of the GPU, padding, and the two calls.
+"""Shared by grouped GEMMs that call `torch._scaled_grouped_mm`: checks, padding and the two calls.
 
 A GPU needs rows of codes that are multiples of 16 bytes. Other sizes are padded with zeros along features, and the
 product is cut to its own size. Tokens are never padded.
@@ -38,7 +38,10 @@ def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
 
 
 def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float = 0) -> Tensor:
-    """Pad the last dims of a tensor with ``value`` to multiples of the given numbers."""
+    """Pad the last dims of ``codes`` with ``value`` to multiples of the numbers in ``multiples``.
+
+    ``multiples`` has one number for each of these dims.
+    """
     missing = [-size % multiple for size, multiple in zip(codes.shape[-len(multiples) :], multiples, strict=True)]
     if _compat.statically_equal(missing, (0,) * len(missing)):
         return codes
@@ -61,7 +64,7 @@ def scaled_rows(
     sum_to: int = ALIGNMENT,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Multiply each row by the matrix of its group.
+    """Multiply each of R rows of ``a`` by its group's transposed matrix in ``b``, for E groups.
 
     Args:
         a: (R, K), float8 codes.
@@ -98,10 +101,10 @@ def scaled_outer(
     *,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Multiply and sum over the tokens of each group.
+    """Multiply ``a`` by the transpose of ``b``, summed over the tokens of each of E groups.
 
     Args:
-        a: (N, C), float8 codes.
+        a: (N, C), float8 codes, with C tokens after padding.
         b: (K, C), float8 codes.
         a_scale: Scales of ``a`` in the GEMM's layout; N is padded to a multiple of 16.
         b_scale: Scales of ``b`` in the GEMM's layout; K is padded to a multiple of 16.

@@ -1,4 +1,4 @@
-"""fp8compile::add_pieces: combine partial counts ("pieces"), which casting kernels left, to totals.
+"""fp8compile::add_pieces: combine partial counts ("pieces") of rows or blocks to totals of operands.
 
 A casting kernel leaves one number for each row or block of a tensor. One call combines the numbers of all tensors of a
 layer: with a graph node for each sum, Inductor would find the casts too far apart to fuse them.
@@ -28,10 +28,10 @@ FIRST_SUMS = (NUMEL, VALUED, PASSES)  # the first sums of every operand
 
 
 class Piece(NamedTuple):
-    """Partial results of one total: a number for each row or block.
+    """Partial results of one total: a number for each row or block of an operand.
 
     Attributes:
-        numbers: (E, pieces), with E = 1 for a matrix; (rows,) with groups.
+        numbers: (E, pieces) for a stack of E matrices, with E = 1 for a matrix; (rows,) with groups.
         half: Which half of each number holds the result: 0 the lower, 1 the upper; -1: the whole number.
     """
 
@@ -47,11 +47,12 @@ class Pieces:
         sums: A `Piece` for each total that is a sum; None if it is counted elsewhere. At least one of ``sums`` and
             ``maxima`` is not None.
         maxima: A `Piece` for each total that is a maximum; None if it is counted elsewhere.
-        group: The group of each row, E after the last group; None if pieces are per matrix or per group.
+        group: The group of each row, E after the last of E groups; None if pieces are per matrix or per group.
         numel: Number of elements of each matrix; with groups, (E,) float64.
         has_values: Whether values are known, and not only codes.
         counts: Whether this rank adds its elements to sums; False if another rank adds the same elements.
-        layout: The layout of the values; its cuts give this rank's share of all elements. ``first``: its first matrix.
+        layout: The layout of the values; its cuts give this rank's share of all elements.
+        first: Index of this rank's first matrix among all ranks' matrices.
     """
 
     sums: tuple[Piece | None, ...]
@@ -64,7 +65,10 @@ class Pieces:
     first: int = 0
 
     def flags(self) -> list[int]:
-        """``first``, ``has_values`` and ``counts`` as ints, then numerator and denominator of this rank's share."""
+        """Returns ``first``, ``has_values`` and ``counts`` as ints, then this rank's share as a fraction.
+
+        The fraction is two ints: the numbers of this rank's elements and of all elements, along sharded dims.
+        """
         cuts = [cut for cut in self.layout.cuts if cut is not None and cut.dim >= self.layout.batch]
         length = total = 1
         for cut in cuts:
@@ -78,13 +82,13 @@ FLAGS = 5
 def rows_of(
     found: Mapping[str, Pieces | None], slots: Sequence[str], counts: tuple[int, int], matrices: int, like: Tensor
 ) -> Tensor:
-    """Combine partial counts to the totals of these fields of a recipe, as rows of a buffer.
+    """Combine partial counts to totals of the fields ``slots`` of a recipe, as rows of a buffer.
 
     Args:
         found: Partial counts by field; two fields may share them.
-        slots: The fields. A field without partial counts gets the totals of no elements.
-        counts: Number of totals that are added, and of maxima.
-        matrices: Number of matrices, or of groups; 1 without.
+        slots: The fields, such as ``"weight"``. A field without partial counts gets the totals of no elements.
+        counts: Two ints: the number of totals that are sums, and of totals that are maxima.
+        matrices: Number of matrices, or of groups, E; 1 without.
         like: A tensor on the device.
 
     Returns:
@@ -117,7 +121,7 @@ def rows_of(
 
 
 def _no_elements(shape: Sequence[int], maxima: int, device: torch.device) -> Tensor:
-    """The totals of no elements, (..., columns, E): 0, and -inf in the last ``maxima`` columns."""
+    """The totals of no elements, (..., columns, matrices): 0, but -inf in the last ``maxima`` columns."""
     found = torch.zeros(shape, dtype=torch.float64, device=device)
     found[..., shape[-2] - maxima :, :] = -torch.inf
     return found
@@ -128,7 +132,10 @@ def _fours(numbers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _by_matrix(numbers: Tensor, group: Tensor | None, matrices: int, neutral: float) -> Tensor:
-    """Convert numbers to float64, one row per matrix; with groups, entries of other groups become ``neutral``."""
+    """Convert numbers to float64, with one row for each of ``matrices`` matrices.
+
+    With groups (``group``), each group has a row, in which entries of other groups are ``neutral``.
+    """
     numbers = numbers.double()
     if group is None:
         return numbers
@@ -150,8 +157,8 @@ def _impl(
 
     Args:
         pieces: Partial results of rows or blocks.
-        numbers: Four for each `Piece`: its index among ``pieces``, its operand, its column, its half.
-        columns: Number of columns that are sums, and of those that are maxima.
+        numbers: Four ints for each `Piece`: its index among ``pieces``, its operand, its column, its half.
+        columns: Two ints: the number of columns that are sums, and of columns that are maxima.
         groups: The group of each row, for each operand whose pieces are of rows in groups.
         sizes: Number of elements of each group, (E,) float64, for each operand with groups, even if its pieces are not
             per row.

@@ -1,4 +1,4 @@
-"""Statistics of an operand: a number of each element, how these combine to totals, and formulas over totals.
+"""Statistics of an operand: a number of each element, how these combine to totals, and formulas.
 
 x is an element as it was cast, c its code, s its scale (times the outer scale), F the largest value of the format, u
 the step below F, n the number of elements of the whole tensor.
@@ -57,14 +57,14 @@ EXPONENTS = 32  # of e5m2; other formats have fewer
 
 @dataclass(frozen=True)
 class Total:
-    """A number of each element, and how the numbers of all elements are combined to one.
+    """A number of each element of an operand, and how these numbers are combined to one.
 
     Attributes:
         name: Name of the total.
         compute: Function of the operand's `Elements`; returns a number of each value, in the shape of the values: bool
             or int32 to be counted, or float32.
         combine: ``"sum"`` or ``"max"``.
-        of_codes: Whether codes suffice to compute it, as for a weight that is kept only as codes.
+        of_codes: Whether codes suffice to compute the total, as for a weight that is kept only as codes.
         is_magnitude: Whether each number is the magnitude of a value.
     """
 
@@ -77,11 +77,11 @@ class Total:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic of an operand.
+    """A statistic of an operand, with the totals and the function that it is computed from.
 
     Attributes:
         name: Name of the statistic in readings.
-        totals: Names of the totals that it is computed from.
+        totals: Names of the totals.
         finish: Computes the statistic from a dict of these totals and ``"numel"``.
     """
 
@@ -104,7 +104,7 @@ def _is_subnormal(seen: Elements) -> Tensor:
 
 
 def _field(seen: Elements) -> Tensor:
-    """The exponent field of each code, int32; -1 for NaN."""
+    """The exponent field of each code of ``seen``, int32; -1 for NaN."""
     sign = 1 << (seen.format.bits - 1)
     found = (seen.codes.to(torch.int32) & (sign - 1)) >> seen.format.mantissa_bits
     return torch.where(_is_nan(seen), -1, found)
@@ -124,7 +124,10 @@ def _scales(seen: Elements) -> Tensor:
 
 
 def _smallest(seen: Elements) -> Tensor:
-    """Minus the magnitude of each value, -inf for 0; the maximum is minus the smallest magnitude above 0."""
+    """Minus the magnitude of each value, -inf for 0.
+
+    The maximum of these numbers is minus the smallest magnitude above 0.
+    """
     magnitude = seen.magnitude()
     return -torch.where(magnitude == 0, torch.inf, magnitude)
 
@@ -244,29 +247,32 @@ def register_statistic(
 
 
 def totals_of(statistics: Sequence[str], slots: Sequence[str] | None = None) -> str:
-    """The names of the totals that these statistics are computed from, as one string for ops.
+    """Names of the totals that these statistics are computed from, as one string for ops.
 
-    It is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if totals are counted for ``slots`` alone.
+    The string is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if totals are counted for ``slots`` alone.
     """
     names = ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
     return names if slots is None else f"{names}@{','.join(slots)}"
 
 
 def counts_slot(totals: str, slot: str) -> bool:
-    """Whether totals are counted for a field of a recipe."""
+    """Whether totals, named as by `totals_of`, are counted for the recipe's field ``slot``."""
     _, restricted, slots = totals.partition("@")
     return not restricted or slot in slots.split(",")
 
 
 @cache
 def columns_of(totals: str) -> tuple[tuple[Total, ...], tuple[Total, ...]]:
-    """The totals of a buffer's columns: sums (after `FIRST_SUMS`), and maxima, in order."""
+    """The totals of a buffer's columns, in order: sums (which follow `FIRST_SUMS`), and maxima.
+
+    ``totals`` are names as `totals_of` returns them.
+    """
     found = [TOTALS[name] for name in totals.partition("@")[0].split(",") if name]
     return tuple(t for t in found if t.combine == "sum"), tuple(t for t in found if t.combine == "max")
 
 
 def names_of_columns(totals: str) -> list[str]:
-    """Names of a buffer's columns: sums, then maxima."""
+    """Names of the totals in a buffer's columns, sums before maxima; ``totals`` is from `totals_of`."""
     return [*FIRST_SUMS, *(total.name for each in columns_of(totals) for total in each)]
 
 

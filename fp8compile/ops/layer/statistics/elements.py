@@ -1,4 +1,4 @@
-"""An operand's values with their codes and scales, for statistics of what a cast does to the values.
+"""An operand's values with their codes and scales, for statistics of what a cast does to values.
 
     operand                     values, codes, scales                       partial counts ("pieces")
     a matrix                    (M, K)                                      (1, rows or blocks)
@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of an operand on this rank.
+    """The elements of an operand on this rank: values, codes and scales in one common shape.
 
     Attributes:
         values: The values that were cast, float32, after the quantizer's transform if it has one.
@@ -71,7 +71,7 @@ class Elements:
         numel: Number of elements of each matrix without padding; with groups, (E,) float64.
         has_values: Whether the values that were cast are known. If not, because a weight is kept as codes, ``values``
             are the values of the codes.
-        lanes: If two codes share a byte, the same elements in two halves: those whose code is first in a byte, then
+        lanes: If two codes share a byte, the same elements in two halves: elements whose code is first in a byte, then
             the others. Statistics are then computed on the lanes.
     """
 
@@ -86,7 +86,7 @@ class Elements:
     lanes: tuple[Elements, ...] = ()
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
-        """Call ``compute`` on these elements; the result is cached, because several statistics need it."""
+        """Call ``compute`` on these elements, and cache the result, because several statistics need it."""
         known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
         if compute not in known:
             known[compute] = compute(self)
@@ -101,7 +101,7 @@ class Elements:
         return self.once(_magnitude)
 
     def dequantized(self) -> Tensor:
-        """The values that the product multiplies: codes times scales, float32."""
+        """The values that the GEMM multiplies: codes times scales, float32."""
         return self.decoded() * self.scale
 
 
@@ -133,7 +133,7 @@ def elements_of(
 
 
 def elements_of_codes(found: Quantized) -> Elements:
-    """`elements_of` for a weight that is kept as codes; its original values are not known."""
+    """Make the `Elements` of a weight that is kept as codes, whose original values are not known."""
     return _of_matrices(None, found, None, _run(found.quantizer, along_tokens=False))
 
 
@@ -171,7 +171,10 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, n: i
 def _lane(
     values: Tensor, scales: Tensor, dim: int, place: int, codes: Tensor, fmt: Float8Format | Float4Format
 ) -> Elements:
-    """The elements at every second position along ``dim``, from ``place`` on; ``codes`` are the codes there."""
+    """The elements at every second position along ``dim``, from position ``place`` (0 or 1) on.
+
+    ``codes`` are the codes at these positions; ``values`` and ``scales`` are those at all positions.
+    """
     own, factors = (
         each.movedim(dim, -1)[..., place::2].movedim(-1, dim) for each in (values, scales.expand(values.shape))
     )
@@ -179,9 +182,10 @@ def _lane(
 
 
 def _run(quantizer: Quantizer, *, along_tokens: bool) -> int:
-    """Number of neighbours in a row that are counted together: those of one block; -1 for the whole row.
+    """Number of neighbours in a row that are counted together: those of one block, or -1 for a whole row.
 
-    This needs one kernel that makes a block's amax and codes; with an outer scale, codes first need all amaxes.
+    ``along_tokens``: whether codes of groups lie along tokens. Blocks are counted by themselves only if one kernel
+    computes their amax and codes; with an outer scale, codes first need the amaxes of all blocks.
     """
     rows, columns = quantizer.block
     if quantizer.has_outer_scale() or (columns == 1 and not along_tokens) or rows == columns:
@@ -237,14 +241,21 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
 
 
 def numel_of_groups(ends: Tensor, quantizer: Quantizer, features: int) -> Tensor:
-    """Number of elements that are cast in each group, (E,) float64; a transform pads tokens to a multiple of 16."""
+    """Number of elements cast in each of E groups of rows with ``features`` columns, (E,) float64.
+
+    ``ends`` are the ends of the groups. A transform along tokens pads a group's tokens to a multiple of 16.
+    """
     if quantizer.transform() and quantizer.block[1] == 1:
         ends = padded_offsets(ends, alignment(quantizer))
     return sizes_of_groups(ends).double() * features
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
-    """The scales of blocks of tokens with one row per block, (blocks, features), or per group, (E, features or 1)."""
+    """The scales of blocks of tokens, (blocks, features), or of whole groups, (E, features or 1).
+
+    ``found`` has transposed codes and scales. ``rows`` is the number of tokens in a block, -1 for a group; ``shape``
+    is (tokens, features).
+    """
     if rows == -1 or found.scale.ndim == 2:
         return found.scale
     return untiled(found.scale, shape[1], shape[0] // rows).t()
@@ -254,7 +265,10 @@ def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor
 
 
 def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combine: str) -> Tensor:
-    """Apply ``compute`` to each element; with lanes, combine the numbers of two codes that share a byte."""
+    """Apply ``compute`` to each element; for packed codes, combine the numbers of a byte's two codes.
+
+    ``combine`` is ``"sum"`` or ``"max"``.
+    """
     if not elements.lanes:
         return compute(elements)
     first, second = (compute(lane) for lane in elements.lanes)
@@ -264,7 +278,7 @@ def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combin
 
 
 def pieces_of(elements: Elements, numbers: Tensor, combine: str) -> Tensor:
-    """Reduce a number of each element to partial results: one for each row or block, as in the cast.
+    """Reduce a number of each element to one number for each row or block, as the cast goes.
 
     Args:
         elements: The elements.
@@ -272,13 +286,13 @@ def pieces_of(elements: Elements, numbers: Tensor, combine: str) -> Tensor:
         combine: ``"sum"`` or ``"max"``.
 
     Returns:
-        Partial results, (E, pieces) with E = 1 for a matrix; (rows,) with groups.
+        Partial results, (E, pieces) for E matrices, with E = 1 for a matrix; (rows,) with groups.
     """
     return _pieces(elements, lambda: _reduced(numbers, combine))
 
 
 def counts_of_pieces(elements: Elements) -> Tensor:
-    """Call `count_cast` on elements without lanes; the result has the shape that `pieces_of` returns."""
+    """Call `count_cast` on elements of unpacked codes; the result has the shape of `pieces_of`."""
     limit = torch.where(elements.scale > 0, elements.scale * limit_of(elements.format), torch.inf)
     mask = magnitude_of_code(elements.format)
     return _pieces(elements, lambda: count_cast(elements.magnitude(), elements.codes, limit, mask))

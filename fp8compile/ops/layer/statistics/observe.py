@@ -1,4 +1,4 @@
-"""Ops that collect statistics of the operands of a layer's products; they run beside the layer's own ops.
+"""Ops that collect statistics of the operands of a layer's GEMMs, beside the layer's own ops.
 
     y = linear(x, weight, bias, recipe)                          the layer's op, unchanged
     y, totals = observe(y, x, weight, ..., recipe)               y again; totals of input and weight
@@ -6,13 +6,13 @@
                                                                  weight that the backward makes; then adds all totals
                                                                  to the buffer
 
-These ops request the same codes from `Operands` as the products do. In a graph the equal nodes are merged, so codes
-are made once, and counting fuses with the cast. In eager mode codes are made a second time.
+These ops request the same codes from `Operands` as the GEMMs do. In a graph the equal nodes are merged, so codes are
+made once, and counting fuses with the cast. In eager mode codes are made a second time.
 
 A graph counts in the pass that casts, because the other pass would read the tensor once more: codes for gradients are
 usually cast in the backward. In eager mode the forward counts everything, so the backward needs no input or weight.
 
-The buffer is written in the backward, as the state of delayed scaling is: once, whatever checkpointing repeats.
+The backward writes the buffer once, whatever checkpointing repeats, as it does with the state of delayed scaling.
 Without a backward nothing is written.
 """
 
@@ -53,7 +53,7 @@ class Observer(NamedTuple):
 
     Attributes:
         sums: (slots, sums, E) float64, a row for each of the recipe's fields: `FIRST_SUMS`, then the totals that are
-            sums.
+            sums; E is the number of matrices or groups.
         maxima: (slots, maxima, E) float32.
         totals: Names of the totals, as `totals_of` returns them.
         first: Index of this rank's first matrix among the E.
@@ -68,7 +68,11 @@ class Observer(NamedTuple):
 
     @classmethod
     def empty(cls, totals: str, matrices: int, device: torch.device, recipe: Recipe | None = None) -> Observer:
-        """Buffers before anything is observed: sums are 0, maxima are -inf."""
+        """Make buffers for totals before anything is observed: sums are 0, maxima are -inf.
+
+        ``totals`` are names from `totals_of`, ``matrices`` is the number of matrices or groups. ``recipe`` is the
+        recipe to observe; None for the layer's.
+        """
         sums, maxima = columns_of(totals)
         shape = len(SLOTS), len(FIRST_SUMS) + len(sums), matrices
         return cls(
@@ -93,13 +97,14 @@ class Observer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveOp(PlacedOp):
-    """An op that observes a layer's tensors.
+    """Description of an op that observes a layer's tensors.
 
-    Its constants are the index of the first matrix, whether the backward counts the codes that it makes of input and
-    weight, names of the totals, and the recipe.
+    The op's constants are the index of this rank's first matrix, whether the backward counts the codes that it makes
+    of input and weight, names of the totals, and the recipe.
 
     Attributes:
-        gradient: Whether it is the backward's: it observes grad_output, and input and weight if it is given them.
+        gradient: Whether it is the backward's op, which observes grad_output, and input and weight if it is given
+            them.
     """
 
     num_constants: ClassVar[int] = 4
@@ -107,18 +112,18 @@ class ObserveOp(PlacedOp):
     gradient: bool
 
     def tensors(self) -> dict[str, Any]:
-        """Names and annotations of the tensor arguments in the schema."""
+        """Names and annotations of the tensor arguments in the op's schema, in order."""
         return super().tensors() | (dict.fromkeys(("x", "weight"), Tensor | None) if self.gradient else {})
 
     def constants(self) -> dict[str, Any]:
-        """Names and annotations of the constants."""
+        """Names and annotations of the constants at the end of the op's schema."""
         return {"first": int, "later": bool, "totals": str, "recipe": Recipe}
 
     def is_here(self, slot: str, found: Quantized | None, *, later: bool) -> bool:
-        """Whether this op counts the codes of a field, and not the other op of the same layer.
+        """Whether this op counts the codes of a field of the recipe; if not, the layer's other op does.
 
         Args:
-            slot: The field.
+            slot: The field, such as ``"weight"``.
             found: Codes of the field; None if they are not made yet.
             later: Whether the backward counts the codes that it makes of input and weight.
         """
@@ -131,10 +136,10 @@ class ObserveOp(PlacedOp):
         return self.gradient is (inductor.is_fusible(found.codes) or _is_made_in_backward(found.codes))
 
     def run(self, phase: Phase, args: tuple[Any, ...], weight: Seen | None = None) -> Any:
-        """Run the op.
+        """Compute the op's results from its flat arguments.
 
         Args:
-            phase: The kind of code in which the op runs.
+            phase: Whether the op runs in eager mode, or in which kind of graph.
             args: The op's arguments.
             weight: The weight, if it is kept as codes.
         """
@@ -156,7 +161,10 @@ class ObserveOp(PlacedOp):
         return self.results(args, args[0], found, phase)
 
     def results(self, args: tuple[Any, ...], y: Tensor, found: Mapping[str, Pieces | None], phase: Phase) -> Any:
-        """Build the op's results from partial counts; ``y`` is this rank's part of the first argument."""
+        """Combine ``found``, partial counts by field, to totals; in the forward, return ``y`` and the totals.
+
+        ``args`` are the op's arguments, ``y`` is this rank's part of the first argument.
+        """
         _, ends, *_, names, _ = self.split(args)
         sums, maxima = columns_of(names)
         slots, matrices = SLOTS if self.gradient else FORWARD_SLOTS, 1 if ends is None else ends.shape[0]
@@ -171,7 +179,7 @@ class ObserveOp(PlacedOp):
             return after(y, rows), rows
 
     def empty(self, args: tuple[Any, ...]) -> Any:
-        """Results without values, for tracing."""
+        """Make the op's results as if nothing had been counted, for its fake kernel."""
         return self.results(args, args[0], {}, Phase.EAGER)
 
 
@@ -216,7 +224,7 @@ class Observe:
 
 
 def _is_made_in_backward(codes: Tensor) -> bool:
-    """Whether traced codes were made by a call that only a backward makes."""
+    """Whether traced codes are marked for the backward, or come from a cast that only a backward calls."""
     return inductor.is_left_in_backward(codes) or inductor.is_result_of(codes, (group_cast, group_cast_counted))
 
 
@@ -235,7 +243,10 @@ class _Derivative(PlacedDerivative):
     def kept(
         self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
     ) -> tuple[Tensor | None, ...]:
-        """The forward's totals, and input and weight if the backward counts codes of them."""
+        """The tensors to save: the forward's totals, and input and weight if the backward counts their codes.
+
+        ``tensors``, ``ends`` and ``place`` are the op's arguments, ``output`` its results.
+        """
         _, x, weight, *ctx.buffers = tensors
         _, later, *_ = ctx.constants
         _, rows = output

@@ -1,7 +1,7 @@
-"""Partial counts ("pieces") of what casts do to a layer's tensors; `add_pieces` combines them to totals.
+"""Partial counts ("pieces") of what casts do to a layer's tensors, for `add_pieces` to combine.
 
-Pieces are made beside the cast of each field of the recipe. Both casts of a tensor have the same amax, so the forward
-computes it also for the codes that the backward makes.
+Partial counts are made beside the cast of each field of the recipe. Both casts of a tensor have the same amax, so the
+forward computes it also for the codes that the backward makes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ IsHere = Callable[[str, Quantized | None], bool]
 
 @dataclass(frozen=True)
 class Seen:
-    """One tensor of a layer on this rank, for statistics.
+    """One tensor of a layer on this rank, as statistics see it.
 
     Attributes:
         part: This rank's part of the values; None if only codes are known.
@@ -87,7 +87,7 @@ def counted(
         names: Names of the totals, as `totals_of` returns them.
         is_here: Function (field, codes): whether this op, and not the layer's other op, counts the codes of a field.
             It is called twice: first with codes None, before they are made.
-        first: Index of this rank's first matrix among those of all ranks.
+        first: Index of this rank's first matrix among the matrices of all ranks.
     """
     found: dict[str, Pieces | None] = {}
     for tensor, seen in tensors.items():
@@ -110,7 +110,11 @@ def counted(
 
 
 def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, str]) -> bool:
-    """Whether both casts of a tensor are counted and read the same values; one then counts magnitudes for both."""
+    """Whether one of the two casts of the tensor ``seen`` counts totals of magnitudes for both.
+
+    Both casts, for the recipe's fields ``slots``, must be counted and read the same values. ``names`` is from
+    `totals_of`.
+    """
     if seen.part is None or slots[1] not in FOR_GRADIENTS:
         return False
     own, other = (getattr(recipe, slot) if counts_slot(names, slot) else None for slot in slots)
@@ -118,7 +122,7 @@ def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, 
 
 
 def _magnitudes_alone(found: Any, names: str) -> Pieces:
-    """Keep only the magnitudes of partial counts; the counts are unchanged if they have nothing else."""
+    """Keep only totals of magnitudes in partial counts ``found``; ``names`` is from `totals_of`."""
     if _are_magnitudes(names):
         return found
     sums, maxima = columns_of(names)
@@ -161,7 +165,11 @@ def _of_slot(
 
 
 def _of_counts(found: Any, part: Plain, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
-    """Partial counts from the counters that a casting kernel returned with its codes."""
+    """Make partial counts of the statistics that a casting kernel returned with the codes ``found``.
+
+    ``part`` are the values and ``layout`` is their layout; ``names`` is from `totals_of`, ``counts`` and ``first`` are
+    fields of `Pieces`.
+    """
     sums, maxima = columns_of(names)
     local, ends, matrices = part.local, layout.ends, 1
     numel: Tensor | int = local.shape[layout.batch :].numel()
@@ -217,7 +225,10 @@ def _sum(total: Total, elements: Elements) -> Piece:
 
 
 def _largest(total: Total, cast: _Cast) -> Piece | None:
-    """The partial maxima of a total; magnitudes are stored in the dtype of the values, which takes fewer bytes."""
+    """The partial maxima of a total; None for magnitudes that another cast counts.
+
+    Magnitudes are stored in the dtype of the values, which takes fewer bytes.
+    """
     if total.is_magnitude and not cast.has_magnitudes:
         return None
     found = numbers_of(cast.elements, total.compute, "max")

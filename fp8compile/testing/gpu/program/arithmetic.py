@@ -124,7 +124,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def truncated(exact: np.ndarray) -> np.ndarray:
-    """Round float64 values to float32 towards zero."""
+    """Round ``exact``, an array in float64, to float32 towards zero."""
     nearest = exact.astype(np.float32)
     beyond = np.isfinite(nearest) & (np.abs(nearest.astype(np.float64)) > np.abs(exact))
     return np.where(beyond, np.nextafter(nearest, np.float32(0)), nearest)
@@ -136,7 +136,7 @@ def full_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def approximate_exp2(x: np.ndarray) -> np.ndarray:
-    """One possible result of ``ex2.approx`` for float32."""
+    """One result that ``ex2.approx`` may give for float32: the exact one, truncated."""
     return truncated(np.exp2(x.astype(np.float64))) if x.dtype == np.float32 else np.exp2(x)
 
 
@@ -146,12 +146,12 @@ def approximate_exp(x: np.ndarray) -> np.ndarray:
 
 
 def approximate_rsqrt(x: np.ndarray) -> np.ndarray:
-    """One possible result of ``rsqrt.approx`` for float32."""
+    """One result that ``rsqrt.approx`` may give for float32: the exact one, truncated."""
     return truncated(1 / np.sqrt(x.astype(np.float64))) if x.dtype == np.float32 else 1 / np.sqrt(x)
 
 
 def unary_functions(arithmetic: Arithmetic) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """Implementations of Triton's unary functions, by name."""
+    """Implementations of Triton's unary functions by name, approximate if ``arithmetic`` says so."""
     names = ("exp", "exp2", "log", "log2", "rsqrt", "sin", "cos", "erf")
     functions = {name: on_arrays(partial(elementwise, getattr(torch, name))) for name in names}
     functions["sqrt"] = on_arrays(square_root)

@@ -25,9 +25,9 @@ BYTES = (
 
 
 def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Round stochastically to e2m1.
+    """Round values stochastically to e2m1 codes, by noise from 0 to 255 for each value.
 
-    The first 8 dropped bits are added to 8 bits of noise; a carry raises the magnitude by one code.
+    The first 8 dropped bits of a value are added to its noise; a carry raises the magnitude by one code.
     """
     magnitude = np.minimum(np.abs(values), np.float32(LARGEST))  # a NaN becomes the largest number
     unit = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
@@ -52,7 +52,9 @@ KNOWN: dict[re.Pattern[str], Callable[..., np.ndarray]] = {CVT_RS: _cvt_rs}
 def inline_assembly(
     builder: Any, text: str, constraints: str, values: Sequence[Any], kinds: Sequence[Any], is_pure: bool, pack: int
 ) -> SimpleNamespace:
-    """Interpret ``tl.inline_asm_elementwise`` with one result, element by element.
+    """Interpret ``tl.inline_asm_elementwise`` on NumPy arrays; replaces a method of Triton's interpreter.
+
+    ``text`` is the assembly, ``values`` its operands, ``kinds`` its results' types, ``pack`` the elements at a time.
 
     Raises:
         NotImplementedError: The instruction isn't known, or takes several elements at once.

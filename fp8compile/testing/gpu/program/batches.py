@@ -6,7 +6,7 @@ A value of a kernel is one array for all programs of a `Batch`:
     a scalar                (P,), or (1,)
 
 So one call of NumPy computes what P programs compute, and Python's overhead is paid once. An ``if`` or the bounds of a
-loop need one value on the host. If the programs differ in it, the batch is undone: memory is restored, and the
+loop need one value on the host. If the programs differ in that value, the batch is undone: memory is restored, and the
 programs run again in smaller batches, each with one value.
 
 Results are those of programs that run one after the other, unless programs race. `Access` finds every race.
@@ -44,7 +44,7 @@ class Diverged(Exception):
 
 @dataclass
 class Batch:
-    """P programs of a launch that run together.
+    """P programs of one kernel launch that run together; arrays have a first dim of P.
 
     Attributes:
         programs: Linear indices of the programs, (P,) int64, in the order in which they would run one by one.
@@ -64,7 +64,7 @@ class Batch:
         return cls(numbers, tuple(each.astype(np.int32) for each in np.unravel_index(numbers, tuple(grid))))
 
     def of_each(self, array: np.ndarray) -> np.ndarray:
-        """Expand an array (1, *s), shared by all programs, to (P, *s); the latter is returned unchanged."""
+        """Expand an array (1, *s) that all P programs share to (P, *s); (P, *s) is returned unchanged."""
         return np.broadcast_to(array, (len(self.programs), *array.shape[1:]))
 
     def same(self, values: np.ndarray) -> Any:
@@ -78,7 +78,10 @@ class Batch:
         return first
 
     def keep(self, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
-        """Save the content of memory at these addresses before it is overwritten, for `undo`."""
+        """Save the content of memory at the addresses ``pointers`` before it is overwritten, for `undo`.
+
+        ``mask`` is True for addresses that are written to; ``width`` is the bytes of an element.
+        """
         kind = np.dtype(f"u{width}")
         before = interpreter._interpreter.load(pointers, mask, np.zeros(pointers.shape, kind), kind)
         self._overwritten.append((pointers, mask, before))
@@ -91,7 +94,7 @@ class Batch:
 
 
 def arrays(*handles: Handle) -> list[np.ndarray]:
-    """The arrays of handles with equal block shapes, broadcast along the dim of programs."""
+    """NumPy arrays of handles with equal block shapes, broadcast along dim 0, which is that of programs."""
     return list(np.broadcast_arrays(*(each.data for each in handles)))
 
 
@@ -101,17 +104,20 @@ def stored(array: np.ndarray) -> np.ndarray:
 
 
 def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
-    """The array and its dim for dim ``axis`` of a block; for None, each block is flattened first."""
+    """The array, and the dim of the array that is dim ``axis`` of a block; dim 0 is that of programs.
+
+    If ``axis`` is None, each program's block is flattened first.
+    """
     if axis is None:
         return array.reshape(len(array), -1), 1
     return array, axis % (array.ndim - 1) + 1
 
 
 def counting(running: Callable[[], Batch]) -> Callable[..., Any]:
-    """Make the function that kernels call as ``range``; its bounds may differ between programs.
+    """Make the function that replaces ``range`` in kernels; its bounds may differ between programs.
 
-    Programs with equal numbers of iterations stay together. The loop's variable is a tensor, as in a compiled
-    kernel.
+    ``running`` returns the batch that runs. A call raises `Diverged` if programs have different numbers of iterations.
+    The loop's variable is a tensor, as in a compiled kernel.
     """
 
     def call(start: Any, stop: Any = None, step: Any = None, **_: Any) -> Any:
@@ -129,7 +135,9 @@ def counting(running: Callable[[], Batch]) -> Callable[..., Any]:
 
 
 def together(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
-    """Yield interpreter patches for values with a dim of programs, each (object, attribute, replacement).
+    """Yield patches of Triton's interpreter that add a dim of programs to each value of a kernel.
+
+    Each patch is (object, attribute, replacement).
 
     Args:
         running: Returns the batch that runs.
@@ -168,7 +176,10 @@ def _tensor(_: Any, array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
 
 
 def _of_sizes(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
-    """Yield patches of operators that make blocks of a given shape."""
+    """Yield patches of the interpreter's operators that make blocks of a given shape.
+
+    ``running`` returns the batch of programs that runs.
+    """
 
     def shaped(data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         batch = running()
@@ -188,7 +199,7 @@ def _of_sizes(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_dims() -> Iterator[tuple[Any, ...]]:
-    """Yield patches of operators that rearrange the dims of blocks."""
+    """Yield patches of the interpreter's operators that rearrange the dims of blocks."""
 
     def on_each(change: Callable[..., np.ndarray]) -> Callable[..., Handle]:
         return lambda _, x, *args: Handle(change(x.data, *args), x.dtype.scalar)
@@ -231,7 +242,7 @@ def _histogram(_: Builder, data: Handle, bins: int, mask: Handle | None) -> Hand
 
 
 def _of_pointers() -> Iterator[tuple[Any, ...]]:
-    """Yield patches of operators on block pointers and TMA descriptors (memory by shape and strides)."""
+    """Yield patches of the interpreter's operators on block pointers and TMA descriptors."""
 
     def of_block_pointer(block: Any, checked: Sequence[int]) -> tuple[Handle, Handle]:
         return _elements(block, block.offsets, checked)
@@ -255,7 +266,10 @@ def _of_pointers() -> Iterator[tuple[Any, ...]]:
 
 
 def _elements(block: Any, offsets: Sequence[Handle], checked: Sequence[int]) -> tuple[Handle, Handle]:
-    """Addresses of a block's elements, and a mask of those within the tensor along the dims ``checked``."""
+    """Addresses of the elements that a block pointer or TMA descriptor covers, and a mask of valid ones.
+
+    ``offsets`` is the block's position; elements outside of the tensor in one of the dims ``checked`` are invalid.
+    """
     ndim = len(block.block_shape)
     width = max(1, block.base.get_element_ty().primitive_bitwidth // 8)
     addresses = block.base.data.reshape(-1, *(1,) * ndim)
@@ -290,7 +304,10 @@ def _ternary(_: Builder, a: Handle, b: Handle, c: Handle, op: Callable[..., np.n
 
 
 def _scan(scan: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
-    """Scan along an axis, one element after the other."""
+    """Compute ``tl.associative_scan`` of the tensors ``inputs``, one element after the other.
+
+    ``scan`` is the interpreter's object with axis, direction and combine function.
+    """
     kinds = [each.dtype for each in inputs]
     values, axis = zip(*(along(scan.axis, each) for each in arrays(*(x.handle for x in inputs))), strict=True)
     parts = [np.moveaxis(np.flip(each, axis[0]) if scan.reverse else each, axis[0], 1) for each in values]

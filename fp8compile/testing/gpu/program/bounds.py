@@ -55,7 +55,7 @@ class Bounded:
     single: Any
 
     def at(self, place: Sequence[int]) -> Bounded:
-        """The values at index ``place`` of an operator's nested results."""
+        """The values at the nested index ``place`` if the operator has several results."""
         found = self
         for index in place:
             found = Bounded(*(getattr(found, side)[index] for side in SIDES))
@@ -63,7 +63,7 @@ class Bounded:
 
 
 def is_attention(target: Any) -> bool:
-    """Whether a node's target is FlexAttention or its backward."""
+    """Whether ``target``, the operator of a graph's node, is FlexAttention or its backward."""
     return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in ATTENTION
 
 
@@ -74,7 +74,7 @@ def _magnitude(arg: Any) -> Any:
 
 
 def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, Any]) -> Bounded:
-    """Multiply two matrices exactly, with the bound of a sum in float32.
+    """Multiply two matrices in float64, with bounds for a result that is summed in float32.
 
     Args:
         name: The GEMM, a key of ``PRODUCTS``.
@@ -94,7 +94,7 @@ def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _around(exact: Any, bound: Any) -> Bounded:
-    """The values at ``exact`` and at twice ``bound`` around it; a result None stays None."""
+    """Bounds at a distance of twice ``bound`` around ``exact``; a result that is None stays None."""
     if isinstance(exact, tuple):
         sides = [_around(*each) for each in zip(exact, bound, strict=True)]
         return Bounded(*(tuple(getattr(each, side) for each in sides) for side in SIDES))
@@ -102,23 +102,26 @@ def _around(exact: Any, bound: Any) -> Bounded:
 
 
 def in_float64(arg: Any) -> Any:
-    """Convert floating-point tensors of an argument to float64."""
+    """Convert ``arg``, or each entry of a tuple, to float64 if it is a floating-point tensor."""
     if isinstance(arg, tuple):
         return tuple(map(in_float64, arg))
     return arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg
 
 
 def bounded_attention(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Bounded:
-    """Compute FlexAttention, or its backward, in float64; the bound is its error in the operands' dtype."""
+    """Compute FlexAttention or its backward, ``target``, in float64, with bounds for its result.
+
+    The bound is the largest error of the same formula in the operands' dtype.
+    """
     exact = _attention(target, in_float64(_recast(args, keep=False)), kwargs)
     usual = _attention(target, _recast(args, keep=True), kwargs)
     return _around(exact, _error(usual, exact))
 
 
 def _recast(args: Any, *, keep: bool) -> Any:
-    """Replace casts in graphs among the arguments by an operator that supports vmap.
+    """Copy attention's arguments; casts in their graphs become ``aten._to_copy``, which supports vmap.
 
-    Casts to floats are removed unless ``keep``.
+    Unless ``keep``, casts to floats are removed from the graphs.
     """
     if isinstance(args, tuple | list):
         return tuple(_recast(each, keep=keep) for each in args)
@@ -152,7 +155,7 @@ def _detached(values: Any) -> Any:
 
 
 def _error(usual: Any, exact: Any) -> Any:
-    """The largest error of each result."""
+    """The largest absolute error of ``usual`` against ``exact``, for each of an operator's results."""
     if isinstance(exact, tuple):
         return tuple(_error(*each) for each in zip(usual, exact, strict=True))
     if exact is None or not exact.numel():
@@ -185,7 +188,10 @@ def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
 
 
 def _beyond(got: Tensor, exact: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Mask of numbers too far from the exact ones, and the distance allowed for each."""
+    """Mask of elements of ``got`` that are too far from ``exact``, and the distance allowed for each.
+
+    ``spread`` is the allowed distance before the result is rounded to its dtype.
+    """
     kind, values = torch.finfo(got.dtype), got.double()
     allowed = spread + (kind.eps + FLOAT32_ROUNDING) * exact.abs() + kind.smallest_normal
     same = (values == exact) | (values.isnan() & exact.isnan())

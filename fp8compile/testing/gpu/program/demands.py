@@ -16,18 +16,21 @@ E8M0 = torch.float8_e8m0fnu
 
 
 def demand(satisfied: bool, product: str, what: str) -> None:
-    """Raise a ValueError that names the matrix product, unless ``satisfied``."""
+    """Raise a ValueError that says what a GPU's GEMM requires, unless ``satisfied``.
+
+    ``product`` names the GEMM, and ``what`` is the requirement in words.
+    """
     if not satisfied:
         raise ValueError(f"{product}: the GPU's product takes {what}")
 
 
 def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M0) -> Tensor:
-    """Read scales from a layout in tiles of 128 by 4.
+    """Read scales from a GPU's layout in tiles of 128 rows by 4 blocks.
 
     Args:
         scale: Scales in tiles, as bytes or in ``dtype``.
-        rows: Number of rows.
-        blocks: Number of scales of each row.
+        rows: Number of rows of the codes.
+        blocks: Number of blocks, and so of scales, in each row.
         dtype: The scales' float8 dtype.
 
     Returns:

@@ -32,7 +32,7 @@ OTHER_NAMES: dict[str, Callable[..., Any]] = {
 
 
 def unknown(name: str) -> Callable[..., Any]:
-    """Make a replacement for a function that isn't known here; it raises when it is called."""
+    """Make a replacement for the function ``name``, which isn't known here: a call of it raises."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"run_gpu_program: a kernel calls {name}, which is not known here.")
@@ -41,13 +41,16 @@ def unknown(name: str) -> Callable[..., Any]:
 
 
 def applied(function: Callable[..., np.ndarray], *handles: Any) -> Any:
-    """Apply a function of arrays to handles; the result is of type bool or has the first handle's type."""
+    """Apply a function of NumPy arrays to the interpreter's handles; returns a handle.
+
+    Its type is that of the first operand, or bool for a predicate.
+    """
     result = function(*(each.data for each in handles))
     return interpreter.TensorHandle(result, tl.int1 if result.dtype == bool else handles[0].dtype.scalar)
 
 
 def _on_tensors(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
-    """Wrap a function of arrays as a function of Triton's tensors."""
+    """Wrap a function of NumPy arrays as a function of Triton's tensors."""
 
     def call(*args: Any) -> tl.tensor:
         tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
@@ -59,7 +62,7 @@ def _on_tensors(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
 
 
 def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """All functions of libdevice by name: those of ``chosen``, else PyTorch's; unknown functions raise."""
+    """Functions of CUDA's libdevice by name: those of ``chosen``, else PyTorch's; other functions raise."""
     known = {name: gpu.on_arrays(getattr(torch, name)) for name in LIBDEVICE}
     known |= {name: gpu.on_arrays(function) for name, function in OTHER_NAMES.items()} | dict(chosen)
     names = [name for name, value in vars(libdevice).items() if isinstance(value, FunctionType)]
@@ -67,9 +70,10 @@ def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, C
 
 
 def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int) -> Any:
-    """Compute tl.dot: product of two tiles plus the accumulator, in float64, rounded once to its dtype.
+    """Compute ``tl.dot`` of tiles: ``a @ b + total`` in float64, rounded once to the dtype of ``total``.
 
-    Float32 is not truncated to TF32. Triton's interpreter multiplies the bits of bfloat16, and adds in numpy's order.
+    Float32 is not truncated to TF32, whatever ``input_precision`` and ``imprecise`` say. Triton's interpreter
+    multiplies the bits of bfloat16, and adds in numpy's order.
     """
     kind = total.dtype.scalar
     result = values_of(a) @ values_of(b) + values_of(total)
@@ -86,7 +90,10 @@ def reductions() -> Iterator[tuple[Any, ...]]:
 
 
 def _by_halves(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """Reduce by any function: combine the two halves, then the halves of the result, as warps do."""
+    """Compute ``tl.reduce`` of the tensors ``inputs``: combine two halves, then the halves of the result.
+
+    This is the order in which warps reduce. ``reduction`` is the interpreter's object with axis and combine function.
+    """
     given, axes = zip(*(along(reduction.axis, each.handle.data) for each in inputs), strict=True)
     axis, keep = axes[0], reduction.keep_dims
     parts = [np.moveaxis(each, axis, 1) for each in given]  # programs, the halves, the rest
@@ -120,7 +127,10 @@ def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
 
 
 def _extreme(reduction: Any, inputs: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-    """Compute tl.max or tl.min, which drop NaN. Argmax and argmin raise: Inductor has its own."""
+    """Compute ``tl.max`` or ``tl.min`` of ``inputs``, as ``val_reduce_op`` says; NaN are dropped.
+
+    Argmax and argmin (an ``idx_reduce_op``) raise, because Inductor has functions of its own for them.
+    """
     if idx_reduce_op is not None:
         raise NotImplementedError("run_gpu_program: tl.argmax and tl.argmin are not known; Inductor has its own.")
     values = inputs[0] if isinstance(inputs, tuple) else inputs

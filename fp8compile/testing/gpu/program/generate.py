@@ -123,7 +123,9 @@ class _Compared:
     def _reference(
         self, program: Program, given: Sequence[Any], drawing: Tensor
     ) -> tuple[Reference, list[Any], list[Any]]:
-        """Run the reference of a program, on copies of the arguments and from a state of the random generator.
+        """Run the reference of a program on copies of its arguments ``given``.
+
+        ``drawing`` is the state of the random generator from which the program draws.
 
         Returns:
             The reference, its results, and its inputs, which it may have changed in place.
@@ -167,7 +169,7 @@ class GpuBackend:
         self.graphs: list[_Compared] = []
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function with ``fullgraph=True``; a call of the result runs the GPU's code on the CPU."""
+        """Compile ``fn`` with ``fullgraph=True``; calls of the result run the GPU's code on the CPU."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._inductor import compile_fx
 
@@ -181,16 +183,16 @@ class GpuBackend:
         return torch.compile(fn, fullgraph=True, backend=backend)
 
     def _inference(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a forward without a backward."""
+        """Compile a forward that has no backward; returns a function of a list of arguments."""
         change_joint(graph, inputs)
         return self._whole("forward", graph, inputs)
 
     def _whole(self, name: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph that saves nothing for a backward."""
+        """Compile a graph that saves nothing for a backward; ``name`` is "forward" or "backward"."""
         return self._compiled(name, GpuGraph(graph, inputs, all_outputs(graph)))
 
     def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph that saves tensors for a backward, which gets the strides that Inductor chose."""
+        """Compile a forward that saves tensors for a backward, and tell AOTAutograd its outputs' strides."""
         call = self._compiled("forward", GpuGraph(graph, inputs, returned_outputs()))
         strides: Any = torch._guards.TracingContext.get().output_strides  # a list while a graph is compiled
         strides.extend(self.graphs[-1].schedule.output_strides)

@@ -43,7 +43,10 @@ def _spans(offs: Tensor, total: int, name: str) -> Iterator[tuple[int, int, int]
 
 
 def _check_strides(x: Tensor, name: str) -> None:
-    """Check strides: one of the last two is 1; the other and the address are multiples of 16 bytes."""
+    """Check an operand: one of its last two strides is 1, and rows begin at multiples of 16 bytes.
+
+    ``name`` names the GEMM in errors.
+    """
     one, other = (x.stride(-1), x.stride(-2)) if x.stride(-1) == 1 else (x.stride(-2), x.stride(-1))
     demand(one == 1, name, f"matrices with rows or columns side by side, not strides {x.stride()}.")
     aligned = other * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
@@ -51,7 +54,10 @@ def _check_strides(x: Tensor, name: str) -> None:
 
 
 def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Multiply groups in float64 and round once; elements that the GPU leaves unwritten are NaN."""
+    """Multiply each group in float64, rounded once to ``dtype``; what the GPU leaves unwritten is NaN.
+
+    With ``b`` (groups, k, n) groups are rows of ``a``, else columns; ``offs`` has their ends, ``name`` is for errors.
+    """
     a, b = a.double(), b.double()
     if b.ndim == 3:
         result = torch.full((a.shape[0], b.shape[2]), torch.nan, dtype=dtype)
@@ -68,10 +74,11 @@ def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype
 def grouped_mm(
     gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Check a GPU's requirements on the operands, and compute `torch._grouped_mm`.
+    """Compute `torch._grouped_mm` after checking a GPU's requirements on the operands.
 
-    If ``b`` has three dims, each group's rows of ``a`` are multiplied by the group's matrix. If it has two, each group
-    gives one product, summed over the group's columns of ``a`` and rows of ``b``.
+    ``offs`` has the end of each group. If ``b`` has three dims, each group's rows of ``a`` are multiplied by the
+    group's matrix. If it has two, each group gives one product, summed over the group's columns of ``a`` and rows of
+    ``b``.
     """
     name = f"_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(bias is None and a.ndim == 2, name, "no bias, and a left operand of two dims here.")
@@ -82,7 +89,10 @@ def grouped_mm(
 
 
 def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tensor:
-    """Read the scales of an operand (rows, k) from tiles; each group begins with a new tile of rows."""
+    """Expand MX scales to the elements of codes (rows, k) with grouped rows, in float64.
+
+    Scales are read from tiles; each group, with its end in ``offs``, begins with a new tile. ``name`` is for errors.
+    """
     blocks = k // MX_BLOCK
     width = -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
     demand(scale.ndim == 2 and scale.shape[1] == width, name, f"scales of rows in {width} columns of tiles.")
@@ -97,7 +107,10 @@ def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tenso
 
 
 def _mx_tokens(scale: Tensor, features: int, columns: int, offs: Tensor, name: str) -> Tensor:
-    """Read the scales of an operand (features, columns) from tiles; each group has tiles of its own."""
+    """Expand MX scales to the elements of codes (features, columns) with grouped columns, in float64.
+
+    Scales are read from tiles; each group, with its end in ``offs``, has tiles of its own. ``name`` is for errors.
+    """
     tall = -(-features // TILE_ROWS) * TILE_ROWS
     demand(scale.ndim == 2 and scale.shape[0] == tall, name, f"scales of {tall} features in whole tiles.")
     flat, first = scale.contiguous().reshape(-1), 0
@@ -142,7 +155,10 @@ def scaled_grouped_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Check a GPU's requirements, and compute `torch._scaled_grouped_mm`, which sums over dim -2 of ``b``."""
+    """Compute `torch._scaled_grouped_mm`, a sum over dim -2 of ``b``, and check a GPU's requirements.
+
+    The other arguments are those of the operator.
+    """
     name = f"_scaled_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}, strides {a.stride()} and {b.stride()}"
     demand(bias is None and scale_result is None and a.ndim == 2, name, "two operands without a bias here.")
     demand(a.dtype == b.dtype == torch.float8_e4m3fn, name, f"e4m3 by e4m3, not {a.dtype} and {b.dtype}.")
@@ -168,9 +184,10 @@ def scaled_grouped_mm(
 def grouped_blockwise_mm(
     gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object
 ) -> Tensor:
-    """Check a GPU's requirements, and compute `fp8compile::grouped_blockwise_mm` by its CPU kernel.
+    """Compute `fp8compile::grouped_blockwise_mm` by its CPU kernel, after checking a GPU's requirements.
 
-    With block scales, that kernel adds in float32, in its own order. Other GEMMs in this file are summed in float64.
+    ``rest`` has the operator's other arguments. With block scales, the kernel adds in float32, in its own order. Other
+    GEMMs in this file are summed in float64.
     """
     name = f"grouped_blockwise_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(gpu is None or bool(gates_of("blockwise groups", gpu.target)), name, "compute capability 8.9 to 12.1.")
@@ -186,10 +203,12 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _own_tiles(codes: Tensor, scale: Tensor, first: int, name: str) -> tuple[Tensor, int]:
-    """Decode the codes of one group; its tiles of scales begin at offset ``first``.
+    """Decode a group's four-bit codes (rows, columns / 2), with scales from byte ``first`` of ``scale``.
+
+    ``name`` names the GEMM in errors.
 
     Returns:
-        The values, and the offset of the next group's tiles.
+        The values in float64, and the offset of the next group's scales.
     """
     size = _round_up(codes.shape[0], TILE_ROWS) * _round_up(codes.shape[1] // 8, TILE_BLOCKS)
     demand(first + size <= scale.numel(), name, f"scales of all groups in whole tiles, {first + size} bytes and more.")
@@ -200,7 +219,7 @@ def grouped_nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor, offs: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Check a GPU's requirements, and compute `fp8compile::grouped_nvfp4_mm` as on a GPU.
+    """Compute `fp8compile::grouped_nvfp4_mm` as on a GPU, and check the GPU's requirements.
 
     There the operator calls `torch._scaled_grouped_mm_v2` on four-bit codes. If a group has no columns to sum over,
     the GPU leaves its result unwritten, which is NaN here.

@@ -8,8 +8,8 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
 
     conversions         float8 loses carries and NaN, bfloat16 is truncated and loses subnormals, and int or float64 to
                         bfloat16 and back gives bits of another type; replaced by PyTorch's conversions
-    reductions          a custom function is applied element by element, which takes seconds; here it is applied to
-                        halves
+    reductions          a custom function is applied element by element, which takes seconds; here it combines
+                        two halves repeatedly
     masks               a mask that involves a scalar holds integers, which numpy takes for indices; here it is bool
     sums                the order of additions is not the GPU's; here sums are in float64 and rounded once, as in the
                         reference
@@ -147,7 +147,10 @@ class Interpreter:
     def _run(
         self, function: Callable[..., Any], values: dict[str, Any], programs: Sequence[int], grid: Sequence[int]
     ) -> int:
-        """Run some programs together, or in parts if they diverge; returns the size of the largest block."""
+        """Run the programs with these linear indices in ``grid`` together, or in parts if they diverge.
+
+        Calls the kernel ``function`` with ``values``; returns the elements of the largest block of one program.
+        """
         self._batch = batch = Batch.of(programs, grid)
         self._access.programs = batch.programs
         recorded, multiply_adds = self._access.mark(), self.multiply_adds
@@ -251,7 +254,7 @@ class Interpreter:
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
     def _place(self, error: BaseException | None = None) -> str:
-        """File and line in a kernel's code that runs now, or that raised ``error``."""
+        """File and line of the kernel code that runs now, or of the code that raised ``error`` if given."""
         if error is not None:
             steps = reversed(list(traceback.walk_tb(error.__traceback__)))
             path, line = next((frame.f_code.co_filename, line) for frame, line in steps if frame.f_code in self._codes)
@@ -300,7 +303,10 @@ class Interpreter:
         yield Builder, "create_inline_asm", inline_assembly
 
     def _look_for_nan(self, stored: Handle, mask: np.ndarray) -> None:
-        """Record whether the running programs store a NaN, or the code of a NaN after they loaded inf or NaN."""
+        """Note whether ``stored`` has a NaN where ``mask`` is True; the programs then run again, watched.
+
+        Bytes that may be the code of a NaN count too, once the programs have loaded an infinity or a NaN.
+        """
         found = is_code(stored) if self._has_odd else None
         found = nans(stored) if found is None else found
         if found is not None and found.any():
@@ -367,7 +373,7 @@ def _argument(value: Any) -> Any:
 
 
 def _cast(_: Builder, source: Handle, target: tl.dtype) -> Handle:
-    """Convert between number types. bfloat16 is converted through float32, which has all its values."""
+    """Convert the handle ``source`` to the number type ``target``; bfloat16 goes through float32."""
     values, kinds = source.data, (source.dtype.scalar, target.scalar)
     if tl.bfloat16 not in kinds:
         return Handle(values.astype(interpreter._get_np_dtype(target)), target.scalar)

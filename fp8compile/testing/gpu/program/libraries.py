@@ -22,7 +22,7 @@ class Library:
     Attributes:
         operator: Takes an operator's name with its namespace, and returns the Python function that a GPU runs for it;
             None for an operator of another library.
-        gates: Takes a GEMM's name and a target, and returns the table's entries for them, each with ``out_dtypes``;
+        gates: Takes the name of a kind of GEMM, such as "mx", and a GPU's target. Returns entries with ``out_dtypes``;
             an empty sequence if the target does not run the GEMM.
     """
 
@@ -39,10 +39,10 @@ def make_known(library: Library) -> None:
 
 
 def operator_called(name: str) -> Callable[..., Any] | None:
-    """Python function that a GPU runs for an operator of a registered library; None for others."""
+    """Python function that a GPU runs for the operator ``name`` of a registered library; None for others."""
     return next(filter(None, (library.operator(name) for library in _KNOWN)), None)
 
 
 def gates_of(product: str, target: Target) -> list[Any]:
-    """Entries of the libraries' tables that describe how a target runs a GEMM; [] if it doesn't."""
+    """Entries of the libraries' tables on how a target runs ``product``, such as "mx"; [] if it can't."""
     return [gate for library in _KNOWN for gate in library.gates(product, target)]

@@ -18,7 +18,7 @@ __all__ = ["Access", "poisoned"]
 
 
 def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
-    """Allocate a tensor with memory filled with one byte, so that reads of unwritten memory are noticed.
+    """Allocate a tensor in memory filled with ``byte``, so that reads of unwritten memory are noticed.
 
     The byte 255 gives NaN in every float format.
     """
@@ -40,7 +40,7 @@ class Accessed:
     """One load, store or atomic that a batch of programs executed.
 
     Attributes:
-        programs: Linear indices of the programs, (P,).
+        programs: Linear indices of the P programs, (P,).
         pointers: Addresses of the elements; dim 0 is that of programs, with size 1 if all of them access the same.
         mask: True for each element that is accessed, of the same shape.
         place: File and line of the load, store or atomic.
@@ -80,7 +80,7 @@ class Access:
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> Access:
-        """Create the empty record of a launch with these arguments."""
+        """Create the empty record of a launch of the kernel ``name`` with these arguments."""
         tensors = {each: getattr(value, "base", value) for each, value in arguments.items()}  # of a TMA descriptor
         return cls(name, {each: _span(value) for each, value in tensors.items() if isinstance(value, Tensor)})
 
@@ -107,7 +107,10 @@ class Access:
         self._accessed[kind].append(accessed)
 
     def _check_inside(self, kind: str, accessed: Accessed, width: int) -> None:
-        """Raise an IndexError unless each element is in one of the launch's tensors."""
+        """Raise an IndexError unless each element, of ``width`` bytes, is in one of the launch's tensors.
+
+        ``kind`` is "load", "store" or "atomic", for the error.
+        """
         addresses, programs = accessed.elements()
         inside = np.zeros(addresses.shape, bool)
         for start, end in self.spans.values():
@@ -123,11 +126,11 @@ class Access:
         )
 
     def mark(self) -> dict[str, int]:
-        """Number of records so far, an argument of `forget`."""
+        """Count the records so far; the result is an argument of `forget`."""
         return {kind: len(records) for kind, records in self._accessed.items()}
 
     def forget(self, marked: dict[str, int]) -> None:
-        """Drop all records since `mark` was called."""
+        """Drop all records made after the call of `mark` that returned ``marked``."""
         for kind, count in marked.items():
             del self._accessed[kind][count:]
 
@@ -161,25 +164,25 @@ class Access:
                 )
 
     def _places(self, kind: str, address: np.uint64) -> list[str]:
-        """Files and lines of the accesses of a kind to an address."""
+        """Files and lines of the accesses to an address; ``kind`` is "load", "store" or "atomic"."""
         return [each.place for each in self._accessed[kind] if (each.elements()[0] == address).any()]
 
 
 def _flat(parts: Sequence[Accessed]) -> tuple[np.ndarray, np.ndarray]:
-    """Flatten accesses to addresses, and the program that accessed each of them."""
+    """Address and accessing program of each element in ``parts``, as two flat arrays."""
     elements = [each.elements() for each in parts]
     return tuple(np.concatenate(each) for each in zip(*elements, strict=True))  # type: ignore[return-value]  # two
 
 
 def _sorted(parts: Sequence[Accessed]) -> tuple[np.ndarray, np.ndarray]:
-    """Flatten accesses to sorted addresses, and the program that accessed each of them."""
+    """Address and accessing program of each element in ``parts``, as two flat arrays sorted by address."""
     addresses, programs = _flat(parts)
     order = np.argsort(addresses, kind="stable")  # which is fast for addresses that are in order by parts
     return addresses[order], programs[order]
 
 
 def _raced(parts: Sequence[Accessed]) -> np.ndarray:
-    """Addresses that at least two programs access."""
+    """Addresses that at least two programs access in ``parts``."""
     if not parts:
         return np.zeros(0, np.uint64)
     addresses, programs = _sorted(parts)

@@ -25,7 +25,10 @@ def _ranks(group: Any) -> tuple[int, int]:
 
 
 def _of_rank(x: Tensor, other: int) -> Tensor:
-    """The emulated tensor of the rank with this rank's number plus ``other``."""
+    """The emulated tensor of the rank whose number is this rank's plus ``other``.
+
+    Its elements are those of ``x``, this rank's tensor, rotated by ``other``.
+    """
     integers = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     return integers.flatten().roll(other).view(x.shape).view(x.dtype)
 

@@ -2,7 +2,8 @@
 
     launch stores a NaN --its programs run again, watched--> each value has the number of the step that made its NaN
 
-A step is a line that produces a NaN, or that reads one from memory. Results are those of the unwatched run.
+A step is a line that produces a NaN, or that reads one from memory. The launch's results are those of the unwatched
+run.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ __all__ = ["NanOrigin", "NanSearch", "has_nan"]
 
 @dataclass(frozen=True, kw_only=True)
 class NanOrigin:
-    """First step of a run whose result has a NaN that its operands lack, or that reads one from memory.
+    """Where a graph's first NaN comes from: the step that produces it, or reads it from memory.
 
     Attributes:
         graph: "forward" or "backward".
         name: Name of the kernel; for a GEMM or operator, a description of the call.
-        is_made: Whether the step produces the NaN; if not, it reads one that no step of the graph has produced.
+        is_made: Whether the step produces the NaN; if not, it reads a NaN that no step of the graph has produced.
         place: File and line of the kernel; "" for a GEMM or operator.
         line: The line's text.
         operands: The operands' numbers where the NaN is produced, such as "inf and inf", or a description of them.
@@ -73,7 +74,7 @@ class NanSearch:
         return self.origin is not None and self.origin.is_made
 
     def begin(self, names: Sequence[str], values: Sequence[Any]) -> None:
-        """Store the addresses of a graph's inputs, to name the input that a NaN was read from."""
+        """Store the addresses of a graph's inputs by name, to name the input that a NaN was read from."""
         self._inputs = [
             (start := each.untyped_storage().data_ptr(), start + each.untyped_storage().nbytes(), name)
             for name, each in zip(names, values, strict=True)
@@ -81,7 +82,10 @@ class NanSearch:
         ]
 
     def found(self, name: str, **about: Any) -> None:
-        """Store an origin, unless there is an earlier one that is as good."""
+        """Store the step in kernel or operator ``name`` as the origin, unless the stored origin is as good.
+
+        ``about`` has the other fields of `NanOrigin`. A step that produces a NaN is better than one that reads it.
+        """
         new = NanOrigin(graph=self.graph, name=name, **about)
         if self.origin is None or (new.is_made and not self.origin.is_made):
             self.origin = new

@@ -39,7 +39,7 @@ class Step:
     """A line of a kernel that produces a NaN, or reads one from memory.
 
     Attributes:
-        is_made: Whether it produces the NaN.
+        is_made: Whether the line produces the NaN.
         place: File and line.
         line: The line's text.
         operands: The operands' numbers where a NaN is produced, or a description of them.
@@ -63,7 +63,7 @@ def _kind(handle: Handle) -> Any:
 
 
 def nans(handle: Handle) -> np.ndarray | None:
-    """Mask of the elements that are NaN; None if the type has no NaN."""
+    """Mask of the NaN among the elements of an interpreter's handle; None if its type has no NaN."""
     kind = _kind(handle)
     if not kind.is_floating() or handle.data.dtype == bool:  # the interpreter keeps the type of what is compared
         return None
@@ -75,7 +75,7 @@ def nans(handle: Handle) -> np.ndarray | None:
 
 
 def is_odd(handle: Handle) -> bool:
-    """Whether any element is infinite or NaN."""
+    """Whether any element of an interpreter's handle is infinite or NaN."""
     kind, data = _kind(handle), handle.data
     if not kind.is_floating():
         return False
@@ -87,13 +87,13 @@ def is_odd(handle: Handle) -> bool:
 
 
 def is_code(handle: Handle) -> np.ndarray | None:
-    """Mask of 8-bit integers that may be the code of a NaN; None for other types."""
+    """Mask of the 8-bit integers that may be the code of a NaN; None if the handle has another type."""
     is_bytes = _kind(handle) in (tl.uint8, tl.int8)
     return (handle.data & CODE) >= (CODE - 2) if is_bytes else None
 
 
 def _shown(handle: Handle, at: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """Text of an operand's number at an index of the result."""
+    """Text of an operand's number at index ``at`` of the result, whose shape is ``shape``."""
     kind = _kind(handle)
     if not (kind.is_floating() or kind.is_int()):
         return ""
@@ -107,7 +107,9 @@ def _shown(handle: Handle, at: tuple[int, ...], shape: tuple[int, ...]) -> str:
 
 
 class Watch:
-    """Tags a kernel's values in ``attr["nan"]`` with the numbers, from 1, of the steps behind their NaN.
+    """Watches a kernel in Triton's interpreter, and numbers the steps (lines) where NaN come from.
+
+    Each value has an array ``attr["nan"]``: for each NaN the number of its step, from 1; 0 for other elements.
 
     Args:
         access: The record of the launch.
@@ -124,12 +126,12 @@ class Watch:
 
     @property
     def first(self) -> Step | None:
-        """The step that produced the first stored NaN, or else read it; None if no NaN was stored."""
+        """The first step that produced a stored NaN, else the first that read one; None if none was stored."""
         ranked = sorted(self._stored, key=lambda number: (not self._steps[number - 1].is_made, number))
         return replace(self._steps[ranked[0] - 1], stored_to=self._stored[ranked[0]]) if ranked else None
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield the patches of the interpreter that watch, each as (object, attribute, replacement)."""
+        """Yield patches of Triton's interpreter that tag its values: (object, attribute, replacement)."""
         for name in dir(Builder):
             if name.startswith("create_"):
                 yield Builder, name, self._watched(name, getattr(Builder, name))
@@ -174,7 +176,10 @@ class Watch:
     # what becomes of the numbers
 
     def _follow(self, name: str, result: Handle, args: Sequence[Any]) -> None:
-        """Pass the operands' step numbers to the result, and give each NaN that is new a step of its own."""
+        """Tag an operator's result with the step numbers of its operands; a new NaN gets a new step.
+
+        ``name`` is the interpreter's method, and ``args`` are its arguments.
+        """
         operands = [each for each in args if isinstance(each, Handle)]
         if name in LOADS:
             return self._load(result, *(args[at] for at in ((0, 1, 2) if name == "create_masked_load" else (1, 3, 2))))
@@ -196,7 +201,10 @@ class Watch:
     def _keep(
         self, result: Handle, numbers: np.ndarray, made: np.ndarray | None, operands: Any, *, is_made: bool = True
     ) -> None:
-        """Tag a result: NaN with their steps; bools and bytes with the NaN that decided them."""
+        """Tag a result with the step number of each element, given in ``numbers``; ``made`` masks its NaN.
+
+        A NaN without a number gets a new step, described by ``operands`` and ``is_made``.
+        """
         if made is None:
             if numbers.any():
                 result.attr["nan"] = numbers
@@ -279,7 +287,7 @@ class Watch:
         return np.broadcast_to(handle.attr.get("nan", np.int32(0)), shape)
 
     def _first(self, numbers: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """The smallest number that is not 0, elementwise; 0 if all are 0."""
+        """The smallest step number that is not 0, elementwise over ``numbers``; 0 where all are 0."""
         found = np.zeros(shape, np.int32)
         for each in numbers:
             found = np.where((found == 0) | ((each > 0) & (each < found)), each, found)
@@ -301,7 +309,7 @@ def _infinities(operands: Sequence[Handle]) -> Iterator[str]:
 
 
 def _of_programs(handle: Handle, shape: tuple[int, ...]) -> np.ndarray:
-    """The smallest step number among all elements of each program, broadcast to a result's shape."""
+    """The smallest step number among each program's elements, broadcast to a result of shape ``shape``."""
     numbers = handle.attr["nan"].reshape(len(handle.data), -1)
     first = np.where(numbers == 0, NONE, numbers).min(1)
     first = np.where(first == NONE, 0, first).astype(np.int32)

@@ -47,7 +47,10 @@ def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _sum(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Sum in float64, rounded once to float32, as in the program; a mean divides that sum."""
+    """Compute a sum or mean operator, ``target``: in float64, rounded once to float32, as in the program.
+
+    A mean divides the rounded sum.
+    """
     x, dims = args[0], args[1] if len(args) > 1 else None
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     if not x.is_floating_point():
@@ -61,7 +64,7 @@ def _sum(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _var_mean(x: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False) -> Any:
-    """Compute variance and mean by two sums, as Inductor does if a row fits a block."""
+    """Compute ``aten.var_mean`` over ``dims`` by two sums, as Inductor does if a row fits a block."""
     dims = dims or list(range(x.ndim))
     count = float(torch.Size([x.shape[dim] for dim in dims]).numel())
     mean = _sum(aten.mean.dim, (x, dims, True), {})

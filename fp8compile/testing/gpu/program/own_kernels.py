@@ -29,14 +29,14 @@ def implementation_on_gpu(op: torch._ops.OpOverload) -> Callable[..., Any] | Non
 
 
 def _without_tuners(kernel: Any) -> Any:
-    """The ``triton.jit`` function inside autotuning and heuristics."""
+    """The ``triton.jit`` function inside the autotuning and heuristics of ``kernel``."""
     while hasattr(kernel, "configs") or hasattr(kernel, "values"):
         kernel = kernel.fn
     return kernel
 
 
 def place_of(name: str, line: str) -> str | None:
-    """File and line in the author's kernel ``name`` whose text is ``line``; Inductor has copied that text.
+    """Find the line whose text is ``line`` in the author's kernel ``name``; returns "file:number".
 
     None if no kernel has the name, or if not exactly one of its lines has the text.
     """
@@ -59,7 +59,7 @@ def launched(
     program runs it in all of them.
 
     Returns:
-        New tensors with what the kernel writes, by the name of the kernel's argument.
+        The kernel's results: new tensors by the names of the arguments that the kernel writes to.
 
     Raises:
         NotImplementedError: The kernel takes a descriptor of ``triton.tools.experimental_descriptor``.

@@ -33,7 +33,7 @@ class _Played(TorchDispatchMode):
 
 @contextmanager
 def played_products(gpu: Gpu, *, interpret: bool = False) -> Iterator[None]:
-    """Context in which this package's GEMMs choose kernels as on a GPU; these are simulated on the CPU.
+    """Context in which this package's GEMMs are chosen as on a GPU, and simulated on the CPU.
 
     A GEMM with operands that the GPU's library would refuse raises a ValueError. Results are rounded once.
 

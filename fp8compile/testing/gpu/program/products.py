@@ -75,7 +75,7 @@ class Product:
 
 
 def _is_laid(scale: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; the stride of a dim of size 1 is ignored."""
+    """Whether scales have these strides; the stride of a dim of size 1 is ignored."""
     return all(n == 1 or has == wants for n, has, wants in zip(scale.shape, scale.stride(), strides, strict=True))
 
 
@@ -125,7 +125,7 @@ def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> T
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """Transpose the scales of a right operand; a scale without dims is returned unchanged."""
+    """Transpose the scales of a GEMM's right operand; a scale without dims is returned unchanged."""
     return scale.t() if scale.ndim == 2 else scale
 
 
@@ -165,7 +165,10 @@ def scaled_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Check a GPU's requirements on the operands, and compute `torch._scaled_mm`."""
+    """Compute `torch._scaled_mm` in float64, rounded once, and check a GPU's requirements.
+
+    The other arguments are those of the operator.
+    """
     demand(bias is None and scale_result is None, "_scaled_mm", "no bias and no scale of its result here.")
     (m, k), n = a.shape, b.shape[1]
     _check_codes(a, b)
@@ -181,7 +184,10 @@ def nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Check a GPU's requirements, and compute `fp8compile::nvfp4_mm` (`torch._scaled_mm_v2` in 4 bits)."""
+    """Compute `fp8compile::nvfp4_mm` (4-bit `torch._scaled_mm_v2`), and check a GPU's requirements.
+
+    The other arguments are those of the operator.
+    """
     name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
     demand(bool(gates_of("nvfp4", gpu.target)), name, "four-bit codes on compute capability 10.0 to 12.1.")
     demand(a.shape[1] == b.shape[1] and a.is_contiguous() and b.is_contiguous(), name, "rows of one length.")
@@ -196,17 +202,17 @@ def nvfp4_mm(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Convert to contiguous float64, so that the same values give the same sums."""
+    """Make a tensor contiguous, and float64 if it is floating-point: equal values then give equal sums."""
     return tensor.contiguous().double() if tensor.is_floating_point() else tensor.contiguous()
 
 
 def mm(gpu: Gpu, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Compute ``a @ b`` for two or three dims."""
+    """Compute ``a @ b`` of matrices or batches of matrices, in float64 rounded once; ``gpu`` is ignored."""
     return (_wide(a) @ _wide(b)).to(out_dtype or a.dtype)
 
 
 def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Compute ``beta * bias + alpha * a @ b`` for two or three dims."""
+    """Compute ``beta * bias + alpha * a @ b``, in float64 rounded once; ``gpu`` is ignored."""
     return (beta * _wide(bias) + alpha * (_wide(a) @ _wide(b))).to(a.dtype)
 
 
@@ -215,14 +221,14 @@ def convolution(
     padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), transposed: bool = False,
     output_padding: Sequence[int] = (0,), groups: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Compute `torch.convolution` in float64, rounded once to the dtype of ``x``."""
+    """Compute `torch.convolution` with its arguments in float64, rounded once to the dtype of ``x``."""
     wide = None if bias is None else _wide(bias)
     sizes = (stride, padding, dilation, transposed, output_padding, groups)
     return torch.convolution(_wide(x), _wide(weight), wide, *sizes).to(x.dtype)
 
 
 def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
-    """Check a GPU's requirements, and compute `torch._int_mm`: int8 codes, exact sums in int32."""
+    """Compute `torch._int_mm` (int8 codes, exact sums in int32) after checking a GPU's requirements."""
     name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
     if gpu is not None:
@@ -249,7 +255,7 @@ class Products:
     """Computes matrix products, and records each call.
 
     Args:
-        gpu: The GPU whose requirements are checked; None if there is none, for products that allow that.
+        gpu: The GPU whose requirements are checked; None for a CPU, which only some products allow.
         nans: The search for the origin of NaN, which gets each product's operands and result; None to skip it.
 
     Attributes:

@@ -133,12 +133,15 @@ class Reference(fx.Interpreter):
         return self._unrounded(self.call_function(node.target, args, kwargs))
 
     def _bias_added_later(self, name: str, bias: Tensor, args: Sequence[Any]) -> Tensor:
-        """Multiply, round, and then add the bias, because Inductor adds it in a kernel after the GEMM."""
+        """Compute the GEMM or convolution ``name`` of ``args``, round it, and then add the bias.
+
+        Inductor adds such a bias in a kernel after the GEMM.
+        """
         product = self.products.multiply(name, *args)
         return (bias.float() + product.float()).to(product.dtype)
 
     def _in_template(self, node: fx.Node, kernel: str) -> Bounded | None:
-        """Exact and bounded values of a node that ``kernel`` computes, if the kernel is a template; else None."""
+        """Value of a node with its bound, if ``kernel`` is a template that computes the node; else None."""
         if kernel not in self._templates:
             return None
         if node in self._sums:
@@ -157,7 +160,10 @@ class Reference(fx.Interpreter):
         return Bounded(*(self._fused(node, kernel, bounded, side) for side in SIDES))
 
     def _fused(self, node: fx.Node, kernel: str, bounded: Mapping[fx.Node, Bounded], side: str) -> Any:
-        """Compute an operator fused after a template, from its operands' field ``side`` of `Bounded`."""
+        """Compute a node fused after the template ``kernel``, for one ``side`` of the bound, such as "low".
+
+        Operands computed in the template have that side of ``bounded``; other operands are computed as usual.
+        """
         is_single = side == "single"
 
         def operand_of(operand: fx.Node) -> Any:
@@ -178,7 +184,10 @@ class Reference(fx.Interpreter):
         return None if found is None else found.at(place)
 
     def _settled(self, node: fx.Node, kernel: str, value: Bounded) -> Any:
-        """Compare a template's result with its bound, and return the template's result for use by later nodes."""
+        """Check the results that the template ``kernel`` stored against their bounds, and return them.
+
+        Later nodes use them. ``value`` has the bounds; results that the template did not store are the exact ones.
+        """
         self._bounded[node, kernel] = value
         result, where = value.exact, f"{self._templates[kernel]}, {node}"
         for place, got in self._written.get(node, {}).items():
@@ -191,7 +200,10 @@ class Reference(fx.Interpreter):
         return result.float() if is_low and not self._rounds_each else result
 
     def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
-        """Value of an operand: unrounded if the same kernel computes it, rounded if read from memory."""
+        """Value of ``operand`` as ``kernel`` sees it when it computes ``node``.
+
+        The value is unrounded if the same kernel computes the operand, and rounded if it is read from memory.
+        """
         if self._rounds_each:
             return self.env[operand]
         value = self.env[operand] if kernel is None else self._inside.get((operand, kernel), self.env[operand])
@@ -205,22 +217,22 @@ class Reference(fx.Interpreter):
         return _rounded(node, self.env[node])
 
     def _sum_in_product(self, node: fx.Node) -> Tensor:
-        """Compute a GEMM fused with an addition, rounded once."""
+        """Compute an addition node that Inductor fused with a GEMM: the GEMM plus the tensor, rounded once."""
         return self.products.multiply("addmm", *map(self._memory, self._terms(node)))
 
     def _terms(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Operands of a fused addition: the added tensor, then the GEMM's factors."""
+        """The added tensor and the GEMM's factors, for an addition node that Inductor fused with a GEMM."""
         product = self._sums[node]
         (other,) = (arg for arg in node.args if arg is not product)
         factors: tuple[Any, ...] = product.args
         return other, *factors
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
-        """Whether an operator reads its operands' bits, so that they have to be rounded to their dtypes first."""
+        """Whether an operator reads the bits of its operands, whose values have to be rounded first."""
         return node.target is aten.view.dtype or self._is_called(node)
 
     def _is_called(self, node: fx.Node) -> bool:
-        """Whether generated code calls the operator, as it does for GEMMs and other operators of libraries."""
+        """Whether generated code calls the node's operator, as for GEMMs, instead of generating a kernel."""
         if node.target is triton_kernel_wrapper_functional or is_attention(node.target):
             return True
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -230,7 +242,10 @@ class Reference(fx.Interpreter):
         return name in PRODUCTS or is_library
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute an operator by the rules of generated code."""
+        """Compute the operator ``target`` with the results of generated code.
+
+        For example, values in a kernel are not rounded to 16 bits.
+        """
         if target is triton_kernel_wrapper_functional:
             return launched(**kwargs)
         if not isinstance(target, torch._ops.OpOverload):
@@ -255,7 +270,10 @@ class Reference(fx.Interpreter):
 
 
 def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
-    """Replace the tensor at index ``place`` of a node's nested results by ``item``; () is the only result."""
+    """Replace the tensor at nested index ``place`` of ``value``, a node's results, by ``item``.
+
+    The index () stands for the only result.
+    """
     if not place:
         return item.reshape(value.shape)
     first, *others = place
@@ -263,7 +281,7 @@ def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
 
 
 def _rounded(node: fx.Node, value: Any) -> Any:
-    """Round a node's value to the dtype that it has in the graph."""
+    """Round a node's value, computed in a wider dtype, to the dtype that the node has in the graph."""
     meta = node.meta.get("val")
     if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
         return value.to(meta.dtype)
@@ -271,7 +289,7 @@ def _rounded(node: fx.Node, value: Any) -> Any:
 
 
 def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
-    """The generated kernels that compute each node; several kernels may recompute a cheap value."""
+    """Map each node to the generated kernels that compute it; several kernels may repeat a cheap value."""
     makers: dict[fx.Node, list[str]] = {}
     for launch in found.launches:
         # a launch that reads nothing writes constants, such as padding, around the results of others

@@ -118,7 +118,10 @@ class GpuRun:
 
 
 def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Difference]:
-    """Yield the difference of two tensors, if there is one; all NaN count as equal."""
+    """Yield how ``got`` differs from ``expected``, if it does; all NaN count as equal.
+
+    ``where`` describes the tensor for messages.
+    """
     kinds = [f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in (got, expected)]
     if kinds[0] != kinds[1]:
         yield Difference(
@@ -135,7 +138,10 @@ def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Differenc
 
 
 def output_differences(where: str, got: Sequence[object], expected: Sequence[object]) -> Iterator[Difference]:
-    """Yield differences between two graphs' results, or arguments that they may have changed in place."""
+    """Yield differences between the results of a program (``got``) and of its reference (``expected``).
+
+    Both may also be the arguments after the run, to find changes in place. ``where`` describes them for messages.
+    """
     if len(got) != len(expected):
         yield Difference(where=where, element=None, expected=f"{len(expected)}", got=f"{len(got)}", count=1, total=1)
         return
@@ -153,7 +159,7 @@ def _family(name: str) -> str:
 
 
 def _unlike(one: Product, other: Product) -> int:
-    """Number of elements of the operands that differ between two calls."""
+    """Number of elements that differ between the operands of two GEMM calls."""
     pairs = zip(one.operands, other.operands, strict=False)
     return sum(
         got.numel() if (got.shape, got.dtype) != (wants.shape, wants.dtype) else int((bits(got) != bits(wants)).sum())
@@ -172,8 +178,8 @@ def _nearest(product: Product, among: Iterable[Product]) -> Product | None:
 def product_differences(where: str, called: Sequence[Product], expected: Sequence[Product]) -> Iterator[Difference]:
     """Yield differences between operands of the program's matrix products and of the reference's.
 
-    A program may call them in another order than its graph does. So each call is compared with the call of the
-    reference that has the most similar operands.
+    A program may call its products in another order than the graph. So each call in ``called`` is compared with the
+    call in ``expected`` that has the most similar operands. ``where`` is text for messages.
     """
     left = list(expected)
     pairs: list[Product | None] = []

@@ -10,7 +10,7 @@ Triton 3.7.1 and 3.9 compile it for these tensor cores (read from their PTX):
 
 The last row is Triton's decomposition (lib/Dialect/TritonGPU/Transforms/DecomposeScaledBlocked.cpp): an E8M0 scale of
 2^-127 is 0 there, and one beyond fp16 is infinite in fp16. Tensor cores for block scales only support some tile sizes;
-for others Triton decomposes, with a different result if a scaled value is no bf16.
+for others Triton decomposes, with a different result if a scaled value is no bf16 number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAN = 0xFF  # an E8M0 scale
 
 
 def values_of(handle: Handle) -> np.ndarray:
-    """A tile's numbers in float64."""
+    """The numbers of an interpreter's tile, a handle, in float64."""
     kind = handle.dtype.scalar
     if kind.is_floating() and (kind == tl.bfloat16 or kind.primitive_bitwidth == 8):  # kept as their bits
         return convert(handle.data, kind.name, "fp32").view(np.float32).astype(np.float64)
@@ -43,7 +43,7 @@ def values_of(handle: Handle) -> np.ndarray:
 
 
 def with_constant_formats(original: Callable[..., tl.tensor]) -> Callable[..., tl.tensor]:
-    """Wrap Triton's check of ``tl.dot_scaled`` to take formats as strings; before 3.8 it wants constants."""
+    """Wrap Triton's check of ``tl.dot_scaled`` to take formats as strings, as Triton 3.8 and later do."""
     if VERSION >= ALL_OF_12:
         return original
 
@@ -54,7 +54,7 @@ def with_constant_formats(original: Callable[..., tl.tensor]) -> Callable[..., t
 
 
 def scaled_dot(capability: tuple[int, int] | None) -> Callable[..., Handle]:
-    """The interpreter's ``create_dot_scaled`` for a compute capability; for None it raises if called."""
+    """Make the interpreter's ``create_dot_scaled`` for a compute capability; with None its calls raise."""
 
     def call(
         _: Any, a: Handle, a_scale: Handle | None, a_format: Any, b: Handle, b_scale: Handle | None, b_format: Any,
@@ -73,7 +73,9 @@ def scaled_dot(capability: tuple[int, int] | None) -> Callable[..., Handle]:
 
 
 def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], scales: tuple[Any, Any]) -> bool:
-    """Whether a tensor core takes codes and scales as they are, without decomposition.
+    """Whether tensor cores multiply codes of these formats, such as "E2M1", with their scales directly.
+
+    If not, Triton decomposes the product into scaled values and a plain one.
 
     Raises:
         NotImplementedError: ``capability`` is None.
@@ -95,7 +97,10 @@ def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], sca
 
 
 def _unpacked(operand: Handle, name: str, packed: int) -> np.ndarray:
-    """The operand's numbers in float64; pairs of four-bit codes in one byte are along the dim ``packed``."""
+    """Numbers of an operand's codes in float64; ``name`` is their format.
+
+    For "E2M1" a byte has two codes, which are neighbours along dim ``packed``.
+    """
     if name != "E2M1":
         return values_of(operand)
     codes = np.moveaxis(operand.data, packed, -1)
@@ -104,7 +109,10 @@ def _unpacked(operand: Handle, name: str, packed: int) -> np.ndarray:
 
 
 def _scaled(values: np.ndarray, scale: Handle | None, compute: str | None, *, fast_math: bool) -> np.ndarray:
-    """Multiply values (..., rows, k) by scales (..., rows, blocks); round to ``compute`` if given."""
+    """Multiply values (..., rows, k) by scales (..., rows, blocks of k), in float64.
+
+    If ``compute`` is "bf16" or "fp16", results are rounded to it, and with ``fast_math`` NaN scales don't give NaN.
+    """
     if compute is not None:
         values = _rounded(values, compute)
     if scale is None:
@@ -122,6 +130,9 @@ def _scaled(values: np.ndarray, scale: Handle | None, compute: str | None, *, fa
 
 
 def _rounded(values: np.ndarray, name: str) -> np.ndarray:
-    """Round to bf16 or fp16 through float32, which represents every product of code and power of two."""
+    """Round float64 values to the format ``name``, "bf16" or "fp16", through float32.
+
+    Float32 represents every product of a code and a power of two.
+    """
     bits = convert(values.astype(np.float32), "fp32", name)
     return convert(bits, name, "fp32").view(np.float32).astype(np.float64)

@@ -27,7 +27,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a wrapper.
+    """One way to run the programs of a wrapper's launches.
 
     Attributes:
         order: Order in which the programs of a launch run.

@@ -64,7 +64,7 @@ class KernelLaunch:
 
 
 class _Kernels:
-    """Replacement of Inductor's ``AsyncCompile`` for one wrapper."""
+    """Replacement of Inductor's ``AsyncCompile`` in one generated file: makes `Kernel` objects."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -73,7 +73,7 @@ class _Kernels:
         return Kernel(self._program, name, source)
 
     def wait(self, scope: Mapping[str, Any]) -> None:
-        """Return at once, because nothing is compiled."""
+        """Do nothing, because no kernel is compiled; generated code calls this with its namespace."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(
@@ -117,7 +117,7 @@ class Kernel:
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
     def _grids(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
-        """Grid of each configuration for these arguments."""
+        """Grid of each of the kernel's configurations, for a launch with the arguments ``given``."""
         from torch._inductor.runtime.triton_heuristics import GridExpr
 
         meta = self._tuner.inductor_meta
@@ -125,13 +125,16 @@ class Kernel:
 
 
 def _as_kind(value: Any, kind: str) -> Any:
-    """View a tensor in the dtype that the kernel was generated for; Inductor passes codes as bytes."""
+    """View a tensor in the dtype that Triton's type ``kind``, such as "*fp8e4nv", stands for.
+
+    Inductor passes codes as bytes. Other values are returned unchanged.
+    """
     dtype, _ = STORED_AS.get(kind.removeprefix("*"), (None, None))
     return value.view(dtype) if isinstance(value, Tensor) and dtype not in (None, value.dtype) else value
 
 
 class _Dispatch(TorchDispatchMode):
-    """Dispatch mode that replaces the operators that the wrapper calls, as the module's docstring lists."""
+    """Dispatch mode that replaces the operators called by generated code; results are a GPU's."""
 
     supports_higher_order_operators = True  # else PyTorch raises, in words of its own
 
@@ -204,7 +207,7 @@ class Program:
             self._call = LoadedWrapper(found.source, found.constants, stand_ins)
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
-        """Run the wrapper and return its results. The wrapper clears ``args``, to free arguments early."""
+        """Run the generated code in one way (order and configuration); clears ``args``, to free them early."""
         self.way, self.launches, self.library_calls, self.of_templates = way, [], [], {}
         self.products.called = []
         target = pretend_target(self.gpu.target)
@@ -214,14 +217,14 @@ class Program:
 
     @property
     def has_templates(self) -> bool:
-        """Whether a kernel is one of Inductor's templates."""
+        """Whether a kernel of the program is one of Inductor's templates."""
         return any(launch.is_template for launch in self._generated)
 
     def keep(self, args: Sequence[Any]) -> None:
-        """Copy the results of a template launch, to compare them later.
+        """Copy the results of a template launch that has just run, to compare them with bounds later.
 
         Args:
-            args: The arguments of the launch that has just run; templates write to some of them.
+            args: The arguments of the launch; templates write to some of them.
         """
         for name, arg in zip(self._generated[len(self.launches)].arguments, args, strict=False):
             if name in self.found.of_templates:
