@@ -95,14 +95,14 @@ class Float8Format:
     def encode_numbers(self, values: Tensor) -> Tensor:
         """Encode float32 values as ``encode`` does, except that a NaN may give any of the codes for NaN.
 
-        It is for callers that handle NaN themselves.
+        This method is for callers that handle NaN themselves.
         """
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        """Clamp values to the format's range; rounds to odd too where the float8 cast truncates to float16.
+        """Clamp values to the format's range; also rounds to odd if the float8 cast truncates to float16.
 
-        Triton casts so on GPUs of capability `CASTS_BY_FLOAT16`.
+        Triton's float8 cast truncates on GPUs of capability `CASTS_BY_FLOAT16`.
         """
         saturated = values.clamp(-self.max, self.max)
         if target_of(values.device).capability == CASTS_BY_FLOAT16:
@@ -127,8 +127,8 @@ class Float8Format:
 class Float4Format:
     """A 4-bit floating point format: sign, two exponent bits, one mantissa bit; no NaN and no infinity.
 
-    Each code takes one byte here; `pack` puts two codes into a byte. Attributes are those of `Float8Format` except
-    ``dtype``, and ``values``: the magnitudes of codes 0 to 7.
+    Each code takes one byte here; `pack` puts two codes into a byte. Attributes are those of `Float8Format` without
+    ``dtype``. The attribute ``values`` has the magnitudes of codes 0 to 7.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Float4Format:
     def encode(self, values: Tensor) -> Tensor:
         """Round float32 values to the nearest code, ties to even; overflow saturates.
 
-        Codes are 0 to 15, uint8, and bit 3 is the sign, for zeros too. The format has no NaN: a NaN gives the code 0,
+        Codes are 0 to 15, uint8; bit 3 is the sign, also of a zero. The format has no NaN: a NaN gives the code 0,
         and the scale of its block has to be NaN.
         """
         magnitude = values.abs().clamp(max=self.max)
@@ -245,7 +245,7 @@ def magnitude_of_code(fmt: Float8Format | Float4Format) -> int:
 def pack(codes: Tensor, dim: int) -> Tensor:
     """Pack 4-bit codes, one per byte, to two neighbours along ``dim`` per byte, the first in the low bits.
 
-    Codes are 0 to 15, uint8. The size along ``dim`` is even, and the result has half of it.
+    Codes are 0 to 15, uint8. The size along ``dim`` is even, and is half as large in the result.
     """
     last = codes.movedim(dim, -1)
     return (last[..., ::2] | (last[..., 1::2] << 4)).movedim(-1, dim)

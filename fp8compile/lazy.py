@@ -1,8 +1,8 @@
 """Names of the package that are imported at their first use: three submodules and two functions.
 
 parallel    imports DTensor, which takes half a second
-export      writes and reads files, which a training step does not; `load_quantized` is a function of it
-testing     imports the compilers; `advise` is a function of it
+export      writes and reads files, which a training step does not need; has the function `load_quantized`
+testing     imports the compilers; has the function `advise`
 """
 
 from __future__ import annotations

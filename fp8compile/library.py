@@ -1,4 +1,4 @@
-"""The extension API for quantizers and operators of other packages; this package itself uses it too.
+"""The extension API for quantizers and operators of other packages, used by this package itself too.
 
     Quantizer       the base class of quantizers: write a frozen dataclass; subclassing registers it with torch.compile
     CurrentScaling  a quantizer with scale rules, to derive from
@@ -86,8 +86,8 @@ __all__ = [
 def quantizers() -> dict[str, Quantizer | Recipe]:
     """Load the quantizers and recipes of all installed packages; returns them by name.
 
-    They are entry points of the group ``fp8compile.quantizers``. ``fp8compile.recipes.by_name`` and ``fp8compile
-    explain --recipe`` take these names.
+    Packages declare them as entry points of the group ``fp8compile.quantizers``. ``fp8compile.recipes.by_name`` and
+    ``fp8compile explain --recipe`` take the names.
 
     Raises:
         ImportError: An entry point can't be imported or called; the text names its distribution.

@@ -3,7 +3,7 @@
 The recipes differ in how the operands of a linear layer's three GEMMs get their scales:
 
     tensorwise           one scale for each tensor: the fastest GEMM; one outlier makes the whole tensor coarser
-    rowwise              one scale for each row or column: an outlier affects only these; each tensor is cast twice,
+    rowwise              one scale for each row or column, which limits an outlier's effect; each tensor is cast twice,
                          with scales for its rows and with scales for its columns
     rowwise_bf16_wgrad   rowwise with grad_weight in high precision: the safest, with two of three GEMMs in FP8
     blockwise            one scale for 128 values along the summed dim, or 128 x 128 values of a weight
@@ -67,9 +67,9 @@ def _of_blocks(
 ) -> Recipe:
     """Make a recipe with current scaling for all operands, from the blocks that share a scale.
 
-    ``x`` is the block of inputs and output gradients, ``weight`` that of weights, in GEMMs that sum over the columns
-    of the tensor; ``x_turned`` and ``weight_turned`` are those in GEMMs that sum over its rows. ``rule`` has ``scale``
-    and ``eps``; the other arguments are those of `rowwise` and `mxfp8`.
+    ``x`` (of inputs and output gradients) and ``weight`` are the blocks in GEMMs that sum over a tensor's columns.
+    ``x_turned`` and ``weight_turned`` are those in GEMMs that sum over a tensor's rows. ``rule`` has ``scale`` and
+    ``eps``; the other arguments are those of `rowwise` and `mxfp8`.
     """
     gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
     return Recipe(
@@ -237,7 +237,7 @@ def mxfp8(
     """Recipe of MXFP8: one scale, a power of two stored in a byte, for 32 values along the summed dim.
 
     All three GEMMs are in FP8. Forward and backward sum over different dims of a weight, and therefore multiply by
-    different codes of it. With one scale for 32 x 32 values of a weight, both multiply by the same codes, which take
+    different codes. With one scale for 32 x 32 values of a weight, both multiply by the same codes, which take
     half the bytes.
 
     Args:
@@ -297,7 +297,7 @@ def nvfp4(
     Args:
         weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the summed dim.
         grad_rounding: Rounding of gradients to codes: ``"stochastic"``, ``"nearest"``, or ``"stochastic_hardware"``,
-            which uses the instruction of a B200. It is faster and draws other bits, see
+            which uses the instruction of a B200. The instruction is faster and draws other bits, see
             ``fp8compile.TwoLevelScaling``.
         seed: Seed of stochastic rounding.
         hadamard: Sixteen signs of the transform of grad_weight's operands, TransformerEngine's by default; () for no
@@ -307,9 +307,9 @@ def nvfp4(
             codes instead of x and the weight.
         scale: The rule for both scales, ``"transformer_engine"`` or ``"torchao"``.
         outer: ``"reciprocal"`` for float32 scales of weights that equal 1 / (1 / scale), because some servers store
-            the reciprocal. It changes only weights whose largest magnitude is below 3.2e-35, and goes with
-            ``"transformer_engine"``. ``"quotient"`` leaves the scale as the rule has it.
-        emulate: Whether a GPU without such GEMMs multiplies the exact values in float64, slowly, instead of raising.
+            the reciprocal. This changes only weights whose largest magnitude is below 3.2e-35, and needs
+            ``scale="transformer_engine"``. ``"quotient"`` leaves the scale as the rule has it.
+        emulate: Whether a GPU without NVFP4 GEMMs multiplies the exact values in float64, slowly, instead of raising.
         cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
 
     Raises:
@@ -363,7 +363,7 @@ def delayed(
 ) -> Recipe:
     """Recipe with one scale for each tensor, from the amaxes of earlier steps; all three GEMMs in FP8.
 
-    Each layer has a state, see ``fp8compile.DelayedState``; ``fp8compile.Linear`` keeps it in buffers.
+    Each layer has a state, see ``fp8compile.DelayedState``; ``fp8compile.Linear`` keeps the state in buffers.
 
     Args:
         format: Format of inputs and weights.
@@ -372,9 +372,9 @@ def delayed(
         algorithm: ``"max"`` or ``"most_recent"``, see ``fp8compile.DelayedScaling``.
         margin: Number of powers of two between the largest code and the scaled amax.
         keep_weight_codes: Whether codes of weights are kept from the forward to the backward, which takes one byte for
-            each element, see ``fp8compile.Recipe``. If not, the backward makes them again.
+            each element, see ``fp8compile.Recipe``. If False, the backward quantizes weights again.
 
-    Source: that of ``fp8compile.DelayedScaling``; the defaults are TransformerEngine's with the format ``HYBRID``.
+    Source: see ``fp8compile.DelayedScaling``; the defaults are TransformerEngine's with the format ``HYBRID``.
     """
     value = DelayedScaling(format=format, history=history, algorithm=algorithm, margin=margin)
     gradient = DelayedScaling(format=grad_format, history=history, algorithm=algorithm, margin=margin)
@@ -419,7 +419,7 @@ def weight_only(quantizer: Quantizer | None = None) -> Recipe:
     """Recipe that quantizes the weight alone, to train for serving with four-bit or eight-bit weights.
 
     The output multiplies x by the values of the weight's codes in high precision (W4A16, W8A16). Gradients are
-    ``dy @ values`` for x, and ``dy^T @ x`` for the weight, as if it were not rounded (straight-through).
+    ``dy @ values`` for x, and ``dy^T @ x`` for the weight, as if the weight were not rounded (straight-through).
 
     Args:
         quantizer: Quantizer of the weight (N, K), with current scaling. By default that of NVFP4, four bits with a
@@ -445,7 +445,7 @@ READY: dict[str, Callable[..., Recipe]] = {
 
 
 def names() -> tuple[str, ...]:
-    """Names of the ready recipes; ``fp8compile.library.quantizers`` has those of installed packages."""
+    """Names of the ready recipes; `installed` returns the names of installed packages' recipes."""
     return tuple(READY)
 
 
@@ -511,15 +511,15 @@ def _of_call(text: str) -> tuple[str, dict[str, object]]:
 
 
 def by_name(name: str, **arguments: object) -> Recipe:
-    """Make a recipe by its name: a ready recipe, or one of an installed package.
+    """Make a recipe by its name: a ready recipe, or a recipe of an installed package.
 
     Args:
         name: The name, or the text of a call, such as ``"rowwise(by_mx=True)"``, which is what `describe` returns.
-            Names of packages' recipes are those of ``fp8compile.library.quantizers``.
+            ``fp8compile.library.quantizers`` lists the recipes of packages.
         arguments: Keyword arguments of the ready recipe's function; none for a recipe of another package.
 
     Raises:
-        ValueError: There is no such recipe; the text names the closest one. Or a package's quantizer makes no recipe.
+        ValueError: There is no such recipe (the text names the closest one), or a package's quantizer makes no recipe.
         ImportError: The package's entry point can't be imported or called; the text names the package.
         TypeError: The package's entry point is neither a quantizer nor a recipe, or the recipe does not take the
             arguments.

@@ -30,7 +30,7 @@ def down_the_rows(scale: Tensor) -> Tensor:
 def for_each_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
     """Repeat each scale for every row of its block of ``block_rows`` rows: (..., rows, blocks per row).
 
-    ``scale`` is (..., rows of blocks, blocks per row). This is for a GEMM that reads a scale for each row. The last
+    ``scale`` is (..., rows of blocks, blocks per row). Some GEMMs read a scale for each row. The last
     blocks may have fewer than ``block_rows`` rows.
     """
     return scale if block_rows == 1 else scale.repeat_interleave(block_rows, -2)[..., :rows, :]

@@ -122,7 +122,7 @@ def _merged_at(patterns: list[Pattern], place: int) -> list[Pattern]:
 def _patterns(names: Iterable[str]) -> list[Pattern]:
     """Fold dotted names into patterns; a pattern is a tuple of alternatives for each part between dots.
 
-    Patterns are in the order of the first name of each.
+    Patterns are in the order of each pattern's first name.
     """
     patterns: list[Pattern] = [tuple((part,) for part in name.split(".")) for name in dict.fromkeys(names)]
     before = 0
@@ -145,7 +145,7 @@ def folded_names(names: Iterable[str]) -> list[str]:
 def folded(rows: Iterable[tuple[str, Content]]) -> list[tuple[str, Content]]:
     """Fold (name, content) rows: rows with equal content become one row, named by a pattern of names.
 
-    Several patterns give several rows. Rows are in the order of each one's first name.
+    Names that need several patterns give several rows. Rows are in the order of each row's first name.
     """
     names: dict[Content, list[str]] = {}
     place: dict[tuple[str, Content], int] = {}
@@ -184,7 +184,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _wrapped(text: str, width: int) -> list[str]:
-    """Wrap a cell's text into lines of ``width``; only words wider than that are broken."""
+    """Wrap a cell's text into lines of ``width``; breaks only words wider than ``width``."""
     lines = [""]
     for word in SPACES.split(text):
         for number, piece in enumerate(_pieces(word, width)):
@@ -199,8 +199,8 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> list[int]:
     """Column widths with a sum of at most ``room`` characters; no width is less than the column's floor.
 
-    The column whose shrinking adds the fewest lines to the table shrinks first. If all are at their floors, the sum is
-    larger.
+    The column whose shrinking adds the fewest lines to the table shrinks first. If all columns are at their
+    floors, the sum may be larger.
     """
 
     def heights(at: int, width: int) -> list[int]:
@@ -223,20 +223,20 @@ def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> lis
 
 
 def _least(word: str) -> int:
-    """Least column width for a word: its length if short, else that of its longest readable part."""
+    """Least column width for a word: that of a short word, else of the word's longest readable part."""
     if len(word) <= LONG_WORD:
         return len(word)
     return min(LONG_WORD, max(map(len, BREAKS[-1].split(word))))
 
 
 def _floor(cells: Sequence[str], *, is_number: bool) -> int:
-    """Least width of a column of ``cells`` at which no short word is broken, nor a number (``is_number``)."""
+    """Least width at which a column of ``cells`` breaks no short word and, if ``is_number``, no number."""
     words = [word for cell in cells for word in SPACES.split(cell)]
     return max([NARROWEST, *map(len if is_number else _least, words)])
 
 
 def _plain(rows: Sequence[Sequence[Cell]], notes: list[str]) -> list[list[str]]:
-    """Cells as text; a note's cell shows the note's number, and its text is added to ``notes`` once."""
+    """Cells as text; the cell of a note shows the note's number. Adds each note's text to ``notes`` once."""
     plain = []
     for row in rows:
         cells = []

@@ -1,7 +1,7 @@
-"""The device for which code is made: that of the tensors, or one that `pretend_target` sets.
+"""The device for which code is made: the tensors' device, or a device that `pretend_target` sets.
 
 A machine without a GPU can show the code for a GPU by tracing on the CPU. All choices that depend on the device (the
-GEMM, its padding, an index) therefore call `target_of`, and do not look at the tensor's device.
+GEMM, its padding, an index) therefore call `target_of` instead of reading the tensor's device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Build:
         torch: Version of PyTorch, (major, minor).
         cuda: Version of CUDA of the build, (major, minor); None for a build without CUDA.
         rocm: Version of ROCm of the build, (major, minor); None for a build without ROCm.
-        is_windows: Whether it is a build for Windows.
+        is_windows: Whether this is a build for Windows.
         has_mslk: Whether the build has MSLK, Meta's kernels.
     """
 
@@ -67,7 +67,7 @@ class Target:
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for any other device.
         hip: Version of ROCm for an AMD GPU, which also has the ``type`` "cuda" and a ``capability``; None for any
             other device.
-        build: The PyTorch that runs the code there.
+        build: The PyTorch build that runs the code on the device.
         gcn: AMD's name of an AMD GPU's architecture, such as "gfx950"; empty for any other device.
     """
 
@@ -130,7 +130,7 @@ _made = cache(Target)  # cached, because an eager call comes here five times
 
 
 def target_of(device: torch.device) -> Target:
-    """The target for code on tensors of this device; inside of `pretend_target`, the target given there."""
+    """The target for code on tensors of this device; inside of `pretend_target`, that context's target."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return pretended

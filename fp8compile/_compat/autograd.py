@@ -48,7 +48,7 @@ def impl_autograd(
     backward: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None = None,
 ) -> None:
-    """Register the derivative of an operator; without ``backward``, a backward pass through it raises.
+    """Register the derivative of an operator; if ``backward`` is None, the derivative raises.
 
     ``setup_context(ctx, args, output)`` saves tensors, as in an autograd.Function. If gradients are recorded,
     ``prepare(needs_input_grad, args)`` returns the arguments with which the op is called below autograd.
@@ -128,15 +128,15 @@ def _records_nothing() -> bool:
 def counting_versions() -> AbstractContextManager[None]:
     """Context in which ops inside a `__torch_dispatch__` count writes in tensors' version counters.
 
-    Views made there share their base's version counter. PyTorch does both for the wrapper tensors with which an op is
-    called, but not for the tensors inside of the wrappers.
+    Views made in this context share their base's version counter. PyTorch itself counts and shares for the wrapper
+    tensors with which an op is called, but not for the tensors inside of the wrappers.
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
 
 
 def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
-    """Context in which writes to ``memory`` leave its version counter unchanged, as in FSDP2's gathers.
+    """Context in which writes to ``memory`` do not change its version counter, as in FSDP2's gathers.
 
     A backward that saved ``memory`` does not notice such a write.
     """
@@ -144,7 +144,7 @@ def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:
-    """A tensor's version counter; None for a traced tensor or a subclass, as a graph itself orders writes."""
+    """A tensor's version counter; None for a traced tensor, whose graph orders writes, or a subclass."""
     return tensor._version if type(tensor) is torch.Tensor else None
 
 
@@ -156,7 +156,7 @@ def runs_in_backward() -> bool:
 def will_run(ctx: Any, place: int) -> bool:
     """Whether the running backward goes on to the node that made an op's argument number ``place``.
 
-    ``torch.autograd.grad`` runs only the nodes on the way to the inputs that it was asked about. ``ctx`` is the op's
+    ``torch.autograd.grad`` runs only the nodes on the way to the inputs that its caller named. ``ctx`` is the op's
     context in its ``backward``; ``place`` counts tensor arguments.
     """
     node = ctx.next_functions[place][0]
@@ -176,7 +176,7 @@ def saved_tensor_context() -> dict[str, Any] | None:
 def saved_by_checkpoint() -> bool:
     """Whether the calling pack hook was given an input of a ``torch.utils.checkpoint`` region.
 
-    Only the call stack tells: the checkpoint's code calls the hook or, up to 2.11, makes autograd call the hook.
+    Only the call stack tells: the checkpoint's code calls the hook, up to PyTorch 2.11 by autograd.
     """
     frame: Any = sys._getframe(1)
     for _ in range(FRAMES):
@@ -192,10 +192,10 @@ def saved_by_checkpoint() -> bool:
 
 
 def lost_by_hooks(backward: fx.Graph) -> str | None:
-    """Describe an input of a backward graph that AOTAutograd loses if it inlines hooks; None if none.
+    """Describe an input of a backward graph that AOTAutograd would lose by inlining hooks; else None.
 
-    Up to 2.15 AOTAutograd passes on only tensors and symbols. Tensors stored as attributes of an autograd ``ctx``
-    have to be the last inputs, and may get another place.
+    Up to PyTorch 2.15 AOTAutograd passes on only tensors and symbols. Tensors stored as attributes of an autograd
+    ``ctx`` have to be the last inputs, but AOTAutograd may move them.
     """
     for place in backward.find_nodes(op="placeholder"):
         value = place.meta.get("val")
@@ -215,14 +215,14 @@ def active_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy the ``grad_dtype`` that a user set on parameter ``source`` to parameter ``target``.
 
-    FSDP2 reads ``grad_dtype`` from 2.15 on.
+    FSDP2 reads ``grad_dtype`` from PyTorch 2.15 on.
     """
     if getattr(source, "_has_grad_dtype_override", False):
         target.grad_dtype = source.grad_dtype
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached plain tensor that shares memory and version counter with ``tensor``, of a subclass."""
+    """A detached plain tensor that shares memory and version counter with a subclass ``tensor``."""
     with no_dispatch():
         return tensor.detach()
 

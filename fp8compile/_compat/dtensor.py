@@ -33,7 +33,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 def tell_apart_by_local_tensors() -> None:
     """Make AOTAutograd's cache key of a DTensor include the key of the local tensor, if there is one.
 
-    PyTorch's key holds only the placements (2.13, 2.15). A DTensor of codes would get code that was compiled for a
+    PyTorch's key has only placements (PyTorch 2.13, 2.15). A DTensor of codes would get code that was compiled for a
     DTensor of plain numbers, and the process would crash.
     """
     from torch.distributed.tensor import DTensor
@@ -63,7 +63,7 @@ def forget_meshes() -> None:
 def local_itself(tensor: Any) -> Any:
     """The tensor object that a DTensor wraps; any other tensor is returned unchanged.
 
-    ``to_local()`` may return a view of that object.
+    ``to_local()`` may return a view of this object.
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
@@ -94,10 +94,10 @@ def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Reduce-scatter an input's gradient where it is a partial sum over a mesh dim that shards the input.
+    """Reduce-scatter a gradient that is a partial sum over a mesh dim along which the input is sharded.
 
     ``placements`` are the input's. If the gradient stayed a partial sum, the backward of the norm before the layer
-    would compute with it, and ranks would sum three float32 tensors instead of one.
+    would compute with partial sums, and ranks would sum three float32 tensors instead of one.
     """
     if placements is None or grad is None or not is_dtensor(grad):
         return grad

@@ -20,20 +20,17 @@ def is_fsdp(module: torch.nn.Module) -> bool:
 
 
 def is_sharded_class(cls: type[Any]) -> bool:
-    """Whether `fully_shard` or `replicate` made this class of modules, told by the names of its bases.
-
-    Neither of them is imported.
-    """
+    """Whether `fully_shard` or `replicate` made this class, told by names of bases; imports neither."""
     return any(base.__name__ in ("FSDPModule", "ReplicateModule") for base in cls.__mro__)
 
 
 def is_fsdp_managed(module: torch.nn.Module) -> bool:
-    """Whether FSDP was applied to this module or to a parent, and so manages its parameters."""
+    """Whether FSDP manages a module's parameters, because FSDP was applied to the module or a parent."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
 class FsdpParameter:
-    """A parameter that FSDP2 manages, with what FSDP2 knows about it: module, name, mesh, dtypes."""
+    """A parameter that FSDP2 manages, and its module, name, mesh and dtypes."""
 
     def __init__(self, parameter: Any, group: Any) -> None:
         self._parameter = parameter
@@ -101,7 +98,7 @@ class FsdpParameter:
 def fsdp_parameters() -> Iterator[FsdpParameter]:
     """Yield all parameters that FSDP2 manages in this process.
 
-    FSDP2 passes mesh and policy to a tensor's hooks only when it gathers the tensor; some callers need them earlier.
+    FSDP2 passes mesh and policy to a tensor's hooks only when gathering; some callers need both earlier.
     """
     from torch.distributed._composable_state import _module_state_mapping
 

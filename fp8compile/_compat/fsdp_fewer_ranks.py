@@ -30,9 +30,9 @@ def keeps_parts_after_forward(cls: type[Class]) -> type[Class]:
 
 
 def _is_marked(parameter: Any) -> bool:
-    """Whether FSDP2 reshards this parameter to fewer ranks and its class is `keeps_parts_after_forward`.
+    """Whether FSDP2 reshards the FSDPParam ``parameter`` to fewer ranks, and its class is marked.
 
-    ``parameter`` is an FSDPParam.
+    The decorator `keeps_parts_after_forward` marks a class.
     """
     fewer = parameter.post_forward_mesh_info
     return fewer not in (None, parameter.mesh_info) and hasattr(parameter._sharded_local_tensor, _MARK)
@@ -73,7 +73,7 @@ def _check_not_written(parameter: Any) -> None:
 def _extend() -> None:
     """Patch FSDPParam: keep parts of gathered bytes after the forward, and gather them for the backward.
 
-    Only parameters whose class has the decorator `keeps_parts_after_forward` are treated so.
+    The patch affects only parameters whose class has the decorator `keeps_parts_after_forward`.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 

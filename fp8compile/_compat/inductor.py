@@ -1,4 +1,4 @@
-"""Private interfaces of Inductor, a fix for one of its bugs, and cache keys that differ between ranks."""
+"""Private interfaces of Inductor, a fix for one bug, and cache keys that differ between ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["async_tp", "concatenated_buffers", "rank_salt"]
 
 
 def _share_constant_types() -> None:
-    """Patch Inductor: generated code of a compiled region imports the classes of constants it names.
+    """Patch Inductor: generated code of a compiled region imports the classes of its constants.
 
     Generated code that calls an op with a quantizer names the quantizer's class. PyTorch (2.11 to 2.15) imports only
-    the classes that the outermost graph uses, so that a call inside a compiled region raises a NameError when it runs.
+    the classes that the outermost graph uses, so that a call inside a compiled region raises a NameError.
     """
     from torch._inductor.graph import SubgraphLowering
 
@@ -38,7 +38,7 @@ when_imported("torch._inductor.graph", _share_constant_types)
 def async_tp() -> bool:
     """Whether Inductor's async tensor parallelism is on, which fuses GEMMs with adjacent collectives.
 
-    The option is private up to 2.15.
+    The option is private up to PyTorch 2.15.
     """
     config = sys.modules.get("torch._inductor.config")
     return config is not None and config._micro_pipeline_tp
@@ -48,8 +48,8 @@ def rank_salt() -> str:
     """Text for cache keys that differs between ranks; empty without torch.distributed.
 
     A rank's graph holds the position at which its part of a tensor begins. AOTAutograd makes its cache key from an
-    earlier graph with DTensors, which is the same on all ranks, and the ranks of one machine share a cache folder. On
-    2.13 a rank therefore ran the graph of another rank, with wrong results.
+    earlier graph with DTensors, which is the same on all ranks, and the ranks of one machine share a cache folder. In
+    PyTorch 2.13 a rank therefore ran the graph of another rank, with wrong results.
     """
     from torch import distributed
 

@@ -33,12 +33,12 @@ def keep_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
-    """Make `PipelineStage` restore some tensors of its module after it has inferred shapes.
+    """Make `PipelineStage` restore some tensors of its module after the inference of shapes.
 
     ``tensors_of(module)`` returns these tensors. The stage infers shapes by a forward and a backward on uninitialised
-    memory, which would change, for example, amax histories. From 2.15 on it restores buffers itself. Versions without
-    a method for the backward run only the forward, which changes nothing. Call this after
-    `torch.distributed.pipelining.stage` was imported.
+    memory, which would change, for example, amax histories. From PyTorch 2.15 on, the stage restores buffers itself.
+    PyTorch versions without a method for the backward run only the forward, which changes nothing. Call this function
+    after the import of `torch.distributed.pipelining.stage`.
     """
     from torch.distributed.pipelining.stage import PipelineStage
 

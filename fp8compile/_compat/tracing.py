@@ -88,9 +88,9 @@ def is_traced_as_subgraph() -> bool:
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
-    """Assert a condition, a tensor, on its device with the message ``text``; the host does not wait.
+    """Assert a condition tensor on its device, with the message ``text``; the host does not wait.
 
-    In a graph this is a node.
+    In a graph the assertion is a node.
     """
     torch.ops.aten._assert_async.msg(condition, text)
 
@@ -201,7 +201,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def constant_when_traced(fn: F) -> F:
     """Decorator: while tracing, Dynamo calls ``fn`` and puts the result into the graph as a constant.
 
-    It is used for texts of errors: Dynamo can't trace the `repr` of every object, and would raise its own error
+    Error texts use this decorator: Dynamo can't trace the `repr` of every object, and would raise its own error
     instead. `torch.compiler.assume_constant_result` does the same, but imports Dynamo, which costs a second.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object], None]) -> None:
-    """Call ``callback(graph, inputs, owner)`` for each graph that Dynamo makes, before it is compiled.
+    """Call ``callback(graph, inputs, owner)`` for each graph that Dynamo makes, before compilation.
 
     ``owner`` is ``self`` of the traced method, or None. The call comes before the backend and before all caches of
     compiled code. An error that ``callback`` raises ends the compilation.

@@ -63,7 +63,7 @@ TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].spli
 def register_constant_type(cls: type[Any]) -> None:
     """Register a class whose instances are constants to torch.compile, as quantizers are.
 
-    Graphs compare them by ``==`` and print them by ``__fx_repr__``.
+    Graphs compare instances by ``==`` and print instances by ``__fx_repr__``.
     """
     name = f"{cls.__module__}.{cls.__qualname__}"
     by_name = getattr(opaque_object, "_OPAQUE_TYPES_BY_NAME", {})
@@ -95,8 +95,8 @@ def is_stand_in(value: object) -> bool:
 def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
     """Wrap a function as a compiled region, whose code is compiled once for all its calls in a graph.
 
-    ``often`` is the number of versions, for different inputs, that one graph may need; from 2.13 on PyTorch raises if
-    there are more.
+    ``often`` is the number of versions, for different inputs, that one graph may need; PyTorch 2.13 and
+    later raise if a graph needs more.
     """
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
@@ -118,19 +118,19 @@ def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; always False before 2.13, which can't tell export from Dynamo."""
+    """Whether `torch.export` is tracing; always False before PyTorch 2.13, which can't tell."""
     return TORCH_VERSION >= (2, 13) and torch.compiler.is_exporting()
 
 
 def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Call PyTorch's functional all-gather of one tensor, whose name changed in 2.13."""
+    """Call PyTorch's functional all-gather of one tensor, a function renamed in PyTorch 2.13."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor)(x, dim, group)
 
 
 def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any) -> torch.Tensor:
-    """Call PyTorch's functional reduce-scatter of one tensor, whose name changed in 2.13."""
+    """Call PyTorch's functional reduce-scatter of one tensor, a function renamed in PyTorch 2.13."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
@@ -139,12 +139,12 @@ def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any)
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
     """Let the backward of an all-gather op receive gradients in the dtype in which FSDP2 receives them.
 
-    From 2.15 on, the float32 gradient that a norm computes for a bfloat16 weight reaches the sum over ranks unrounded.
-    Before 2.15 autograd rounds it to the dtype of the weight first, and this function does nothing.
+    From PyTorch 2.15 on, the float32 gradient that a norm computes for a bfloat16 weight is summed over ranks
+    unrounded. Before, autograd rounds the gradient to the weight's dtype first, and this function does nothing.
 
     Args:
         ctx: Context of the op, in its ``setup_context``.
-        dtype: Dtype in which ranks sum gradients. If it is wider than ``used``, the gradient comes in its own dtype.
+        dtype: Dtype in which ranks sum gradients. If ``dtype`` is wider than ``used``, gradients keep their own dtype.
         used: Dtype of the op's result.
     """
     if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
@@ -152,7 +152,7 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
-    """Dtype in which FSDP2 sums gradients by default: ``own``, or before 2.15 ``used``.
+    """Dtype in which FSDP2 sums gradients by default: ``own``, or before PyTorch 2.15 ``used``.
 
     ``own`` is the parameter's dtype, ``used`` its dtype in the forward.
     """
@@ -160,10 +160,7 @@ def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
 
 
 def allow_group_in_subclass() -> None:
-    """Let a tensor subclass have a ProcessGroup as an attribute in compiled code; raises on PyTorch 2.11.
-
-    The error is a RuntimeError.
-    """
+    """Let a tensor subclass have a ProcessGroup attribute in compiled code; PyTorch 2.11: RuntimeError."""
     if GROUPS_ALLOWED:
         return
     if TORCH_VERSION < (2, 12):
@@ -219,8 +216,8 @@ def traces_no_constant() -> bool:
 def asks_a_constant(fn: F) -> F:
     """Decorator that lets traced code call ``fn``, which calls a method of a constant such as a quantizer.
 
-    PyTorch 2.11 can't trace such a method. There Dynamo calls ``fn`` while it traces, and the graph holds the result
-    as a constant. A second quantizer that is equal to the first compiles the graph once more.
+    PyTorch 2.11 can't trace such a method. With PyTorch 2.11, Dynamo calls ``fn`` while it traces, and the graph holds
+    the result as a constant. A second quantizer that is equal to the first compiles the graph once more.
     """
     if TORCH_VERSION < (2, 12):
         fn._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def checkout() -> Path:
 
 
 def _measured(name: str, folder: Path) -> Result:
-    """Run benchmark ``name`` in a new process; returns its table, or an entry ``error`` if it fails.
+    """Run benchmark ``name`` in a new process; returns the benchmark's table, or its error.
 
     ``folder`` is the repository checkout, in which the process starts.
     """

@@ -1,7 +1,7 @@
 """Parses the command line, runs a subcommand, and turns errors into one line and an exit code.
 
     0  done          2    an error that the user can fix, such as a wrong argument or a full disk
-    1  it failed     130  stopped by Ctrl-C
+    1  failed        130  stopped by Ctrl-C
 
 Any other exception is a bug of this program, and its traceback is shown.
 """
@@ -82,7 +82,7 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _lack(error: Exception) -> str | None:
-    """Return a message for a full disk if that is among the causes of ``error``; else None."""
+    """Return a message if a full disk is among the causes of ``error``; else None."""
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             place = f" {cause.filename}" if cause.filename else ""
@@ -96,7 +96,7 @@ def _complain(command: str, message: str) -> None:
 
 
 def _check_streams() -> None:
-    """Prepare for streams that were closed at start: stderr goes to /dev/null, stdout raises a UserError."""
+    """Replace a closed standard error by /dev/null; raise a UserError if standard output is closed."""
     if sys.stderr is None:
         # print(file=None) would take standard output
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -105,7 +105,7 @@ def _check_streams() -> None:
 
 
 def _settle_output() -> None:
-    """Flush standard output; if that fails, discard the output, so that Python doesn't exit with code 120."""
+    """Flush standard output or, if a flush fails, discard it, so that Python doesn't exit with code 120."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -59,9 +59,9 @@ def _broken(error: Exception) -> dict[str, str]:
 
 
 def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, str]]:
-    """Describe how a device runs each GEMM of the recipe ``name``: an entry for each GEMM.
+    """Describe how a device runs each GEMM of the recipe ``name``: one entry per GEMM.
 
-    Layers are linears, or experts if ``grouped``. If the recipe can't be loaded, the only entry is the error.
+    GEMMs are those of linears, or of experts if ``grouped``. A recipe that can't be loaded has one entry, its error.
     """
     import torch
 
@@ -153,7 +153,7 @@ def examine() -> dict[str, Any]:
 
 
 def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
-    """Table rows for one entry of ``recipes``, a recipe on a device; GEMMs that run alike share a row."""
+    """Table rows for one recipe on one device, an entry of ``recipes``; GEMMs that run alike share a row."""
     rows: list[tuple[Cell, ...]] = []
     for layers in ("gemms", "experts"):
         ways: dict[Cell, list[str]] = {}

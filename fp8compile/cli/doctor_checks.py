@@ -1,4 +1,4 @@
-"""Self-checks of `fp8compile doctor`: registrations with PyTorch, exact scales, equality with eager."""
+"""Self-checks of `fp8compile doctor`: registrations with PyTorch, exact scales, compiled results."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Subprocess of `fp8compile doctor` that runs test GEMMs on a GPU; a crash there does not end doctor.
 
-It prints a line before and a line after each case. If the process dies, the parent thus knows the case at fault.
+It prints a line before and a line after each case, so that the parent knows during which case the process died.
 
     python -m fp8compile.cli.doctor_product_process --device cuda:0 CASE...
-    python -m fp8compile.cli.doctor_product_process --gpu rtx5090 CASE...      played on the CPU; with --interpret,
+    python -m fp8compile.cli.doctor_product_process --gpu rtx5090 CASE...      simulated on the CPU; --interpret runs
                                                                         our Triton kernels in Triton's interpreter
 
 A CASE is a position in `fp8compile.ops.gemms.self_test_cases.product_cases()`.

@@ -2,9 +2,9 @@
 
     ok          bitwise equal to the emulation
     differs     not bitwise equal
-    gpu says no the table says that the GPU runs it, but it raises, traps, or does not end
-    refused     the table says that the GPU does not run it; it is not run
-    not asked   two cases of this product crashed their process, so its other cases were not run
+    gpu says no the table allows the GEMM on the GPU, but the GEMM raises, traps, or does not end
+    refused     not run, because the table does not allow the GEMM on the GPU
+    not asked   not run, because two other cases of the product crashed their process
 
 Cases run in other processes, because a kernel that traps destroys its process's CUDA context.
 """
@@ -95,7 +95,7 @@ def _end(code: int, out: str, err: str) -> str:
 
 
 def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
-    """Run test GEMMs, and yield (case, verdict, detail) for each; a crash starts a process for the rest.
+    """Run test GEMMs; yields (case, verdict, detail) for each. After a crash a new process runs the rest.
 
     ``run`` starts a process for a list of cases; ``wanted`` are the cases' numbers in `product_cases`.
     """

@@ -1,7 +1,7 @@
-"""`fp8compile run-gpu`: runs Inductor's program for a GPU on the CPU, and checks its results.
+"""`fp8compile run-gpu`: runs Inductor's program for a GPU on the CPU, and checks the results.
 
-0  results equal those of the graphs bitwise     1  they differ, or a kernel does something invalid
-2  it was not run: no such target or GPU, the target fails, or the simulator does not support the code
+0  results equal the FX graphs' results bitwise     1  results differ, or a kernel does something invalid
+2  the program was not run: no such target or GPU, the target fails, or the simulator does not support the code
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Outcome:
     Attributes:
         arch: The GPU, as the user named it.
         name: Full name of the GPU.
-        graphs: A line for each graph that was run, and where the first NaN comes from if there is one.
+        graphs: A line for each graph that was run, and a line on the origin of the first NaN, if any.
         fault: Forbidden action of a kernel, such as an access out of bounds; empty if there is none.
         differences: A line for each tensor that differs from the result of the graphs.
         unknown: Why the program was not run; empty if it was.

@@ -9,7 +9,7 @@
     whole_weights.py     gathers a sharded parameter: whole values, or whole matrices of codes
     whole_matrix.py      a whole matrix of codes, of which each rank quantizes its shard, tile by tile
     fill_whole_tensor.py position of a rank's shard in the whole tensor, and exchange of shards
-    write_folder.py      files that are written beside their place and renamed
+    write_folder.py      writes files to a temporary folder, and then renames it
     read_folder.py       tensors of a folder's files
     load.py              loads a folder into the parameters of a model
     program.py           the forward as a graph of PyTorch's operators

@@ -49,7 +49,7 @@ class CheckReport:
 
 
 def _difference(values: Tensor, wanted: Tensor) -> str | None:
-    """Describe the first of ``values`` that differs from ``wanted`` by more than 2**-22 of it; or None.
+    """Describe the first of ``values`` with a relative difference to ``wanted`` above 2**-22; or None.
 
     Readers may round three times in float32, which explains smaller differences.
     """
@@ -130,7 +130,7 @@ def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any])
 
 
 def check(folder: str | os.PathLike[str]) -> CheckReport:
-    """Read a folder written by `save_pretrained` as a server would, and compare it with training.
+    """Read a folder written by `save_pretrained` as a server would, and compare values with training.
 
     For each layer, some values are computed from the file by the arithmetic of the format's readers, and compared with
     the values that the codes had in training. This arithmetic shares no code with the functions that write files. It

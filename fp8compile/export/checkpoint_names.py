@@ -1,14 +1,14 @@
 """Mapping from a model's parameters to names in a checkpoint, matrix by matrix.
 
 transformers' checkpoints have other names and shapes than the parameters of its models. Experts, for example, are one
-stack for gate and up in the model, and a matrix for each expert and projection in the checkpoint. transformers can
-convert each parameter to the checkpoint's tensors. Here that conversion gets row numbers in place of values, and so
-tells where each row goes (E experts, I and H features):
+stacked weight for gate and up in the model, and a matrix per expert and projection in the checkpoint. transformers can
+convert each parameter to the checkpoint's tensors. Here the conversion gets row numbers in place of values, to
+find where each row goes (E experts, I and H features):
 
     gate_up_proj (E, 2 I, H) --rows (E, 2 I, 1)--> experts.0.gate_proj.weight: rows 0 to I of expert 0, ...
 
 transformers has no such conversion for quantized experts that are stored as (in_features, out_features), as in gpt-oss
-and Llama 4. They get the names that llm-compressor uses: a linear for each expert and projection.
+and Llama 4. Such experts get the names that llm-compressor uses: a linear for each expert and projection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Place:
     Attributes:
         name: Name in the checkpoint, without ``.weight``.
         expert: Index of the expert in the parameter; None if the parameter is one matrix.
-        start: The matrix's first row in the parameter, or in that expert's part of the parameter.
+        start: The matrix's first row in the parameter, or in the expert's part of the parameter.
         stop: The row after the matrix's last row.
         step: 2 if the matrix takes every other row, because the model interleaves gate and up; else 1.
     """
@@ -71,7 +71,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def places_of_transposed(experts: Any, name: str, out_features: int, count: int) -> list[Place]:
-    """List the checkpoint's matrices for a stack of weights stored as (in_features, out_features).
+    """List the checkpoint's matrices for stacked weights of experts, each (in_features, out_features).
 
     The checkpoint stores each matrix as (out_features, in_features); rows of a `Place` are output features.
 

@@ -27,8 +27,8 @@ def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None =
     Args:
         cuts: How the tensor is sharded, as this rank sees it.
         shape: Shape of the whole tensor.
-        units: Slices then count entries, and a unit is an entry's number of elements along a dim: the block size for a
-            grid of scales, 2 if a byte holds two codes, -1 if one entry stands for all. None means 1 everywhere.
+        units: For each dim, how many elements one entry stands for: the block size for a grid of scales, 2 if a byte
+            holds two codes, -1 for all elements. Slices count entries. None means 1 for each dim.
     """
     found = []
     for dim, size in enumerate(shape):
@@ -76,16 +76,16 @@ def fill(
     units: Sequence[int] | None = None,
     known: Sequence[bool] | None = None,
 ) -> None:
-    """Exchange shards until a tensor, of which each rank has written its part, is complete (collective).
+    """Complete a tensor of which each rank has written its part, by exchange of shards (collective).
 
-    The innermost sharding is exchanged first. Each rank of an outer sharding then has its whole part to send.
+    The innermost sharding is exchanged first. Each rank of an outer sharding can then send a complete part.
 
     Args:
         whole: The tensor to complete: values, codes or scales.
         cuts: How the values are sharded.
         shape: Shape of the values.
         units: For each dim, how many values one entry of ``whole`` stands for, see `place_of`.
-        known: For each dim, whether each rank has already written all entries along it.
+        known: For each dim, whether each rank already has all entries along the dim, which needs no exchange.
     """
     for level in reversed(range(len(cuts))):
         cut = cuts[level]

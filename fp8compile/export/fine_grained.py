@@ -5,8 +5,8 @@
     activation_scale  () float32, if inputs have static scales
 
 transformers computes the block size from the shapes: N / rows of scales, K / columns of scales. For N = 192, which has
-blocks of 128 and 64 rows, it would silently assume two blocks of 96. K therefore has to be a multiple of 128. N has to
-be a multiple of 128, or not divisible by its number of blocks, such as DeepSeek's 576 (5 blocks). vLLM and SGLang read
+blocks of 128 and 64 rows, transformers would assume two blocks of 96. K therefore has to be a multiple of 128, and N a
+multiple of 128 or not divisible by the number of blocks, such as DeepSeek's 576 (5 blocks). vLLM and SGLang read
 such weights, and transformers refuses to dequantize them.
 
 Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; vLLM, ``quantization/fp8.py``.

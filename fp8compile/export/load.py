@@ -3,8 +3,8 @@
     config.json --> format         plan of the model --> names and shapes, all of them checked
     tensors of one weight --_Stored--> Quantized --> QuantizedParameter, which replaces the weight
 
-A weight is dequantized only if a recipe quantizes it in another way for the backward: then the codes for the backward
-are made from the values of the forward's codes, one weight at a time.
+A weight is dequantized only if the recipe quantizes the weight differently for the backward. The codes for the
+backward are then made from the values of the forward's codes, one weight at a time.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Stored:
     def _grid(self, scale: Tensor) -> Tensor:
         """Reshape a file's scales to the quantizer's grid, one scale for each block.
 
-        Formats that store a scale for each row repeat the scale of a taller block, which this undoes.
+        If the file repeats a block's scale for each row of the block, only one copy is kept.
         """
         if self.scheme.kind not in ("mx", "nvfp4"):
             rows = self.place.rows
@@ -163,9 +163,9 @@ def _device_of(tensor: Tensor, given: torch.device | str | None) -> torch.device
 
 
 def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> None:
-    """Copy a scale into ``into`` if ``is_new``; otherwise raise a ValueError unless the two are equal.
+    """Copy a scale into ``into`` if ``is_new``; else raise a ValueError if ``into`` has another value.
 
-    Parts of one matrix have one scale. ``name`` and ``what`` name the part and the scale in the error.
+    Parts of one matrix share a scale. ``name`` and ``what`` name the part and the scale in the error.
     """
     if is_new:
         into.copy_(found)
@@ -206,13 +206,13 @@ def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _sizes(weight: Weight) -> tuple[int, int]:
-    """N and K (out_features, in_features) of a weight's matrices, whatever the order in which it has them."""
+    """N and K (out_features, in_features) of a weight's matrices, which may be stored transposed."""
     first, second = weight.tensor.shape[-2:]
     return (second, first) if weight.layer is not None and is_transposed(weight.layer) else (first, second)
 
 
 def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
-    """Convert codes (E, N, K) to the layout in which the layer stores its weight: transposed or as given.
+    """Convert codes (E, N, K) to the layer's own layout of weights: (E, K, N), or as given.
 
     E is the number of experts, N of output features, K of input features.
     """
@@ -251,7 +251,7 @@ def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
     """The checkpoint's tensors that make up a parameter: for each name, numbers of the rows it contains.
 
-    ``names`` are all names in the checkpoint. Vectors and biases of single experts get element numbers instead.
+    ``names`` are all names in the checkpoint. Vectors and biases of single experts get element numbers.
     """
     tensor = weight.tensor
     if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:
@@ -393,10 +393,10 @@ def _check_real(model: nn.Module) -> list[str]:
 def load_quantized(
     model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> LoadReport:
-    """Load a checkpoint in a serving format; weights that it stores as codes become quantized parameters.
+    """Load a checkpoint in a serving format; weights stored as codes become quantized parameters.
 
     The forward then multiplies by the folder's codes and scales. Parameters keep their ``requires_grad``: freeze them,
-    or train them by `fp8compile.MasterWeights`. Weights that the folder stores in high precision stay so. Parameters
+    or train them by `fp8compile.MasterWeights`. Weights stored in high precision are loaded as values. Parameters
     are new objects, so make optimizers and shard the model afterwards.
 
     If the model is on the meta device, no weight is ever in memory in high precision; ``fp8compile.convert`` works on
@@ -406,7 +406,7 @@ def load_quantized(
     Args:
         model: A model that `fp8compile.convert` has converted, with recipes that quantize weights as the folder does.
         folder: A folder in one of the formats of `save_pretrained`, written by this package or another tool.
-        device: Device of the parameters; by default their own, or the CPU for those on the meta device.
+        device: Device of the parameters; by default the device of each, or the CPU in place of the meta device.
 
     Returns:
         A report; print it.

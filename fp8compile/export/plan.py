@@ -41,9 +41,9 @@ class Weight:
         tensor: The parameter or buffer.
         layer: The converted layer whose weight it is; None for a tensor that is written as values.
         scheme: How the format stores the codes; None for values.
-        places: The checkpoint's matrices of a quantized weight: names and rows. For the biases of transposed experts,
-            the matrices of their weights; else empty.
-        dtype: Dtype to which the forward casts the tensor; None if it casts nothing.
+        places: Names and rows of a quantized weight's matrices in the checkpoint. Stacked biases of transposed experts
+            have the places of the experts' weights. Other tensors have none.
+        dtype: Dtype to which the forward casts the tensor; None without a cast.
     """
 
     name: str
@@ -118,7 +118,7 @@ def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Map parameters to the dtypes to which FSDP2 casts them in the forward; others are left out.
+    """Map parameters to the dtypes of FSDP2's casts in the forward; leaves out parameters without a cast.
 
     FSDP2 may be PyTorch's, or `fp8compile.parallel.graph_fsdp`.
     """
@@ -142,9 +142,9 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether the format allows N although N is no multiple of the block size, and readers find that size.
+    """Whether N is not divisible by the block size, but allowed by the format and read correctly.
 
-    ``place`` has N rows. Readers compute the block size as rows / rows of scales, and refuse a fraction.
+    ``place`` has N rows. Readers that compute the block size as N / rows of scales refuse a fraction.
     """
     rows, block = place.rows, scheme.multiples[0]
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
@@ -164,10 +164,10 @@ def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
 
 
 def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Scheme) -> tuple[Scheme, list[Place]] | str:
-    """Scheme and checkpoint matrices of the stack ``name`` of experts, or a text why it can't be stored.
+    """Scheme and checkpoint matrices of the experts' stacked weights ``name``, or the reason for none.
 
-    The stack is (E, in_features, out_features). It is refused if another stack of the module is, because a reader
-    expects all of a module as linears or all as stacks.
+    The stack is (E, in_features, out_features). If one stack of a module is refused, all are refused, because readers
+    expect either linears or stacks for all weights of a module.
     """
     path, _, own = name.rpartition(".")
     found: list[Place] = []
@@ -184,7 +184,7 @@ def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Schem
 def _scheme_or_reason(
     model: nn.Module, format: Format, layer: Any, name: str, weight: Tensor
 ) -> tuple[Scheme, list[Place]] | str:
-    """Scheme and checkpoint matrices of a layer's weight, or a text why the format can't hold the weight."""
+    """Scheme and checkpoint matrices of a layer's weight, or the reason why the format can't hold it."""
     turned = is_transposed(layer)
     if turned and weight.ndim == 2:
         return "is kept as (in_features, out_features), which no serving format has"
@@ -260,7 +260,7 @@ class _Planner:
     def _add_codes(self, name: str, tensor: Tensor, layer: Any, dtype: torch.dtype | None) -> bool:
         """Plan to write a converted layer's weight as codes; returns False if the format can't hold it.
 
-        ``name`` is the full name; ``dtype`` is that to which the forward casts the weight, None for its own.
+        ``name`` is the full name; ``dtype`` is the dtype to which the forward casts the weight, None without a cast.
         """
         found = _scheme_or_reason(self.plan.model, self.plan.format, layer, name, tensor)
         if isinstance(found, str):
@@ -304,9 +304,9 @@ class _Planner:
         self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype))
 
     def _places_of_bias(self, name: str) -> tuple[Place, ...]:
-        """Checkpoint matrices of the weights to which a stack of biases belongs; () if not quantized.
+        """Checkpoint matrices of the weights of stacked biases; () if the weights are not quantized.
 
-        Only transposed experts have such stacks of biases.
+        Only transposed experts have stacked biases.
         """
         weights = (each for each in self.plan.weights if f"{each.name}_bias" == name and each.scheme is not None)
         found = next(weights, None)
@@ -332,9 +332,9 @@ def plan_of(
     Args:
         model: A converted model.
         format: The format.
-        unfit: What to do with a converted layer's weight that the format can't hold: ``"raise"``, or write it as
-            ``"values"``.
-        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for FSDP2's own.
+        unfit: What to do with a converted layer's weight that the format can't hold: ``"raise"``, or
+            ``"values"`` to write the weight in high precision.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None to ask FSDP2.
 
     Raises:
         ValueError: Nothing is converted, a weight does not fit, or the format does not allow several kinds of codes.

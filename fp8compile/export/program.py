@@ -37,8 +37,8 @@ def program(
     them in each call.
 
     Args:
-        model: A converted model. It is exported in the mode that it has; call ``eval()`` first.
-        args: Example arguments of its forward.
+        model: A converted model, exported in its present mode; call ``eval()`` first.
+        args: Example arguments of the model's forward.
         kwargs: Example arguments by name.
         target: The device that will run the program: ``"cpu"``, or a GPU such as ``"h100"``, ``"b200"`` or
             ``"rtx4090"``. None for the device of the tensors. A program for a GPU that was made on a CPU is moved by

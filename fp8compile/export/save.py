@@ -129,11 +129,11 @@ def save_pretrained(
 ) -> ExportReport:
     """Write a model's checkpoint in a format that servers load, with the codes and scales of training.
 
-    The folder has safetensors files, their index and config.json; save a tokenizer there yourself. It is written under
+    The folder has safetensors files, their index and config.json; save a tokenizer in it yourself. It is written under
     a temporary name and then renamed, so that it never exists half-written. One more file records values for `check`
     to compare.
 
-    If the model is distributed, all ranks call this; the first one writes, and the folder is on its disk.
+    If the model is distributed, all ranks call this function; the first rank writes the folder to its disk.
 
     Args:
         model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
@@ -142,9 +142,9 @@ def save_pretrained(
         max_shard_size: Maximum bytes of a file, a number or a text such as ``"5GB"``.
         overwrite: Whether to replace a checkpoint in a folder that is not empty. Other files in it stay.
         unfit: What to do if the format can't hold the weight of a converted layer: ``"raise"``, or ``"values"`` to
-            write it in high precision.
-        forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as that of
-            ``torch.autocast``. By default that of FSDP2's ``MixedPrecisionPolicy``, or the parameters' own.
+            write the weight in high precision.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as the dtype of
+            ``torch.autocast``. By default the dtype of FSDP2's ``MixedPrecisionPolicy``, else the parameters' dtype.
 
     Returns:
         A report; print it.

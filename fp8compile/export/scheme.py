@@ -82,10 +82,10 @@ class Scheme:
         write: Converts a quantized matrix to tensors, by their suffixes.
         read: Converts these tensors to the values of the matrix, (N, K) float32.
         config: Entries for such weights in the format's configuration.
-        multiples: Numbers (rows, columns) of which N and K have to be multiples.
-        has_ragged_rows: Whether N need not be a multiple, provided that readers can't mistake the size of a block.
+        multiples: Two numbers: N must be divisible by the first, and K must be divisible by the second.
+        has_ragged_rows: Whether N may be no multiple, provided that readers can't mistake the block size.
         input_scale: Suffix of the static scale of the input, float32; None if inputs are quantized dynamically.
-        served: Sentence for the report on how a server's GEMM differs from training's; empty if they are equal.
+        served: Sentence for the report on how a server's GEMM differs from training's; empty for equal GEMMs.
         stores_divisor: Whether the file has 1 / outer scale instead of the outer scale.
     """
 
@@ -108,7 +108,7 @@ class Format:
 
     Attributes:
         name: The name that `fp8compile.export.save_pretrained` takes.
-        schemes: A scheme for each kind of weights that it can hold.
+        schemes: A scheme for each kind of weights that the format can hold.
         config: Returns ``quantization_config`` of config.json, from the names of layers by scheme and from the names
             of the layers that are not quantized.
         files: Returns the content of further JSON files by name, from the same arguments as ``config``.
@@ -155,7 +155,7 @@ def packed_codes(matrix: Quantized) -> Tensor:
 
 
 def scales_of_rows(matrix: Quantized) -> Tensor:
-    """Scales of each row's blocks, (N, blocks per row); the scale of a taller block is repeated per row."""
+    """Scales (N, blocks per row); the scale of a block of several rows is repeated for each row."""
     rows = matrix.quantizer.block[0]
     return matrix.scale.repeat_interleave(rows, 0)[: matrix.shape[0]] if rows > 1 else matrix.scale
 

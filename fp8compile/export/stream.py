@@ -58,7 +58,7 @@ def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
 def _part(matrix: Quantized, place: Place) -> Quantized:
     """Take the rows ``place`` out of a quantized matrix, with their scales.
 
-    Rows that are not whole blocks get a scale for each row.
+    If the rows are not whole blocks, the result has a scale for each row.
     """
     step, rows = matrix.quantizer.block[0], slice(place.start, place.stop, place.step)
     if step > 1 and (place.step > 1 or place.start % step):  # rows of several blocks: a scale for each row
@@ -110,7 +110,7 @@ def _values(plan: Plan, weight: Weight) -> Iterator[Piece]:
 
 
 def pieces(plan: Plan) -> Iterator[Piece]:
-    """Yield the tensors of a plan in its order; all ranks have to iterate to the end (collective)."""
+    """Yield the tensors of a plan in the plan's order; all ranks have to iterate to the end (collective)."""
     with torch.no_grad():
         for weight in plan.weights:
             yield from _values(plan, weight) if weight.scheme is None else _quantized(plan, weight)
@@ -136,16 +136,16 @@ def tensors(
     vLLM by its weight transfer, can load them as they come.
 
     If the model is distributed (FSDP2, tensor parallel, expert parallel), all ranks call this and take all tensors.
-    Each rank quantizes its shard, and sends codes. In addition to its shards it holds the codes and scales of one
-    matrix, and a tile of 65536 values in float32; parameters in high precision are gathered one at a time.
+    Each rank quantizes its shard, and sends codes. In addition to its shards a rank holds the codes and scales of
+    one matrix, and a tile of 65536 values in float32; parameters in high precision are gathered one at a time.
 
     Args:
         model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
         format: ``"fine_grained_fp8"``, ``"compressed-tensors"``, ``"modelopt"`` or ``"torchao"``.
         unfit: What to do if the format can't hold the weight of a converted layer: ``"raise"``, or ``"values"`` to
-            write it in high precision.
-        forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as that of
-            ``torch.autocast``. By default that of FSDP2's ``MixedPrecisionPolicy``, or the parameters' own.
+            write the weight in high precision.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as the dtype of
+            ``torch.autocast``. By default the dtype of FSDP2's ``MixedPrecisionPolicy``, else the parameters' dtype.
 
     Returns:
         An iterator over pairs of a name and a tensor. A tensor may share memory with a parameter: use or copy it

@@ -3,7 +3,7 @@
     _weight_qdata   (N, K) e4m3: N output and K input features
     _weight_scale   float32: (1, 1), (N, 1) or (N / 128, K / 128); codes are multiplied by it
 
-The header of a file says how to combine these. torchao calls this a prototype; names may change with it.
+The header of a file says how to combine the two tensors. torchao calls this format a prototype; names may change.
 
 Source: torchao 0.18, ``prototype/safetensors``.
 """

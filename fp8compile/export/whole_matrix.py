@@ -3,7 +3,7 @@
     tile of whole blocks --amax, scale, cast--> codes and scales --> their place in the whole
 
 A rank thus holds its shard, one whole matrix of codes with its scales, and one tile in float32. The result is bitwise
-that of quantizing the whole weight: a block is in one tile, or its amax is reduced over all tiles of all ranks.
+equal to quantizing the whole weight: a block is in one tile, or its amax is reduced over all tiles of all ranks.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class _Interval:
 class _Tile:
     """A tile of this rank's shard.
 
-    ``place`` is its position in the whole matrix, ``blocks`` that of its scales in the whole grid. ``part`` has its
-    elements; the layout of ``part`` tells how much of partial blocks at its edges is on other ranks.
+    ``place`` is the tile's position in the whole matrix, ``blocks`` the position of its scales in the whole grid.
+    ``part`` has the tile's elements; the layout of ``part`` tells how much of its outer blocks other ranks have.
     """
 
     place: tuple[slice, slice]
@@ -173,7 +173,7 @@ class WholeMatrix:
         shape: Rows and columns of the whole matrix in that layout.
         cuts: How the matrix is sharded in that layout.
         device: Device on which the matrix is allocated.
-        is_turned: Whether that layout is (in_features, out_features), the transpose of what is filled.
+        is_turned: Whether the module's layout is (in_features, out_features), the transpose of the filled matrix.
     """
 
     def __init__(

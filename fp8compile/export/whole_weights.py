@@ -36,7 +36,7 @@ def _local_values(parameter: Tensor) -> Tensor:
 
 
 def _codes_of_parameter(parameter: Tensor) -> Quantized:
-    """This rank's codes and scales of a quantized parameter, those that the forward multiplies by."""
+    """This rank's codes and scales of a quantized parameter, for the forward's GEMM."""
     own: Quantized = local_itself(parameter).sets()[0]
     cuts = sharding_of(parameter)
     return replace(own, layout=TensorLayout(cuts, own.layout.batch)) if cuts else own
@@ -74,12 +74,11 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
-    """Find the rank, the owner, that holds matrix ``index`` of a stack sharded by ``cuts``.
+    """Find the rank, the owner, that holds matrix ``index`` of stacked weights sharded by ``cuts``.
 
     Returns:
         The owner's number in each sharding of ``cuts``, from the outermost on.
-        A flag for each sharding and one more at the end: whether this rank has the owner's number in all shardings
-        before it.
+        Flags, one more than shardings: flag i tells whether this rank has the owner's number in the first i shardings.
         The index of the matrix in the owner's local stack.
     """
     owners: list[int] = []
@@ -103,7 +102,7 @@ class WholeCodes:
         part: This rank's shard of the parameter: values, or codes.
         quantizer: Quantizer of each matrix as the module stores it.
         is_turned: Whether the module stores matrices transposed, (in_features, out_features).
-        dtype: Dtype to which values are cast before they are quantized; None for their own.
+        dtype: Dtype to which values are cast before they are quantized; None without a cast.
         outer_amax: Amax for a scale that several matrices share, (1,) float32; None if the scale is not shared.
         multiplier: 1 / scale, the factor of the values before they are rounded, (1, 1) float32; None to compute it.
     """
@@ -144,9 +143,9 @@ class WholeCodes:
         return replace(self.part, codes=codes, scale=scale, outer_scale=outer, layout=TensorLayout(cuts))
 
     def _made(self, part: Plain | Quantized | None, cuts: Sharding) -> Quantized:
-        """Gather a matrix from its shards, of which ``part`` is this rank's, sharded by ``cuts``.
+        """Gather a matrix sharded by ``cuts``; ``part`` is this rank's shard.
 
-        If ``part`` is None, because other ranks hold the matrix, return an uninitialized one that `send` fills later.
+        If ``part`` is None, because other ranks hold the matrix, return an uninitialized matrix, which `send` fills.
         """
         if isinstance(part, Quantized) and not any(self.part.cuts):
             found = part.t() if self.is_turned else part
@@ -181,8 +180,8 @@ def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) 
 
     Args:
         layer: The layer.
-        parameter: Its weight; a tensor or a DTensor, of values or of codes.
-        dtype: Dtype to which the forward casts values before it quantizes them; None if it does not.
+        parameter: The layer's weight; a tensor or a DTensor, of values or of codes.
+        dtype: Dtype to which the forward casts values before it quantizes them; None without a cast.
     """
     shape, turned = tuple(parameter.shape), is_transposed(layer)
     if has_codes(local_itself(parameter)):  # a parameter that is codes, or one that FSDP2 has gathered as codes

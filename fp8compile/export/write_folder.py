@@ -71,7 +71,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class Shards:
-    """Collects tensors, and writes a safetensors file whenever the next tensor would make it too large.
+    """Collects tensors, and writes a safetensors file before the next tensor would exceed the limit.
 
     Args:
         folder: Folder of the files.

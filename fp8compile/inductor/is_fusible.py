@@ -62,7 +62,7 @@ def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -
 def is_made_by_rows(tensor: torch.Tensor) -> bool:
     """Whether pointwise code computes a traced tensor from one number of each row, such as its norm.
 
-    The gradient of a norm sums along rows, so a kernel that goes row by row reads the inputs of that code anyway.
+    The gradient of a norm sums along rows, so a kernel that goes row by row reads the code's inputs anyway.
     """
     waiting, seen = list(nodes_of(tensor)), set()
     while waiting:

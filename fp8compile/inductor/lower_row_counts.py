@@ -19,7 +19,7 @@ def lower_counts_of_rows(magnitude: Any, codes: Any, limit: Any, mask: int, dtyp
         limit: The largest magnitude that does not saturate; it broadcasts against the magnitudes.
         mask: Bit mask of a code's magnitude, without its sign bit.
         dtype: Integer dtype of the result.
-        shift: Number of bits in a half of that dtype.
+        shift: Number of bits in a half of ``dtype``.
 
     Returns:
         An integer for each row. Lower half: nonzero values with code 0; upper half: values above the limit.

@@ -31,7 +31,7 @@ def _is_made_by_inductor(x: Any) -> bool:
 def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable[..., Any]]]:
     """Store the matrix (Inductor IR) unless it is stored already.
 
-    Returns the stored matrix, and a loader for each of the ``rows`` rows of a group: it takes (group, column).
+    Returns the stored matrix, and for each of a group's ``rows`` rows a function (group, column) that loads elements.
     """
     from torch._inductor import ir, lowering
 
@@ -71,11 +71,11 @@ def lower_largest_of_sums(x: Any, rows: int, kinds: Sequence[Factors]) -> tuple[
     Args:
         x: Inductor IR of a matrix (M, K), M a multiple of ``rows``.
         rows: Number of consecutive rows in a group.
-        kinds: One entry for each kind of sums. An entry has a line for each sum, with the factors of a group's rows;
-            terms are added in this order in float32. None stands for the rows themselves, without sums.
+        kinds: One entry for each kind of sums. The entry has a tuple for each sum: the factors of a group's rows,
+            whose terms are added in this order in float32. None stands for the rows themselves, without sums.
 
     Returns:
-        The matrix, and for each kind the largest magnitude, (1,) float32, NaN if one is NaN. If the matrix was not
+        The matrix, and for each kind the largest magnitude, (1,) float32, NaN if a sum is NaN. If the matrix was not
         stored yet, the kernel of the reduction stores it.
     """
     from torch._inductor import ir, lowering

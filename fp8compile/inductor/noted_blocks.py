@@ -1,6 +1,6 @@
-"""Block of a layer's quantizer, stored in ``node.meta["custom"]`` of the nodes of its casts.
+"""Block of a layer's quantizer, stored in ``node.meta["custom"]`` of cast nodes.
 
-Decomposed graphs have no quantizers. Code that saves a tensor as codes takes the block of the casts beside it, because
+Decomposed graphs have no quantizers. Code that saves a tensor as codes takes the block of other casts of the tensor.
 Inductor then packs the tensor in the kernel that computes the amaxes of these casts.
 """
 

@@ -27,14 +27,14 @@ PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.defau
 def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[..., Any]:
     """Wrap a function so that equal calls in one traced graph become a single call.
 
-    PyTorch's partitioner merges equal nodes. But from 2.15 on it does not merge a node that only the forward needs
-    with an equal node of the backward: the backward of a graph's last layer would compute its weight's amaxes again.
+    From PyTorch 2.15 on, the partitioner does not merge a node that only the forward needs with an equal node of the
+    backward: the backward of a graph's last layer would compute the weight's amaxes again.
 
     Args:
         fn: The function. Its first argument is a tensor, others are tensors or hashable values. Nothing may write to
             its results.
-        by_marks: Whether calls under different partitioner marks (`current_marks`) are different calls. If not, a call
-            of the backward takes the result that the forward has made, with the forward's marks.
+        by_marks: Whether calls under different partitioner marks (`current_marks`) are different calls. If False, the
+            backward's call is replaced by the forward's result, with the forward's marks.
     """
 
     @wraps(fn)
@@ -46,7 +46,7 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
 
 
 def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Wrap two ops, ``more`` returning the results of ``plain`` and others, so that a graph has one call.
+    """Wrap two ops so that a graph calls one; ``more`` returns the results of ``plain``, then others.
 
     A graph with calls of both for equal arguments keeps the call of ``more``, whichever was traced first.
 
@@ -70,10 +70,10 @@ def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., A
 
 
 def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
-    """Redirect readers of the call ``key``, if traced earlier, to the first results in ``found``.
+    """Let readers of an earlier call, with the key ``key``, read the first results in ``found`` instead.
 
-    ``found`` has the results of a call that ``graph`` just got, and is returned. ``key`` names the call with fewer
-    results: its op, then its arguments.
+    ``found`` has the results of a call that was just added to ``graph``; they are returned. ``key`` is the op with
+    fewer results, then its arguments.
     """
     before: Any = vars(graph).setdefault(RESULTS, {}).get(key)
     count = len(key[0]._schema.returns)

@@ -36,10 +36,10 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def repeat_in_backward(tensor: torch.Tensor) -> None:
-    """Mark all copies that repeat a smaller tensor, in this tensor's graph, for recomputation.
+    """Mark for recomputation all copies, in this tensor's graph, that repeat a smaller tensor.
 
-    An example are copies of heads of k and v. Without the mark (MUST_RECOMPUTE) the partitioner would save the copies,
-    because an attention's backward is an opaque call.
+    For example, grouped-query attention copies heads of k and v. Without the mark (MUST_RECOMPUTE) the partitioner
+    would save the copies, because an attention's backward is an opaque call.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -62,7 +62,7 @@ def _repeats(copy: torch.fx.Node) -> bool:
 
 
 def make_in_backward(tensor: torch.Tensor) -> None:
-    """Mark this traced tensor's nodes for the backward; the partitioner could put them into the forward."""
+    """Mark this traced tensor's nodes for the backward; the partitioner could move them to the forward."""
     for node in nodes_of(tensor):
         node.meta.update(IN_BACKWARD)
 
@@ -96,7 +96,7 @@ def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
     """Mark all nodes that are traced in this context for recomputation in the backward (MUST_RECOMPUTE).
 
     With ``in_backward`` the nodes are in the backward only. PyTorch's partitioner would put nodes that need no
-    gradient into the forward too; a collective among them, never removed as dead code, would be sent for nothing.
+    gradient into the forward too. There a collective, never removed as dead code, would run for nothing.
     """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
@@ -134,9 +134,9 @@ def is_left_in_backward(tensor: torch.Tensor) -> bool:
 
 
 def current_marks() -> tuple[Any, ...]:
-    """The partitioner marks that code traced now gets: forward or backward, recompute policy, and region.
+    """The partitioner marks that code traced now gets; equal calls under different marks are not merged.
 
-    Equal calls under different marks are not merged. A region is the number of a checkpointed region.
+    Marks are forward or backward, the recompute policy, and the number of the checkpointed region.
     """
     from torch.fx import traceback
 

@@ -36,7 +36,7 @@ def min_cut_then(
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            """Split the joint graph ``gm`` into forward and backward; takes what PyTorch's own partitioner takes."""
+            """Split the joint graph ``gm`` into forward and backward; arguments as for PyTorch's own."""
             from torch._functorch.partitioners import min_cut_rematerialization_partition
 
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

@@ -3,10 +3,10 @@
     kernel called as an op    silu(gate) * up --> y in memory --> kernel reads y, writes codes of y
     kernel as a template      gate, up --> kernel computes y a tile at a time, writes codes of y
 
-Inductor itself fuses so only into its GEMMs. The template here is made from the source of the handwritten kernel: the
-call of `values` becomes the code that computes these elements, and the call of `write` becomes Inductor's store.
-Values are rounded to the input's dtype as if they came from memory, so the op and the template give the same bits. If
-other nodes read the input too, or the kernel has no `write`, the template also writes the input to memory.
+Inductor itself fuses in this way only into its own GEMMs. The template here is made from the source of the handwritten
+kernel: the call of `values` becomes the code that computes these elements, and the call of `write` becomes Inductor's
+store. Values are rounded to the input's dtype as if they came from memory, so the op and the template give the same
+bits. If other nodes read the input too, or the kernel has no `write`, the template also writes the input to memory.
 """
 
 from __future__ import annotations

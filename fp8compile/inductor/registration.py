@@ -33,10 +33,10 @@ def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) ->
 
 
 def _seeks_schema() -> bool:
-    """Whether PyTorch is tracing a compiled region only to learn to which inputs the region writes.
+    """Whether PyTorch traces a compiled block (region) only to learn to which inputs the block writes.
 
-    For each call of the region, PyTorch traces it twice for this purpose, and discards the graphs. The schema of an op
-    is enough then; tracing decompositions would cost a quarter of a joint graph's tracing time for nothing.
+    For each call of the block, PyTorch traces it twice for this purpose, and discards the graphs. Schemas of ops
+    suffice for this purpose; tracing decompositions would cost a quarter of a joint graph's tracing time for nothing.
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 
@@ -59,9 +59,9 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None
 
 
 def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
-    """Let Inductor call ``op`` if it has no decomposition, or one that returned NotImplemented.
+    """Let Inductor call ``op`` itself if no decomposition exists, or it returned NotImplemented.
 
-    If ``contiguous``, Inductor makes the tensors that it passes contiguous.
+    If ``contiguous``, Inductor passes only contiguous tensors to the op.
     """
 
     def register() -> None:

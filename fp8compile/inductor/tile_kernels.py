@@ -15,7 +15,7 @@ COUNTS = "counts_ptr"  # the parameter of a kernel that also counts its codes, N
 
 @dataclass(frozen=True)
 class TileKernel:
-    """A ``triton.jit`` kernel that reads a matrix with `values`, a tile at a time, and its arguments.
+    """A ``triton.jit`` kernel, with its arguments, that reads a matrix tile by tile through `values`.
 
     With this description, Inductor can make a template of the kernel (`fp8compile.inductor.prologue_fusion`).
     """
@@ -42,9 +42,9 @@ class TileMatrix:
 
 
 def with_counts(kernel: TileKernel) -> TileKernel:
-    """The same kernel with one more result: the groups' statistics (amax, underflows, saturations).
+    """A copy with one more result: the statistics of groups (amax, underflows, saturations).
 
-    The result has to be zeros before the launch, because the kernel adds to it.
+    This result has to be zeros before the launch, because the kernel adds to the result.
     """
     return replace(kernel, outputs=(*kernel.outputs, COUNTS), added_to=(*kernel.added_to, COUNTS))
 

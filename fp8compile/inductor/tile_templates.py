@@ -1,7 +1,7 @@
 """Inductor templates made from a `TileKernel`'s source, so that the kernel computes its own input.
 
-Inductor's templates are not a public API; this module uses parts that are the same from 2.11 to 2.15. It imports
-Inductor, so `fp8compile.inductor.prologue_fusion` imports this module only when Inductor lowers an op.
+Inductor's templates are not a public API; this module uses parts that are the same from PyTorch 2.11 to 2.15. It
+imports Inductor, so `fp8compile.inductor.prologue_fusion` imports this module only when Inductor lowers an op.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
 
 
 def _computed(x: Any, made: torch.fx.Node) -> Any:
-    """Pointwise IR that computes the matrix ``x`` on a GPU; None if a node before this one read ``x``.
+    """Pointwise IR that computes the matrix ``x`` on a GPU; None if an earlier node reads ``x``.
 
     Also None for IR of another kind.
     """
@@ -91,7 +91,7 @@ def _pointwise(like: Any, inner: Callable[..., Any]) -> Any:
 
 
 def _is_changed(buffer: Any) -> bool:
-    """Whether a buffer, or a buffer that its code reads, was written to after the code was made."""
+    """Whether a buffer, or an input of the buffer's code, was written to after that code was made."""
     return any(name in V.graph.mutated_buffers for name in (buffer.get_name(), *buffer.get_read_names()))
 
 

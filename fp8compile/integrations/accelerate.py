@@ -78,14 +78,14 @@ def _give_addresses(model: nn.Module) -> None:
 
 
 def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState, *, checkpointed: bool) -> nn.Module:
-    """Convert a model in place and return it, with what accelerate's FSDP2 and mixed precision need.
+    """Convert a model in place, prepare its parameters for accelerate's FSDP2, and return the model.
 
     Args:
         conversion: The arguments of `fp8compile.convert`, and whether weights are gathered as codes.
         model: A model that is not prepared yet.
         state: State of the accelerator.
-        checkpointed: Whether the backward repeats forwards (activation checkpointing); that of accelerate's FSDP2
-            plugin is detected.
+        checkpointed: Whether the model's own code repeats forwards in the backward (activation checkpointing).
+            Checkpointing by accelerate's FSDP2 plugin is detected.
 
     Raises:
         ValueError: Weights are to be gathered as codes and the run uses FSDP1; or parameters are to be quantized and
@@ -116,8 +116,8 @@ def convert(
 ) -> nn.Module:
     """Convert a model in place; if this accelerator uses FSDP2, let FSDP2 gather FP8 weights as codes.
 
-    Call it before ``accelerator.prepare`` and before the optimizer is made. With FSDP2 under mixed precision,
-    accelerate uses float32 parameters; this function already casts to float32.
+    Call this before ``accelerator.prepare`` and before the optimizer is made. With FSDP2 and mixed precision,
+    parameters become float32, as ``accelerator.prepare`` would make them.
 
     Args:
         accelerator: The accelerator of the run.
@@ -146,10 +146,10 @@ def convert(
 
 
 class MasterWeights(EagerMasterWeights):
-    """`fp8compile.MasterWeights` that makes its float32 master weights only at the first step or load.
+    """`fp8compile.MasterWeights` that creates float32 master weights at the first step or load.
 
-    With FSDP2, accelerate replaces the optimizer's parameters by shards in ``prepare``. Master weights made before
-    would belong to the replaced parameters.
+    With FSDP2, accelerate replaces the optimizer's parameters by shards in ``prepare``. Master weights created
+    before ``prepare`` would belong to the replaced parameters.
 
     Args:
         optimizer: Class of the optimizer, as `fp8compile.MasterWeights` takes it.

@@ -30,7 +30,7 @@ class Conversion:
     options: Mapping[str, Any]
 
     def replaces_parameters(self, *, sharded: bool) -> bool:
-        """Whether conversion makes new parameters, which an optimizer made before would not update.
+        """Whether conversion makes new parameters, which an earlier optimizer would not update.
 
         Args:
             sharded: Whether FSDP2 will shard the model.

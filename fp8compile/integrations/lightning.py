@@ -69,8 +69,8 @@ class _Converts(Precision):
             module: A module that is neither compiled nor sharded yet; in a Trainer, the LightningModule.
 
         Raises:
-            ValueError: FSDP2 has sharded a part of the module, or weights would be gathered as codes and then cast by
-                autocast.
+            ValueError: FSDP2 has sharded a part of the module, or weights are to be gathered as codes although the
+                plugin uses autocast.
         """
         if module in self._done:
             return module
@@ -133,7 +133,7 @@ class F8MixedPrecision(_Converts, MixedPrecision):
 class F8FSDPPrecision(_Converts, FSDPPrecision):
     """Lightning's ``FSDPPrecision`` plugin that also converts the model to FP8, for ``FSDPStrategy``.
 
-    That strategy uses FSDP1, which gathers weights in their own dtype and not as codes.
+    ``FSDPStrategy`` uses FSDP1, which gathers weights in the weights' dtype and not as codes.
 
     Args:
         recipe: The recipe, as `F8Precision` takes it; ``convert_options`` is allowed too.

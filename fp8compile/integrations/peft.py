@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters on FP8 layers; they merge into quantized weights, and unmerge bit for bit.
+"""PEFT's LoRA adapters on FP8 layers; adapters merge into quantized weights, and unmerge bit for bit.
 
 ```python
 import peft
@@ -62,7 +62,7 @@ class _Base:
         self.rows: list[Tensor] = [each[ROW_OF_WEIGHT].clone() for each in state]
 
     def put_back(self, layer: Any, name: str) -> None:
-        """Restore the snapshot in ``layer``, whose weight is named ``name``; the weight is the same object."""
+        """Restore the snapshot in ``layer``, and put the weight object itself, not a copy, at ``name``."""
         setattr(layer, name, self.weight)
         with torch.no_grad():
             if self.bias is not None:
@@ -248,15 +248,15 @@ class LoraLinear(_OverCodes, lora.Linear):
 
 
 class ParamWrapper(_OverCodes, lora.ParamWrapper):
-    """PEFT's LoRA layer for a stack of expert weights; PEFT recognizes it by its class name.
+    """PEFT's LoRA layer for stacked weights of experts; PEFT recognizes the layer by its class name.
 
-    PEFT's own class adds the product of A and B to the whole stack of weights in each forward. This class multiplies
-    each row by its expert's A and then B, and adds the result to the output, so that the base's codes do not change.
+    PEFT's own class adds the product of A and B to all stacked weights in each forward. This class multiplies each
+    input row by its expert's A and then B, and adds the result to the output, so that the base's codes do not change.
 
     Args:
         base_layer: The experts in FP8, or a LoRA layer over them.
         adapter_name: Name of the first adapter.
-        config: PEFT's configuration; ``target_parameters`` names the stack.
+        config: PEFT's configuration; ``target_parameters`` names the stacked weights.
         merge_to: What merging turns a quantized base weight into: ``"codes"`` or ``"values"``.
         others: Further arguments that PEFT passes to its own class.
     """
@@ -309,7 +309,7 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
     ) -> nn.Module:
         """Remove the adapters and return the experts; if ``merge`` is True, merge the adapters first.
 
-        ``safe_merge`` and ``adapter_names`` are those of `merge`.
+        ``safe_merge`` and ``adapter_names`` go to `merge`.
         """
         layer: Any = self
         found: nn.Module = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
@@ -322,13 +322,13 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
 def register(config: LoraConfig, *, merge_to: str = "codes") -> LoraConfig:
     """Configure PEFT to use this module's adapter layers for FP8 layers and experts.
 
-    Otherwise PEFT uses its own layers for a `fp8compile.Linear`; they can neither merge into codes nor compute DoRA's
-    norms from codes. PEFT does not save this setting: pass the configuration to ``PeftModel.from_pretrained`` too, as
+    PEFT's own layers can neither merge into codes nor compute DoRA's norms from codes. PEFT does not save this
+    setting: pass the configuration to ``PeftModel.from_pretrained`` too, as
     ``config=register(LoraConfig.from_pretrained(folder))``.
 
     Args:
-        config: The configuration, changed in place. ``target_modules`` names linears, ``target_parameters`` stacks of
-            experts.
+        config: The configuration, changed in place. ``target_modules`` names linears; ``target_parameters``
+            names stacked weights of experts.
         merge_to: What merging turns a quantized weight into: ``"codes"``, by quantizing the merged values with the
             same quantizers, or ``"values"``. A weight that is not quantized never becomes codes.
 

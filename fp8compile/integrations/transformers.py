@@ -72,7 +72,7 @@ def _names_in(folder: Path) -> Iterator[str]:
 
 
 def _lost_expert(model: nn.Module, report: ConversionReport, folder: Path) -> str | None:
-    """Name of the first parameter of converted experts that a checkpoint lacks; None if it lacks none.
+    """Name of the first parameter of converted experts that a checkpoint lacks; None if all are there.
 
     ``report`` lists the converted experts. A folder without safetensors files counts as complete.
     """
@@ -192,7 +192,7 @@ def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimi
 class MonitorCallback(TrainerCallback):
     """Callback that logs readings of a `fp8compile.Monitor` with the Trainer's own loggers.
 
-    Make it with the Trainer, and add it: ``trainer.add_callback(MonitorCallback(trainer, every=100))``.
+    Make the callback with the Trainer, and add it: ``trainer.add_callback(MonitorCallback(trainer, every=100))``.
 
     Args:
         trainer: The Trainer; its model must be converted already, for example by `F8Callback`.

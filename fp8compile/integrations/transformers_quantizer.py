@@ -39,7 +39,7 @@ class F8Config(QuantizationConfigMixin):
         filter: Which layers to convert: name patterns as `fp8compile.convert` takes them. By default all layers except
             output embeddings and tied weights, which transformers keeps in high precision.
         quantized_parameters: Whether weights are quantized one by one while they are loaded, and kept as codes.
-            Train them by `fp8compile.integrations.transformers.master_weights`, or freeze them.
+            Train codes by `fp8compile.integrations.transformers.master_weights`, or freeze them.
         share_outer_scale: The argument of the same name of `fp8compile.convert`.
         others: Entries that transformers adds.
 
@@ -150,7 +150,7 @@ class _Quantize(ConversionOps):
 
 
 def _layer_of(model: nn.Module, full_name: str) -> tuple[nn.Module, str, Tensor]:
-    """Find the parameter ``full_name`` of a model; returns its layer, its name in the layer, and itself."""
+    """Find the parameter ``full_name`` of a model; returns layer, name in the layer, parameter."""
     path, _, name = full_name.rpartition(".")
     layer = model.get_submodule(path)
     return layer, name, getattr(layer, name)
@@ -199,7 +199,7 @@ class F8Quantizer(HfQuantizer):
         return _Quantize()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Put a conversion for each parameter stored as codes before the model's own ``weight_conversions``."""
+        """Return a list: a conversion for each parameter stored as codes, then ``weight_conversions``."""
         if not self.pre_quantized or not self.quantization_config.quantized_parameters:
             return weight_conversions
         names = {name for each in model.modules() if is_converted(each) for name in weight_names(each)}

@@ -1,7 +1,7 @@
 """Kernel that reads each matrix once, by 128 x 128 tiles, and makes codes along rows and columns.
 
 Codes and scales have the bits of `CurrentScaling`. `tl.max` drops a NaN, so the amax is computed on the int32 bits of
-magnitudes: they have the same order as the magnitudes, and NaN is the largest.
+magnitudes. These bits have the order of the magnitudes, and NaN is the largest.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _power(byte):
 def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr, EPS: tl.constexpr):
     """Compute each block's multiplier (1 / scale) and stored scale, as `quantizers/scale_rules.py` does.
 
-    ``amax_bits`` are amaxes as int32 bits. MAX and MAX_EXPONENT describe the format, RULE the scale rule, EPS the
-    least amax.
+    ``amax_bits`` are amaxes as int32 bits. MAX and MAX_EXPONENT describe the format, RULE is the scale rule, EPS the
+    lower bound of amaxes.
     """
     amax = _float(amax_bits)
     is_finite = amax_bits < EXPONENT_MASK
@@ -282,7 +282,7 @@ def both_directions(
     """Launch `both_kernel`, which writes ``outputs`` in the layouts of `fp8compile.ops.quantize_both`.
 
     Args:
-        x: (M, K), or a stack of matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
+        x: (M, K), or stacked matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
         rows: Quantizer along rows, block (1, n), n a divisor of 128.
         columns: Quantizer along columns, block (n, 1).
         outputs: Codes and scales along rows, then codes and scales along columns.

@@ -1,11 +1,11 @@
-"""Statistics of the codes that a kernel makes, for `fp8compile.Monitor`: three for each program.
+"""Statistics of a kernel's codes, for `fp8compile.Monitor`: three numbers for each program.
 
     amax          largest magnitude, as the bits of a float32, whose order is that of magnitudes
     underflow     number of elements that are not 0 and have the code 0
     saturation    number of elements beyond the largest code by more than half a step
 
-`fp8compile.ops.counting_kernels` computes the same numbers in PyTorch. Kernels that quantize groups add to three
-numbers for each group instead. A kernel launched without ``counts_ptr`` is compiled without this code.
+`fp8compile.ops.counting_kernels` computes the same numbers in PyTorch. A kernel that quantizes groups instead adds to
+three numbers for each group. A kernel launched without ``counts_ptr`` is compiled without this code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturatio
 
 @triton.jit
 def add_counts(counts_ptr, direction: tl.constexpr, group, E, amax, underflow, saturation, is_group):
-    """Add a program's statistics to those of E groups at ``counts_ptr``, (directions, 3, E) int64.
+    """Add a program's statistics to the numbers of E groups at ``counts_ptr``, (directions, 3, E) int64.
 
     ``group`` has indices of groups, masked by ``is_group``; ``direction`` is 0 (rows) or 1 (columns). Amaxes combine
     by maximum.

@@ -93,10 +93,10 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """Find the group of each of UNITS runs of ALIGN columns of transposed codes, from ``first`` on.
+    """Find the groups of UNITS runs of ALIGN columns of transposed codes; run 0 starts at ``first``.
 
-    Returns for each run its group (E after the last one), the row of x for its first column, and the row where the
-    group ends.
+    Returns for each run its group (E after the last group), the row of x for the run's first column, and the row where
+    the group ends.
     """
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
@@ -127,8 +127,8 @@ def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
 def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
     """Transpose a tile of codes, with 0 where ``is_token`` is False, even if a multiplier is NaN.
 
-    ``first`` is the tile's first column and ``k`` its rows in the result, (K, C). Returns the indices of rows and of
-    columns, the transposed tile, and the mask with which it is stored.
+    ``first`` is the tile's first column in the result, (K, C), and ``k`` are the tile's rows in the result. Returns
+    the indices of rows and of columns, the transposed tile, and the mask with which it is stored.
     """
     at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
     return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
@@ -139,7 +139,7 @@ def _count_units(
     counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
     UNITS: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Add the statistics (amax, underflows, saturations) of a tile of codes to those of its groups.
+    """Add a tile's statistics (amax, underflows, saturations) to the statistics of the tile's groups.
 
     The tile has UNITS runs of columns; ``group`` has each run's group, E for none. ``magnitude`` has the values'
     magnitudes as int32 bits, ``scale`` a float32 scale for each code; only elements under ``is_token`` count.

@@ -101,7 +101,7 @@ def groups_both_directions(
     ``x`` is (R, K). The outputs, contiguous, are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K,
     C) and scales (C / n, K) along tokens; C, the number of tokens after padding, is ``length``. Blocks are (1, n) and
     (n, 1), n a divisor of 128. Groups begin at multiples of ``align`` columns, a divisor of 128 and a multiple of n.
-    With ``counts``, a fifth output receives the groups' statistics (`fp8compile.ops.counting_kernels`); it must be
+    With ``counts``, a fifth output receives the groups' statistics (`fp8compile.ops.counting_kernels`), which must be
     zeros before the launch.
     """
     (size, k), groups = x.shape, offsets.shape[0]

@@ -30,7 +30,7 @@ def _counts_of_rows(
     x, codes,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Count the underflows and the saturations in each column of some rows; two int32 (1, columns).
+    """Returns the underflows and the saturations in each column of some rows, two int32 (1, columns).
 
     ``codes`` are the codes of the values ``x``; constants R_* describe the quantizer.
     """
@@ -50,7 +50,7 @@ def group_rows_kernel(
 ):  # fmt: skip
     """Quantize ROWS whole rows of ``x``, (R, K), and update the amax of each column of each of E groups.
 
-    Rows after the last group are in no amax. Rows go in batches of BATCH; WIDTH is K rounded up to a power of two.
+    Rows after the last group are in no amax. Each batch has BATCH rows; WIDTH is K rounded up to a power of two.
     """
     k = tl.arange(0, WIDTH)[None, :]
     first = tl.program_id(0) * ROWS
@@ -103,7 +103,7 @@ def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, *, cou
 
     The outputs, contiguous, are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group,
     (E, K) float32, zeros before the launch. With ``counts``, a fourth output receives the groups' statistics
-    (`fp8compile.ops.counting_kernels`); it is also zeros before the launch.
+    (`fp8compile.ops.counting_kernels`); also zeros before the launch.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     rows = triton.cdiv(size, PROGRAMS)

@@ -68,7 +68,7 @@ def _tiles(size, e, E):
 def _group_of(offsets_ptr, tile, E):
     """Find which of E groups a tile of 128 columns of transposed codes is in; E after the last group.
 
-    Returns the group, the group's first tile and first row, and the number of groups before it without tokens.
+    Returns the group, the group's first tile and first row, and how many earlier groups have no tokens.
     """
     group, first, start, empty, tiles = 0, 0, 0, 0, 0
     for first_e in range(0, E, SEARCHED):
@@ -113,8 +113,8 @@ def amaxes_kernel(
 ):  # fmt: skip
     """Update the two amaxes of one whole group with one tile of ``x``, (R, K), atomically.
 
-    Amaxes, (2, E) for E groups, are those of values (HAS_ROWS) and of Hadamard sums along tokens (HAS_COLUMNS). The
-    tile has GROUPS * 16 tokens and COLUMNS columns. C_NEGATIVE has the sums' signs.
+    For E groups, amaxes are (2, E): of values if HAS_ROWS, and of Hadamard sums along tokens if HAS_COLUMNS. The tile
+    has GROUPS * 16 tokens and COLUMNS columns. C_NEGATIVE has the sums' signs.
     """
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
@@ -156,8 +156,8 @@ def _along_tokens(
 ):  # fmt: skip
     """Quantize a tile in blocks of sixteen tokens of one feature; store codes and scales transposed.
 
-    ``xs`` and ``outer`` come from `_sixteen` and `_outer`; ``column`` and ``tile`` are the tile's place among C
-    columns, ``first`` and ``size`` its group's first tile and tokens. Blocks without ``is_block`` are padding, 0.
+    ``xs`` and ``outer`` come from `_sixteen` and `_outer`; ``column`` and ``tile`` locate the tile among C columns;
+    the tile's group begins at tile ``first`` and has ``size`` tokens. Blocks without ``is_block`` are padding, 0.
     Constants are those of `codes_kernel`. Returns codes and scales.
     """
     BLOCKS: tl.constexpr = TILE // SIXTEEN
@@ -183,11 +183,11 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows ``m`` in blocks of 16 along rows, and store codes and scales; 0 without ``is_group``.
+    """Quantize rows ``m`` in blocks of 16 along rows; store codes and scales, zeros without ``is_group``.
 
-    ``outer`` comes from `_outer`; ``inside`` has the rows' positions in the group, which ends at row ``end``,
-    ``scale_row`` the rows of their scales. Constants are those of `codes_kernel`. Returns the values of each block,
-    its codes and its scale.
+    ``outer`` comes from `_outer`; ``inside`` has the rows' positions in the group, which ends at row ``end``;
+    ``scale_row`` has the position of each row's scales. Constants are those of `codes_kernel`. Returns the values of
+    each block, its codes and its scale.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
@@ -271,13 +271,13 @@ def codes_kernel(
 
 
 def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """Compile-time constants of `amaxes_kernel`; a quantizer that is None leaves out its amaxes."""
+    """Compile-time constants of `amaxes_kernel`, without amaxes for a quantizer that is None."""
     chosen = code_constants(rows, columns, target)
     return {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
 
 
 def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """Compile-time constants of `codes_kernel`; a quantizer that is None leaves out its codes."""
+    """Compile-time constants of `codes_kernel`, without codes for a quantizer that is None."""
     first, second = rows or columns, columns or rows
     assert first is not None, "rows, columns or both have a quantizer"
     assert second is not None, "rows, columns or both have a quantizer"
@@ -310,7 +310,7 @@ def amaxes_of_groups(
     """Returns the launch of `amaxes_kernel`, which computes the amaxes of E whole groups of rows.
 
     Call the launch with ``x`` (no size 0), ``offsets`` and the result, (2, E) float32, which must be zeros before the
-    launch. Its rows are the amaxes for codes along rows and along tokens; a quantizer that is None leaves out its row.
+    launch. Row 0 is for codes along rows, row 1 for codes along tokens; without a quantizer the row stays zeros.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     chosen = amax_constants(rows, columns, target_of(x.device))
@@ -328,8 +328,8 @@ def codes_of_groups(
 ) -> None:
     """Launch `codes_kernel`, which writes codes, scales in tiles and outer scales of E groups of rows.
 
-    ``offsets`` are the ends of the groups of ``x``; ``amaxes``, (2, E), are those of whole groups for codes along rows
-    and along tokens. Nothing is written for a quantizer that is None. ``outputs`` are those of
+    ``offsets`` are the ends of the groups of ``x``; ``amaxes``, (2, E), is the result of `amaxes_kernel`. Nothing is
+    written for a quantizer that is None. ``outputs`` receive the results of
     `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64. The groups' statistics are added to
     ``counts``, see `fp8compile.ops.counting_kernels`; None to compute none.
     """

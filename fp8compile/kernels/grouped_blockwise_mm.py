@@ -49,8 +49,8 @@ def _summed(
         TILE: Rows and columns of a block.
         IS_EVEN: Whether ``length`` is a multiple of TILE; if not, the last block is masked.
         HAS_TILES: Whether ``b`` has one scale for all columns of a block; ``b_scale_at`` is then one pointer.
-        IS_WHOLE: Whether scales hold for the whole summed dim. They are then applied once, after the sum; without
-            elements the tile is 0, even if a scale is NaN or infinite.
+        IS_WHOLE: Whether scales hold for the whole summed dim. If so, scales are applied once, after the sum, and a
+            sum of no elements is 0 whatever the scales.
     """
     total = tl.zeros((TILE, TILE), tl.float32)
     k = tl.arange(0, TILE)
@@ -157,7 +157,7 @@ def tokens_kernel(
 
 
 def stages(target: Target) -> int:
-    """Number of blocks of codes in shared memory at a time: 3 for 99 KiB of shared memory, at most 4."""
+    """Number of pipeline stages, each a block of codes in shared memory: 3 fit into 99 KiB; at most 4."""
     return min(4, target.shared_memory // STAGE_BYTES)
 
 

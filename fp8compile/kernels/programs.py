@@ -32,7 +32,7 @@ def rows_of_program(shape: Sequence[int]) -> int:
 
 
 def tile_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Launch grid of a kernel whose programs each take a 128 x 128 tile of a matrix or of a stack."""
+    """Launch grid of a kernel whose programs each take a 128 x 128 tile of one or more matrices."""
     *matrices, m, k = shape
     return (-(-m // TILE), -(-k // TILE), *matrices)
 

@@ -124,9 +124,9 @@ def _scales(amax, outer, IS_TE: tl.constexpr):
 
 @triton.jit
 def _outer(outer_amax, IS_TE: tl.constexpr):
-    """Compute the pair of numbers that `_scales` takes as ``outer``, from the whole tensor's amax.
+    """Compute the two numbers that `_scales` takes as ``outer``, from the whole tensor's amax.
 
-    IS_TE chooses TransformerEngine's rule, otherwise torchao's.
+    TransformerEngine's rule (IS_TE): a factor of blocks' amaxes, the outer scale; torchao's: outer scale, inverted.
     """
     outer_scale = _outer_scale(outer_amax, IS_TE)
     if IS_TE:
@@ -174,9 +174,9 @@ def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
 
 @triton.jit
 def _to_a_neighbour(values, noise):
-    """Round each value to the e2m1 number below or above: away from 0 if ``noise`` is below its fraction.
+    """Round each value to the e2m1 number above or below it, as ``noise`` in [0, 1) decides.
 
-    The noise is in [0, 1); `formats.py` rounds in the same way.
+    The magnitude is rounded up if the noise is below the fraction of a step that is left over, as in `formats.py`.
     """
     saturated = tl.clamp(values, -LARGEST_CODE, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
     field = (_bits(saturated) & EXPONENT_MASK) >> MANTISSA_BITS

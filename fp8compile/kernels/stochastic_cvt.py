@@ -33,7 +33,7 @@ def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
 
 @triton.jit
 def _four_codes(a, b, c, d, word):
-    """Round four float32 values to codes in one int32, ``a`` lowest; NaN gets the largest code.
+    """Round four float32 values to codes in one int32, ``a`` in the low bits; NaN gets the largest code.
 
     ``word`` is a 32-bit hash, 8 bits of noise for each value.
     """

@@ -72,14 +72,14 @@ class DimSharding:
         return replace(self, group=self.group.group_name)  # type: ignore[union-attr]  # cuts that travel have one
 
     def matches(self, other: DimSharding | None) -> bool:
-        """Whether ``other`` has the same shard sizes, possibly of another tensor; False if it is None."""
+        """Whether ``other`` has the same shard sizes, possibly of another tensor; False for None."""
         return other is not None and self.sizes == other.sizes
 
 
 def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
     """Sizes of the shards that DTensor and FSDP2 make of a dim of ``total`` elements, by rank.
 
-    They are full ones, then at most one smaller, then empty ones.
+    Full shards come first, then at most one smaller shard, then empty shards.
     """
     if total % ranks == 0:
         return (total // ranks,) * ranks
@@ -95,8 +95,8 @@ ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, or of each matrix of a sta
 class AxisBlocks:
     """Position of a rank's rows, or of its columns, among the scale blocks of the whole matrix.
 
-    In a stack this holds for each matrix. Methods take as ``dim`` the side that this object describes: ``ROWS`` or
-    ``COLUMNS``.
+    If matrices are stacked, the position holds for each matrix. The argument ``dim`` of methods is the described side:
+    ``ROWS`` or ``COLUMNS``.
     """
 
     kind: str  # ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them
@@ -107,17 +107,17 @@ class AxisBlocks:
 
     @property
     def length(self) -> int:
-        """Number of this rank's rows, or of its columns, whichever this object describes."""
+        """Number of this rank's rows or columns, whichever this object describes."""
         return math.prod([length for _, length, _ in self.sizes])
 
     @property
     def total(self) -> int:
-        """Number of the whole tensor's rows, or of its columns, whichever this object describes."""
+        """Number of the whole tensor's rows or columns, whichever this object describes."""
         return math.prod([total for _, _, total in self.sizes])
 
     @property
     def first(self) -> int | None:
-        """Index of this rank's first row or column in the whole tensor; None if they are not contiguous there."""
+        """First of this rank's row or column indices in the whole tensor; None if they are not consecutive."""
         run, first, inner = True, 0, 1
         for start, length, total in reversed(self.sizes):
             if not run and length != 1:
@@ -254,9 +254,9 @@ _known = lru_cache(maxsize=1024)(_axis_blocks)  # cached, because an eager call 
 
 
 def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0) -> tuple[bool, bool]:
-    """Whether shards end inside of blocks: an answer for rows and one for columns.
+    """Whether shards end inside of blocks, (along rows, along columns).
 
-    Arguments are those of `axis_blocks`.
+    Arguments are the same as for `axis_blocks`.
     """
     if not any(cuts):
         return False, False

@@ -17,7 +17,7 @@ DIMS = {"rows": -1, "columns": -2}  # the dim whose neighbours share a byte, in 
 
 
 def packed_dim(quantizer: Quantizer) -> int | None:
-    """The dim, -1 or -2, along which two neighbouring codes share a byte; None if each has its own byte."""
+    """The dim, -1 or -2, along which two neighbouring codes share a byte; None with one code per byte."""
     return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
 
 
@@ -37,9 +37,9 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Unpack codes of a matrix or stack to one per byte; also returns the quantizer that makes such codes.
+    """Unpack codes of a matrix, or of a stack of matrices, to one per byte; also returns the quantizer.
 
-    ``quantizer`` made the packed codes; without packing both arguments are returned.
+    ``quantizer`` made the packed codes; the returned one makes unpacked codes. Without packing nothing changes.
     """
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
@@ -47,7 +47,7 @@ def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
 
 
 def two_a_byte(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Pack codes, one per byte, as ``quantizer`` stores them; returns them unchanged if it does not pack."""
+    """Pack codes, one per byte, as ``quantizer`` stores codes; without packing, returns ``codes``."""
     return codes if (dim := packed_dim(quantizer)) is None else pack(codes, dim)
 
 
@@ -60,9 +60,9 @@ def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
 
 @cache
 def with_a_code_a_byte(recipe: Recipe) -> Recipe:
-    """The recipe with one code per byte, for ops whose shards may end inside of a packed byte.
+    """A copy of the recipe with one code per byte, for ops whose shards may end inside of a byte.
 
-    Quantizers with an outer scale stay as they are.
+    Quantizers with an outer scale do not change.
     """
     slots = {slot: getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)}
     packs = {slot: each for slot, each in slots.items() if each is not None and not each.has_outer_scale()}

@@ -19,7 +19,7 @@ __all__ = ["STACK", "WHOLE", "Plain", "Quantized", "TensorLayout", "as_operand"]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How an operand is divided into matrices (of a stack), into groups of rows, and over ranks."""
+    """How an operand is divided: into stacked matrices, into groups of rows (tokens), and over ranks."""
 
     # An entry for each group of ranks, with the same groups in the same order for all tensors of a layer. An entry is
     # None if the group's ranks have the same elements. Empty if nothing is spread over ranks.
@@ -61,7 +61,7 @@ class Plain:
         return tuple(shape)
 
     def with_cuts(self, cuts: Sharding) -> Plain:
-        """The same elements with a layout that has these ``cuts``."""
+        """Return an operand that shares the tensor, with ``cuts`` as the sharding in its layout."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
@@ -69,23 +69,23 @@ class Plain:
 class Quantized:
     """A quantized operand of a GEMM: codes and scales, the quantizer that made them, and their layout.
 
-    If the tensor is sharded, the fields are those of this rank's shard. E is the number of matrices of a stack, or of
-    groups of rows (the tokens of each expert).
+    If the tensor is sharded, the fields are those of this rank's shard. E is the number of stacked matrices (weights
+    of experts), or of groups of rows (tokens of experts).
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
             with blocks along the tokens of groups are (features, C), with C tokens after each group is padded
             (`fp8compile.ops.groups.padding`).
-        scale: Grid of the quantizer's blocks, with one more dim for a stack. It is 1-D if it was written in tiles
-            (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups it is (C /
+        scale: Grid of the quantizer's blocks, with one more dim for a stack. The grid is 1-D if written in tiles
+            (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups: (C /
             block, features), or (E, features) or (E, 1) if each group is one block.
         quantizer: Quantizer of one matrix, or of one group's rows; its block counts rows and columns of ``codes``.
         outer_scale: Second level of scales, float32: (1,) for a matrix, (E,) for a stack or for groups; None if the
             quantizer has one level.
         layout: How the operand is divided into matrices, groups of rows and shards.
-        has_scales_of_whole: (rows, columns): whether ``scale`` has the whole tensor's grid along that side, because
-            shards end inside of blocks there.
-        counts: Statistics (amax, underflows, saturations) of a kernel that was asked for them: (3, programs) int32, or
+        has_scales_of_whole: (rows, columns): for each side, whether ``scale`` has the whole tensor's grid, because
+            shards end inside of blocks along this side.
+        counts: Statistics (amax, underflows, saturations) of a kernel that counts: (3, programs) int32, or
             (3, E) int64 for groups; see `fp8compile.ops.counting_kernels`. Else None.
     """
 
@@ -99,7 +99,7 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The block scales, and then the outer scale if there is one."""
+        """The block scales, and then the outer scale, if any."""
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
@@ -119,14 +119,14 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values; it differs from that of ``codes`` if codes are packed."""
+        """Shape of the values; differs from the shape of ``codes`` if codes are packed."""
         codes, batch = self.codes.shape, self.layout.batch
         if is_own(type(self.quantizer)) and not batch:  # type: ignore[arg-type]  # classes are hashable
             return self.quantizer.values_shape(codes)
         return (*codes[:batch], *shape_said(self.quantizer, "values_shape", codes[batch:]))
 
     def grid(self) -> Tensor:
-        """The block scales of a matrix as a 2-D grid; undoes the tiled layout, if they are stored in it."""
+        """The block scales of a matrix as a 2-D grid; undoes a tiled layout."""
         if self.scale.ndim == 2:
             return self.scale
         rows, columns = self.shape
@@ -156,9 +156,9 @@ class Quantized:
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
-        """A copy with other codes; ``scale``, if None, and the outer scale are aliases of this operand's.
+        """A copy with other codes, and other scales if ``scale`` is given; ``others`` replace further fields.
 
-        ``others`` are further fields to replace.
+        Scales that are not replaced are aliases of this operand's scales.
         """
         alias = torch.ops.aten.alias.default
         scale = alias(self.scale) if scale is None else scale
@@ -171,12 +171,12 @@ class Quantized:
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """The same codes and scales with a layout that has these ``cuts``."""
+        """Return an operand that shares codes and scales, with ``cuts`` as the sharding in its layout."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
-    """Turn a shard into an operand that a GEMM takes: a matrix or a stack that is not sharded.
+    """Turn a shard into an operand that a GEMM takes: a matrix or stacked matrices, not sharded.
 
     If shards end inside of blocks, the codes are padded with zeros in front, to begin at a block boundary.
 

@@ -1,4 +1,4 @@
-"""Shapes of the codes and scales of a weight: one matrix, or a stack of E separately quantized ones.
+"""Shapes of codes and scales of a weight: a matrix, or E stacked matrices (experts).
 
 weight       codes                      scale                        outer scale (two levels only)
 (N, K)       quantizer.codes_shape      quantizer.scale_shape        (1,)
@@ -20,7 +20,7 @@ def codes_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
 
 
 def values_shape(codes: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
-    """Shape of the weight whose codes have the shape ``codes``; differs from it if codes are packed."""
+    """Shape of a weight with codes of the shape ``codes``; the two differ if codes are packed."""
     return (*codes[:-2], *quantizer.values_shape(codes[-2:]))
 
 

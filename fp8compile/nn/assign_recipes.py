@@ -62,7 +62,7 @@ def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigne
 
 
 def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
-    """Make a function that takes a layer and its names, and returns its recipe; None is high precision.
+    """Make a function that maps a layer and the layer's names to a recipe; None means high precision.
 
     ``recipe`` is the argument of `convert`; ``fqns`` are the names of the model's layers. Each pattern in ``recipe``
     must match at least one of these names.
@@ -77,10 +77,7 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return a model's blocks: the entries of the ``ModuleList`` or ``Sequential`` that has most layers.
-
-    Empty if the model has none.
-    """
+    """Return the entries of the ``ModuleList`` or ``Sequential`` with the most layers; [] without any."""
 
     def count(module: nn.Module) -> int:
         return sum(map(is_layer, module.modules()))
@@ -92,10 +89,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Recipe | None) -> Recipes:
-    """Extend ``recipe`` so that a model's last blocks, and all layers after them, get ``tail_recipe``.
+    """Return ``recipe`` extended: the last blocks and all layers after them get ``tail_recipe``.
 
-    ``share`` is the share of all blocks that get it, rounded up to whole blocks; 0 returns ``recipe`` unchanged. None
-    as ``tail_recipe`` leaves these layers in high precision.
+    ``share`` is the share of all blocks that get ``tail_recipe``, rounded up to whole blocks; 0 returns ``recipe``
+    unchanged. ``tail_recipe=None`` leaves these layers in high precision.
     """
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"convert: tail is {share!r}; it is the share of the last blocks, a number from 0 to 1.")
@@ -120,7 +117,7 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
 
 
 def ends(model: nn.Module, count: int) -> set[nn.Module]:
-    """Return the layers in the first and last ``count`` blocks, and those before and after all blocks.
+    """Return the layers in the first and last ``count`` blocks, and all layers outside of blocks.
 
     If the model has no blocks, each layer counts as a block.
     """

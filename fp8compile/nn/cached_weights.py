@@ -3,7 +3,7 @@
 eager      the first forward after a change of the weight makes the codes
 compiled   tracing makes the first codes, and the end of `optimizer.step` all later ones
 
-If something else writes to a weight, compiled code runs another graph, which makes codes itself, until the next step.
+After any other write to a weight, until the next step, compiled code runs a second graph that quantizes the weight.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class KeepsCodes(Module):
     _caches_weights = False  # as the recipe says, of which PyTorch 2.11 traces no attribute
 
     def _set_caching(self, recipe: Recipe) -> None:
-        """Store whether the recipe has ``cache_weights``; raise a ValueError if it has and this layer can't."""
+        """Store ``recipe.cache_weights``; raise a ValueError if it is True and this layer can't keep codes."""
         check_caches(recipe, self)
         self._caches_weights = recipe.cache_weights
 
@@ -73,7 +73,7 @@ class KeepsCodes(Module):
     def step_codes(self, name: str, *, is_turned: bool = False) -> Sets | None:
         """Return the codes of a weight that are kept for this step, for the output and for grad_input.
 
-        None if no codes are kept, so that the GEMM's op quantizes the weight, or if the weight itself is codes.
+        None if no codes are kept (the GEMM's op then quantizes the weight), or if the weight is a QuantizedTensor.
 
         Args:
             name: The name of the parameter.
@@ -119,9 +119,9 @@ class KeepsCodes(Module):
                 forget_codes(weight)
 
     def check_gathered_as_codes(self, weight: Tensor) -> None:
-        """Raise a ValueError if codes of weights are to be kept, and ``weight`` is values.
+        """Raise a ValueError if the recipe has ``cache_weights`` and ``weight`` holds values, not codes.
 
-        For layers whose method gets weights without the parameter's name, by which kept codes would be found.
+        A layer calls this if its method gets weights without their names, by which kept codes are found.
         """
         if self._caches_weights and not has_codes(_compat.local_itself(weight)):
             raise ValueError(

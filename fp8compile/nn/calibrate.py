@@ -21,7 +21,7 @@ __all__ = ["calibrate", "set_row"]
 
 
 def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
-    """Return the DelayedScaling whose codes are those of ``quantizer`` if the stored scale is the same.
+    """Return the DelayedScaling that makes the same codes as ``quantizer`` from an equal scale.
 
     None if there is no such DelayedScaling.
     """
@@ -33,9 +33,9 @@ def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
 
 
 def _static(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with DelayedScaling, which stores scales, for input and weight.
+    """Return a copy of the recipe whose input and weight have DelayedScaling, which stores scales.
 
-    None if one of the two can't have a stored scale.
+    None if the input or the weight can't have a stored scale.
     """
     if recipe.dequantized_output or recipe.dequantized_gradients:
         return None  # these read codes by current scaling
@@ -105,11 +105,11 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
 
     A layer whose recipe has one scale for the whole input and one for the whole weight gets delayed scaling. Its
     multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. A forward
-    does not change them. A later backward does, because training goes on with delayed scaling. Experts, and layers
-    with scales of blocks, stay as they are.
+    does not change the multipliers; a later backward does, as in training with delayed scaling. Experts, and layers
+    with scales of blocks, are not changed.
 
     Call `freeze_weights` after this to replace the weights by codes. ``fp8compile.export.save_pretrained`` writes the
-    static scales, if the format has them.
+    static scales, if the checkpoint format has static scales.
 
     Args:
         model: A converted model, not compiled and not spread over ranks.
@@ -121,8 +121,8 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     Raises:
         TypeError: The model is not a module.
         ValueError: The model is compiled, no layer has one scale per tensor, a layer's weight is quantized already or
-            spread over ranks, or ``run`` did not call a layer, or gave it inputs whose amax is 0, infinite or NaN.
-            Nothing is changed then.
+            spread over ranks, ``run`` did not call a layer, or a layer's inputs have an amax of 0, infinity or NaN.
+            The model is unchanged then.
     """
     check_model("calibrate", model)
     names = {module: name or "the model" for name, module in model.named_modules()}

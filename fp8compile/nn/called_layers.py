@@ -19,7 +19,7 @@ __all__ = ["called_layers"]
 
 @contextmanager
 def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
-    """Context that adds ``layer`` to ``called`` if the layer's method that multiplies is called inside.
+    """Context that adds ``layer`` to ``called`` if the layer's GEMMs run inside the context.
 
     Calls that bypass ``__call__`` count too.
     """
@@ -41,7 +41,7 @@ def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
 
 
 def called_layers(model: nn.Module, forward: Callable[[], object]) -> tuple[set[nn.Module], Uses]:
-    """Run a forward; return the converted layers that it calls, and how it used parameters elsewhere.
+    """Run a forward; return the converted layers that it calls, and its other uses of parameters.
 
     A module of experts counts as called if its FP8 GEMMs run. `Uses` has the parameters that operators in high
     precision read. The forward runs in eager mode, because calls inside a compiled graph can't be recorded.

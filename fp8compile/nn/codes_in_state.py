@@ -44,10 +44,10 @@ def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], 
 
 
 def _part(weight: Any, part: str, index: int) -> Tensor | None:
-    """Return the codes, scale or outer scale of a quantized parameter, as ``part`` names it, or None.
+    """Return one part of a quantized parameter; None if the parameter has no such part.
 
-    ``index`` is 0 for the output's codes and 1 for grad_input's. For a DTensor the result is a DTensor too, except
-    scales that are the same on all ranks.
+    ``part`` is as in `_over_ranks`; ``index`` is 0 for the output's codes and 1 for grad_input's. For a DTensor the
+    result is a DTensor too, except scales that are the same on all ranks.
     """
     sets = local_itself(weight).sets()
     local = getattr(sets[index], part) if index < len(sets) else None
@@ -78,8 +78,7 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
 class PartOfCodes:
     """Descriptor that gives a module an attribute for a state dict's entry, such as ``weight_codes``.
 
-    PyTorch's checkpoints read each key of a state dict with ``getattr``. A ``__getattr__`` would serve too, but
-    compiled code would trace it for each parameter.
+    PyTorch's checkpoints read each key of a state dict with ``getattr``.
     """
 
     def __init__(self, parameter: str, part: str, index: int) -> None:
@@ -100,7 +99,7 @@ class PartOfCodes:
 def reach_codes(cls: type[CodesInState], parameter: str) -> None:
     """Give a module class attributes such as ``weight_codes`` for the parameter named ``parameter``.
 
-    They are the state dict's keys if the parameter is quantized, and checkpoints read the keys by ``getattr``.
+    These names are keys in the state dict of a quantized parameter, which checkpoints read by ``getattr``.
     """
     for index, end in enumerate(ENDS):
         for part in PARTS:

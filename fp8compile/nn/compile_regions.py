@@ -1,8 +1,8 @@
 """compile: compile a model as one graph, in which repeated blocks are compiled once.
 
-Dynamo inlines blocks by default, so 32 equal blocks take 32 times as long to compile as one. If a block's forward is a
-region (`torch.compiler.nested_compile_region`), it is traced and compiled once, and the graph calls it. Code is fused
-only within a block. A region can't return a tensor that it was given, so outputs that are inputs bypass it.
+Dynamo inlines blocks by default, so 32 equal blocks take 32 times as long as one. A block whose forward is a
+separately compiled region (`torch.compiler.nested_compile_region`) is compiled once, and the graph calls the compiled
+code. Code is fused only within a block. A region can't return its inputs; outputs that are inputs bypass the region.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ def compile(
 ) -> Model:
     """Compile a model as one graph, and each kind of repeated block once.
 
-    The blocks' forwards become regions, in place: each block's class is replaced by a subclass of the same name.
-    Parameters, state dict, hooks, copies, pickles and results in eager mode stay the same.
+    The blocks' forwards become regions, which are compiled separately. Each block's class is replaced in place by a
+    subclass of the same name. Parameters, state dict, hooks, copies, pickles and results in eager mode stay the same.
 
     Args:
         model: Any module, whether `convert` has converted it or not.
         blocks: Modules of the model that are alike, such as ``model.model.layers``; no block contains another one.
-            ``()`` for no blocks, which is plain ``torch.compile``. By default the blocks of `repeated_blocks`.
+            ``()``, for no blocks, is plain ``torch.compile``. By default the blocks of `repeated_blocks`.
         fullgraph: Passed to ``torch.compile``, whose own default is False.
         saved: Which tensors the forward saves as codes for the backward, inside of blocks too; None for none.
-        **options: Other options of ``torch.compile``. With ``dynamic=True`` sizes vary, but a new value of a float,
-            such as a module's attribute, compiles another graph, because PyTorch's regions take no float that varies.
+        **options: Other options of ``torch.compile``. With ``dynamic=True`` sizes may vary, but a new value of a
+            float, such as a module's attribute, compiles another graph.
 
     Returns:
         The module that ``torch.compile`` returns. It has the model's attributes, and its type is the model's.
 
     Raises:
         TypeError: The model or a block is not a module, or ``saved`` is no `SavedAsCodes`.
-        ValueError: A block is not a part of the model, is inside another block, or can't be a region: its forward is
-            set on the instance, or PyTorch does not accept its parameters as arguments of a region. Or ``saved`` is
-            given, and the backend is not Inductor or the options have a partitioner.
+        ValueError: A block is not a part of the model, is inside another block, or can't be compiled separately: its
+            forward is set on the instance, or PyTorch does not accept its parameters as arguments. Or ``saved`` is
+            given with another backend than Inductor, or with options that have a partitioner.
 
     Warns:
-        UserWarning: Some repeated blocks can't be regions, and are inlined.
+        UserWarning: Some repeated blocks can't be compiled separately, and are inlined.
     """
     check_model("compile", model)
     if saved is not None:
@@ -79,7 +79,7 @@ def compile(
 
 
 def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str, Any]:
-    """Add a partitioner to options of ``torch.compile``; Inductor then saves tensors as ``saved`` says.
+    """Return options of ``torch.compile`` with a partitioner that saves tensors as ``saved`` says.
 
     Raises a ValueError if the backend is not Inductor, or if the options have a partitioner already.
     """
@@ -108,7 +108,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of a model, by name.
 
     A repeated block is a module with children, in a ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has
-    another module of the same class. If such blocks are nested, only the outermost ones count.
+    another module of the same class. If such blocks are nested, only the outermost blocks count.
 
     Args:
         model: Any module.
@@ -130,7 +130,7 @@ def _outermost_repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, n
 
 
 def _found(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks that can be regions; warn about those that can't."""
+    """Return the repeated blocks that can be compiled separately; warn about the other repeated blocks."""
     blocks = repeated_blocks(model)
     reasons = {name: reason for name, block in blocks.items() if (reason := _why_no_region(block)) is not None}
     if reasons:
@@ -144,7 +144,7 @@ def _found(model: nn.Module) -> list[nn.Module]:
 
 
 def _why_no_region(block: nn.Module) -> str | None:
-    """Return why a block can't be a region, as the end of a sentence that begins "block 'name'", or None."""
+    """Return why a block can't be compiled separately, to follow "block 'name'"; None if it can."""
     if "forward" in vars(block):
         return "has a forward of its own instance, which stands before that of its class"
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())
@@ -176,7 +176,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 class _Region(MadeClass, nn.Module):
-    """Base of the classes that `_region_class` makes; their forward runs the user's forward as a region."""
+    """Base of the classes that `_region_class` makes; a forward runs as a separately compiled region."""
 
 
 @cache
@@ -186,9 +186,9 @@ def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
 
 
 def _as_region(forward: Callable[..., Any], often: int) -> Callable[..., Any]:
-    """Wrap a block's forward so that compiled code runs it as a region that returns only new tensors.
+    """Wrap a forward so that it is compiled separately, as a region that returns only new tensors.
 
-    ``often`` is the number of blocks with this forward, for each of which one compiled version is allowed.
+    ``often`` is the number of blocks with this forward; for each block one compiled version is allowed.
     """
 
     def body(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[list[Any], list[int | None], Any]:

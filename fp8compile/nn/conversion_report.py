@@ -45,15 +45,15 @@ class ConversionRow:
         converted: Whether the layer is in FP8.
         reason: The reason why the layer is not in FP8; empty if it is.
         recipe: The layer's recipe; None if it is not in FP8.
-        in_features: Columns of the matrix; for experts, of their first matrix. For a stack outside of known experts,
-            the last dim.
-        out_features: Rows of the same matrix. For a stack outside of known experts, the dim before the last.
+        in_features: Columns of the matrix; for experts, columns of their first matrix. For a 3-D weight of experts
+            that ``convert`` doesn't know, the last dim.
+        out_features: Rows of the same matrix. For such a 3-D weight, the dim before the last.
         experts: Number of experts; 0 for a linear.
-        matrices: (out_features, in_features) of each matrix by which a row is multiplied; for experts, those of one
-            expert.
+        matrices: (out_features, in_features) of each matrix by which a row is multiplied; for experts, the matrices of
+            one expert.
         gathered: What FSDP2 gathers for the weight: ``"codes"``, or ``"param_dtype: "`` and the reason. Empty before
             ``fp8compile.parallel.fsdp_float8_all_gather`` was called.
-        sharded: Whether ``fully_shard`` was called for the layer. If not, ``gathered`` tells what it will gather.
+        sharded: Whether ``fully_shard`` was called for the layer. If not, ``gathered`` tells what FSDP2 will gather.
         quantized_weight: Whether the weight is kept as codes, by ``quantized_parameters=True`` of
             ``fp8compile.convert``.
         past_forward: The method that multiplies a converted layer's weight without calling the layer, so that the
@@ -90,8 +90,7 @@ class ConversionRow:
     def _gathered_cell(self) -> Cell:
         """Return the table's cell that says what FSDP2 gathers.
 
-        Before ``fully_shard``, it says that the layer is not sharded yet, and why values will be gathered, if they
-        will.
+        Before ``fully_shard``, the cell says that the layer is not sharded yet and, if values will be gathered, why.
         """
         if self.sharded or not self.gathered:
             kind, *why = re.split("; |: ", self.gathered, maxsplit=1)
@@ -174,7 +173,7 @@ NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
-    """Return why a matrix that other code multiplies can't be converted; None for other parameters.
+    """Return why a matrix that other code multiplies can't be converted; None if it is no such matrix.
 
     ``kind`` is how forwards used the parameter ``name`` of ``module``. If no forward has shown this (None or
     `Kind.HANDED`), the name and the number of dims decide.
@@ -195,7 +194,7 @@ def _weight_rows(
     """Make rows for matrices of a module that are multiplied outside of layers, such as attention's.
 
     ``fqn`` is the module's name, ``uses`` is how forwards used parameters, and ``is_router`` whether the module is
-    part of a router. ``own`` has the weights of layers, as pairs of a module and a name in it; they get no row here.
+    part of a router. ``own`` has the weights of layers as (module, parameter name); these weights get no row here.
     """
     rows = []
     for name, parameter in module.named_parameters(recurse=False):
@@ -225,8 +224,8 @@ def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None 
     The report has each ``nn.Linear`` and each module of experts that ``convert`` knows. It also has matrices that a
     forward has multiplied outside of these modules, such as weights of other experts, routers, ``Conv1D`` and
     ``nn.MultiheadAttention``, or an embedding that is the head too. The forward is the first one after ``convert``, or
-    the given ``forward``. If none has run, the report lists 3-D parameters, and 2-D ones with "weight" in their name,
-    unless they belong to an embedding or a convolution.
+    the given ``forward``. If no forward has run, the report lists 3-D parameters, and 2-D parameters with "weight" in
+    their name, but none of embeddings and convolutions.
 
     A converted layer runs in FP8 only if the model calls it, which a forward shows::
 

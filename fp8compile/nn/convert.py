@@ -50,7 +50,7 @@ def _check_not_compiled(model: nn.Module) -> None:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """Whether the module is a graph of TorchScript or `torch.export`, with linears as calls in the graph."""
+    """Whether the module is a graph of TorchScript or `torch.export`, in which linears are not modules."""
     graph = getattr(module, "graph", None)
     exported = isinstance(graph, torch.fx.Graph) and graph.find_nodes(op="call_function", target=EXPORTED_LINEAR)
     return isinstance(module, torch.jit.ScriptModule) or bool(exported)
@@ -83,8 +83,8 @@ def _groups(
 ) -> list[tuple[nn.Module, ...]]:
     """Return the groups of layers that share an outer scale, from convert's ``share_outer_scale``.
 
-    ``given`` is that argument, and ``recipes`` has each layer's recipe. Raise a ValueError if both it and
-    ``quantized_parameters`` are given.
+    ``given`` is ``share_outer_scale``, and ``recipes`` has each layer's recipe. Raise a ValueError if both arguments
+    of convert, ``share_outer_scale`` and ``quantized_parameters``, are given.
     """
     if given is False:
         return []
@@ -110,7 +110,7 @@ def convert(
     share_outer_scale: Groups = False,
     strict: bool = False,
 ) -> Model:
-    """Turn the ``nn.Linear`` layers of a model, and its experts, into FP8 layers, in place.
+    """Turn a model's ``nn.Linear`` layers and experts into FP8 layers, in place.
 
     An ``nn.Linear`` becomes a ``fp8compile.Linear``. Modules and parameters stay the same objects, so optimizers,
     hooks, tied weights and state dicts keep working. Subclasses of ``nn.Linear`` that inherit its forward are
@@ -127,14 +127,14 @@ def convert(
             Recipe``, which is called once for each layer. A layer stays in high precision if it gets None, or if no
             pattern matches it.
         filter: Which linears and experts to convert: a function ``(module, fqn) -> bool``, or name patterns
-            (``"layers.*"``, ``"!lm_head"``). By default all but those that FP8 can't speed up.
+            (``"layers.*"``, ``"!lm_head"``). By default all that FP8 can speed up.
         keep_ends: Number of blocks at each end of the model that stay in high precision, together with the layers
             before the first block and after the last one. Blocks are the entries of the ``ModuleList`` or
-            ``Sequential`` that has the most layers; in a model without one, each layer is a block.
+            ``Sequential`` that has the most layers; in a model without such a container, each layer is a block.
         tail: The share of the model's blocks, counted from the end and rounded up, that get ``tail_recipe``, together
             with all layers after them. NVIDIA trains in four bits with 0.15.
         tail_recipe: Recipe of the tail, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
-        amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
+        amax_group: The ranks over which amaxes are reduced, for delayed scaling, as in ``fp8compile.Linear``.
         quantized_parameters: Whether the weights of layers and experts are kept as codes and scales, without a copy in
             high precision. The parameters are new objects then. If forward and backward multiply different codes
             (rowwise, MX), a weight has the codes of both; see ``docs/parameters.md``.
@@ -143,8 +143,8 @@ def convert(
             values that are written to it later are kept.
         share_outer_scale: Groups of names, such as ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``. The
             layers of one parent that have the names of a group share one outer scale, or one scale for the whole
-            tensor, computed from the largest magnitude of their weights. Servers multiply such layers as one and have
-            the scales of training. True finds the groups by the names in transformers' models.
+            tensor, computed from the largest magnitude of their weights. A server that multiplies such layers as one
+            matrix can then use the scales of training. True finds the groups by the names in transformers' models.
         strict: Whether to raise, instead of warning, if no layer is converted, and in the first forward if the model
             multiplies a converted layer's weight without calling the layer.
 
@@ -158,8 +158,8 @@ def convert(
             matches no layer. A layer is converted already with another recipe. The model was compiled, scripted or
             exported. An amax group is given without delayed scaling. A recipe has ``cache_weights``, and its layer
             can't keep codes. With ``quantized_parameters``: a recipe needs a weight's values, a weight is shared with
-            a layer that is not converted, experts share a weight, or a weight is a DTensor that belongs to experts,
-            that FSDP2 has sharded, or whose shards end within blocks. Nothing is changed then.
+            a layer that is not converted, experts share a weight, or a weight is a DTensor of experts, a DTensor that
+            FSDP2 has sharded, or a DTensor whose shards end within blocks. The model is unchanged then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     check_model("convert", model)
@@ -204,7 +204,7 @@ def revert(model: Model) -> Model:
         The model.
 
     Raises:
-        TypeError: The model is not a module, or a layer can't be reverted without a loss. Nothing is changed then.
+        TypeError: The model is not a module, or a layer can't be reverted without a loss. The model is unchanged then.
     """
     check_model("revert", model)
     every = [layer for layer, _ in layers(model)]

@@ -42,7 +42,7 @@ __all__ = [
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is a linear, another library's linear, or experts, as `convert` converts them."""
+    """Whether a module is a ``nn.Linear``, or another library's linear or experts that `convert` knows."""
     return isinstance(module, nn.Linear) or is_hosted(module)
 
 
@@ -102,7 +102,7 @@ def converted_class(layer: nn.Module) -> type[Any]:
 
 
 def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Convert a layer in place by replacing its class, so that references to it see the FP8 layer.
+    """Convert a layer in place by replacing its class, so that references to the layer stay valid.
 
     ``amax_group`` are the ranks that reduce amaxes for delayed scaling, or None.
     """

@@ -25,7 +25,7 @@ class DelayedState(NamedTuple):
 
     Attributes:
         amax_history: Shape (3, history), float32: the amaxes of the last steps, in the order of ``DelayedScaling``.
-        multiplier: Shape (3,), float32: what values are multiplied by in the next step.
+        multiplier: Shape (3,), float32: what values are multiplied by before the cast in the next step.
         group: Name of the process group over which amaxes are reduced; None for this process alone.
     """
 
@@ -42,7 +42,7 @@ class DelayedState(NamedTuple):
         Args:
             recipe: A recipe with delayed scaling.
             device: Device of the layer.
-            group: The ranks over which amaxes are reduced. All of them run the same backwards.
+            group: The ranks over which amaxes are reduced. All these ranks run the same backwards.
 
         Raises:
             ValueError: The recipe has no delayed scaling.
@@ -55,7 +55,7 @@ class DelayedState(NamedTuple):
         return cls(history, torch.ones(rows, dtype=torch.float32, device=device), group_name("DelayedState", group))
 
     def reset(self) -> None:
-        """Reset the state in place to that before the first step; a quantized weight's amax is kept."""
+        """Reset in place to the state before the first step; a quantized weight's amax is kept."""
         with torch.no_grad():
             self.amax_history[:, 1:].zero_()  # entry 0 is kept: a quantized weight's amax, else 0
             self.multiplier.fill_(1.0)

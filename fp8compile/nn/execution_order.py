@@ -1,6 +1,6 @@
 """Record the order in which observed layers run, to name the first operand that has a NaN.
 
-Eager calls are recorded as they run. For compiled code, the order is that of the nodes in the graph that Dynamo made.
+Eager calls are recorded as they run. For compiled code, the order of the nodes in Dynamo's graph is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVERY: WeakSet[ExecutionOrder] = WeakSet()
 
 
 class ExecutionOrder:
-    """Records the order in which layers first run; each layer is known by the buffer of its statistics.
+    """Records the order in which layers first run; a layer is identified by its statistics buffer.
 
     Args:
         buffers: The buffers that statistics are added to, one for each observed weight.
@@ -34,7 +34,7 @@ class ExecutionOrder:
         EVERY.add(self)
 
     def note(self, buffer: Any) -> None:
-        """Record that the layer with this statistics buffer runs now, unless it has run before."""
+        """Record that the layer with this statistics buffer runs now, unless the layer has run before."""
         index = next((index for index, each in enumerate(self._buffers) if each is buffer), None)
         if index is not None:
             self._places.setdefault(index, len(self._places))

@@ -35,7 +35,7 @@ class Routes:
         received: (R, E), int64, the number of rows that each rank has for each expert of this rank.
         sizes: (2, R), int64, on the host: the number of rows sent to each rank, and received from each rank. None if
             there is a capacity.
-        capacity: The number of rows that each rank sends to each other rank; None if it sends as many as it has.
+        capacity: The number of rows that each rank sends to each other rank; None if it sends all its rows.
         group: The name of the process group.
     """
 
@@ -51,8 +51,8 @@ class Routes:
         """Send rows to the ranks of their experts, and receive the rows for this rank's experts.
 
         Args:
-            rows: (N, K), N rows of K features, sorted by expert as the counts given to `expert_routes` tell. Rows
-                after the last expert are not sent.
+            rows: (N, K), N rows of K features, sorted by expert; `expert_routes` was given their counts. Rows after
+                the last expert are not sent.
             recipe: Recipe of the layer that reads the rows. Codes of its input quantizer are sent, unless a GEMM reads
                 the input in high precision. None sends the rows unquantized.
 
@@ -108,10 +108,10 @@ def _is_read(counts: Tensor) -> bool:
 
 
 def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
-    """Return how many of this rank's rows exceed ``capacity``; in eager mode raise if any rank has some.
+    """Return how many of this rank's rows exceed ``capacity``; in eager mode raise if any rank has such.
 
-    ``sent`` and ``received`` are numbers of rows for each expert of each rank, and ``error`` is one that this rank
-    found. All ranks of ``group`` raise together, so that none waits for another.
+    ``sent`` and ``received`` are numbers of rows for each expert of each rank, and ``error`` is an error that this
+    rank found, or None. All ranks of ``group`` raise together, so that none waits for another.
     """
     found = sent.sum() - fitting(sent, capacity).sum()
     if not _is_read(found):
@@ -130,10 +130,9 @@ def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | 
 
 
 def _sizes(sent: Tensor, received: Tensor, error: Exception | None, group: str) -> Tensor:
-    """Return, on the host, (2, R) numbers of rows that go to each of R ranks, and that come from each.
+    """Return (2, R) on the host: numbers of rows sent to each of R ranks, and received from each rank.
 
-    ``sent`` and ``received`` have these numbers for each expert. If a rank has an ``error``, all ranks of ``group``
-    raise.
+    ``sent`` and ``received`` have these numbers by expert. If a rank has an ``error``, all ranks of ``group`` raise.
     """
     sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
     if _is_read(sizes):

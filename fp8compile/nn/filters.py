@@ -109,8 +109,8 @@ def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
     """Make a function that returns why the filter leaves out a layer, given the layer and its name.
 
-    It returns None for a layer that is converted. Without a filter, layers that FP8 can't speed up are left out.
-    ``fqns`` are the names of the model's layers; each pattern must match at least one of them.
+    The function returns None for a layer that is converted. Without a filter, layers that FP8 can't speed up are left
+    out. ``fqns`` are the names of the model's layers; each pattern must match at least one of them.
     """
     if filter is None:
         return default_filter_reason

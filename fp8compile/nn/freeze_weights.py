@@ -24,8 +24,8 @@ FUNCTION = "freeze_weights"
 def _frozen(recipe: Recipe) -> Recipe | None:
     """Return the recipe for a layer that keeps only the codes that its forward reads.
 
-    None if the forward reads no codes. If grad_input would read other codes of the weight, the returned recipe has it
-    multiply the dequantized codes of the forward.
+    None if the forward reads no codes. If grad_input would read other codes of the weight, then in the returned recipe
+    grad_input multiplies the dequantized codes of the forward.
     """
     if recipe.weight is None:
         return None
@@ -47,7 +47,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
 
 
 def _forward_set(weight: QuantizedParameter) -> QuantizedParameter:
-    """Return a quantized weight without its separate codes for grad_input, if it has such."""
+    """Return a quantized weight with the forward's codes only, without separate codes for grad_input."""
     if weight.quantizer_for_grad_input is None:
         return weight
     found = QuantizedParameter.of_sets(weight.sets()[:1], weight.dtype, batch=weight.batch)
@@ -82,12 +82,12 @@ def freeze_weights(model: Model) -> Model:
     """Replace the weights of all FP8 layers by their codes for good, for inference or below adapters.
 
     Each weight then has only the codes that the forward reads, with the same codes and scales as in training. Nothing
-    quantizes it again, and its values are gone. Outputs have the same bits. The weights require no gradient, and a
-    write of values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A state dict with
+    quantizes it again, and its values are gone. Outputs have the same bits as before. The weights require no gradient,
+    and writing values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A state dict with
     codes loads.
 
     Gradients still flow to the inputs of the layers. If a recipe has separate codes of the weight for grad_input, such
-    as ``fp8compile.recipes.rowwise()``, that GEMM multiplies the values of the forward's codes in high precision.
+    as ``fp8compile.recipes.rowwise()``, grad_input multiplies the values of the forward's codes in high precision.
 
     Layers with delayed scaling keep the scale of their input, because no forward changes it. For static scales without
     delayed scaling in training see `calibrate`.
@@ -102,7 +102,7 @@ def freeze_weights(model: Model) -> Model:
         TypeError: The model is not a module.
         ValueError: The model has no FP8 layer; or a weight can't be kept as the forward's codes alone: it is shared
             with a layer that is not converted, FSDP2 has sharded it, or its recipe has delayed scaling for one GEMM
-            only. Nothing is changed then.
+            only. The model is unchanged then.
     """
     check_model(FUNCTION, model)
     found: list[Any] = [module for module in model.modules() if is_converted(module)]

@@ -93,9 +93,9 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cast a layer's operands, such as ``"x"`` and ``"weight"``, to autocast's dtype if autocast is on.
+    """Return a layer's operands, cast to autocast's dtype if autocast is on.
 
-    ``operands`` maps their names to the tensors; ``function`` names the caller in errors.
+    ``operands`` maps names, such as ``"x"``, to tensors; ``function`` names the caller in errors.
     """
     x = operands["x"]
     if not isinstance(x, Tensor) or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
@@ -110,7 +110,7 @@ def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str
 def checked_operands(
     function: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check the operands ``x``, ``weight`` and ``bias`` of a linear layer, and apply autocast to them.
+    """Check a linear layer's operands; return them cast to autocast's dtype if autocast is on.
 
     Raises the same errors as `linear`, with ``function`` as the caller's name.
     """
@@ -143,7 +143,7 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
 
 
 def only_given(**options: Any) -> dict[str, Any]:
-    """Return ``options``, keyword arguments, without those that are None.
+    """Return the keyword arguments ``options`` that are not None.
 
     PyTorch modes of other packages, which see the call, may not know these arguments.
     """
@@ -163,20 +163,20 @@ def linear(
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, as the recipe says.
 
-    It is differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first, as
-    in ``torch.nn.functional.linear``. In a traced graph it is one node: ``fp8compile::linear``, or
+    It is differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to autocast's dtype
+    first, as in ``torch.nn.functional.linear``. A traced graph has one node for it: ``fp8compile::linear``, or
     ``fp8compile::delayed_linear`` if the recipe has delayed scaling.
 
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32.
         weight: Shape (out_features, in_features), the dtype of ``x``. If it is a ``QuantizedTensor``, the GEMMs of the
             output and of grad_input read its codes and scales; its gradient is a plain tensor.
-        bias: Shape (out_features,), the dtype of ``x``, or None. It is added in that dtype.
+        bias: Shape (out_features,), the dtype of ``x``, or None. The bias is added in this dtype.
         recipe: Quantizers for the operands of each GEMM.
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
         outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's one scale, or its
-            outer scale, is computed from it. Weights that share the scale get the same amax. It is ignored if the
-            weight has neither.
+            outer scale, is computed from this amax. Weights that share the scale get the same amax. The amax is
+            ignored if the weight has only scales of blocks.
         weight_codes: The codes of ``weight`` that output and grad_input multiply, if the layer keeps them
             (``Recipe.cache_weights``). They must be the codes that the recipe makes from ``weight``.
         observer: Buffers to which the backward adds statistics of the operands, from a `fp8compile.Monitor`.
@@ -185,11 +185,11 @@ def linear(
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: ``recipe`` is not a recipe, a dtype or layout is not supported, or dtypes differ, such as autocast's
-            and that of a quantized weight.
+        TypeError: ``recipe`` is not a recipe, a dtype or layout is not supported, or dtypes differ, such as a
+            quantized weight's and autocast's.
         ValueError: Shapes or devices do not fit. The recipe has delayed scaling, and the state is missing or does not
-            fit it. ``outer_amax`` has another shape, or is given with a state or a quantized weight. A quantized
-            weight has other codes than the recipe asks for, or is a shard that ends within a block.
+            fit the recipe. ``outer_amax`` has another shape, or is given with a state or a quantized weight. A
+            quantized weight has other codes than the recipe asks for, or is a shard that ends within a block.
         RuntimeError: This device has no GEMM for the recipe, or ``torch.jit.trace`` is running.
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way

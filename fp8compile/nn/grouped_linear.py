@@ -75,7 +75,7 @@ def _check_ungathered(x: Tensor, weight: Any) -> None:  # an UngatheredStack
 def checked_groups(
     x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Any, Tensor | None]:
-    """Check the operands of a grouped linear layer, and cast them to autocast's dtype if that is on.
+    """Check a grouped linear layer's operands; return them cast to autocast's dtype if autocast is on.
 
     For the arguments see `grouped_linear`.
     """
@@ -116,24 +116,24 @@ def grouped_linear(
 ) -> Tensor:
     """Apply a linear layer to each group of rows, such as those of one expert, with FP8 GEMMs.
 
-    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, from the end of the
-    group before to the group's own end in ``offsets``. Each group has the codes and scales that ``fp8compile.linear``
-    would have for its rows and matrix. The sizes of groups are data: the host never waits for them, and no graph is
-    compiled again when they change.
+    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, where ``start`` is the
+    previous group's entry in ``offsets`` and ``end`` the group's own. Each group has the codes and scales that
+    ``fp8compile.linear`` would have for its rows and matrix. The sizes of groups are data: the host never waits for
+    them, and no graph is compiled again when they change.
 
-    It is differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first.
+    It is differentiable once in x, weight and bias, which ``torch.autocast`` casts to its dtype first.
 
     Args:
         x: (rows, in_features), bfloat16, float16 or float32, rows sorted by group.
         weight: (groups, out_features, in_features), the dtype of ``x``.
         offsets: (groups,), int32, the end of each group. A group may be empty. Rows after the last group belong to no
             group, and no amax or GEMM reads them.
-        bias: (groups, out_features), the dtype of ``x``, or None. It is added in that dtype.
+        bias: (groups, out_features), the dtype of ``x``, or None. The bias is added in this dtype.
         recipe: Quantizers for the operands: ``rowwise_bf16_wgrad``, ``rowwise``, ``tensorwise``, ``blockwise``,
             ``mxfp8``, on a CPU ``nvfp4``, or another recipe whose blocks lie within a row or along the tokens of one
             group.
         check_in_graph: Whether compiled code checks ``offsets`` too. Eager mode always does.
-        weight_codes: The codes of ``weight``, if its module keeps them; see `fp8compile.linear`.
+        weight_codes: The codes of ``weight``, if its module keeps codes; see `fp8compile.linear`.
         observer: Buffers to which the backward adds statistics of the operands; see `fp8compile.linear`.
 
     Returns:

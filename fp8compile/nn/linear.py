@@ -41,10 +41,10 @@ class Linear(CodesInState, nn.Linear):
 
     It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters and state dict are those of
     ``nn.Linear``, unless ``fp8compile.convert`` made it with ``quantized_parameters=True``: then the state dict has
-    codes and a scale instead of the weight. It still loads a state dict with values, and quantizes them.
+    codes and a scale instead of the weight. The layer also loads a state dict with values, and quantizes the values.
 
     With delayed scaling the layer has two more buffers, the fields of ``fp8compile.DelayedState``, which each backward
-    updates. Loading a state dict without these buffers, such as that of a ``nn.Linear``, resets them. They stay
+    updates. Loading a state dict without these buffers, such as a ``nn.Linear``'s, resets them. The buffers stay
     float32 when the layer is cast to another dtype.
 
     Args:
@@ -52,8 +52,8 @@ class Linear(CodesInState, nn.Linear):
         out_features: Size of the last dim of the output.
         bias: Whether there is a bias.
         recipe: Quantizers for the operands of the three GEMMs.
-        amax_group: The ranks that reduce their amaxes for delayed scaling, with one message in each backward. All of
-            them run the same backwards.
+        amax_group: The ranks over which amaxes are reduced for delayed scaling, with one message in each backward. All
+            these ranks run the same backwards.
         device: Device of the parameters.
         dtype: Dtype of the parameters: bfloat16, float16 or float32.
 
@@ -96,7 +96,7 @@ class Linear(CodesInState, nn.Linear):
         Args:
             linear: A ``nn.Linear``, not a subclass of it.
             recipe: Quantizers for the operands of the three GEMMs.
-            amax_group: The ranks that reduce their amaxes, as the class takes it.
+            amax_group: The ranks over which amaxes are reduced, as for the class.
 
         Raises:
             TypeError: ``linear`` is not a plain ``nn.Linear``, its forward was replaced on the instance, or ``recipe``
@@ -153,7 +153,7 @@ class Linear(CodesInState, nn.Linear):
             self.share_scale(self.scale_group)
 
     def share_scale(self, layers: tuple[nn.Module, ...]) -> None:
-        """Share one outer scale with other layers; ``layers`` are all layers that share it, with this one."""
+        """Share one outer scale among ``layers``, which include this layer."""
         check_caches(self.recipe, self, shares_scale=True)
         self.scale_group = layers
         self.scale_quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
@@ -236,7 +236,7 @@ class Linear(CodesInState, nn.Linear):
     def _state_is_of_one_rank(self) -> bool:
         """Whether other ranks have the same layer with a different state of delayed scaling.
 
-        They do if FSDP shards the layer and no process group reduces amaxes.
+        This is so if FSDP shards the layer and no process group reduces amaxes.
         """
         if (state := self.delayed_state()) is None or state.group is not None:
             return False
@@ -276,9 +276,9 @@ def _keeping_nothing(recipe: Recipe) -> Recipe:
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Give a layer the attributes of a `Linear`: the recipe, and buffers if this has delayed scaling.
+    """Give a layer the attributes of a `Linear`: the recipe, and the buffers of delayed scaling.
 
-    ``amax_group`` are the ranks that reduce amaxes for delayed scaling, or None.
+    Only a recipe with delayed scaling has buffers; ``amax_group`` are the ranks that reduce its amaxes, or None.
     """
     layer.recipe = recipe
     CONVERTED.add(layer)
@@ -307,7 +307,7 @@ def become_plain(layer: nn.Linear) -> None:
 
 
 def _bypasses_class(layer: nn.Linear) -> bool:
-    """Whether calling the layer runs a forward stored on the instance, or compiled, not the class's."""
+    """Whether a call of the layer runs a forward that is compiled or set on the instance."""
     return "forward" in vars(layer) or layer._compiled_call_impl is not None
 
 

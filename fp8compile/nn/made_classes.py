@@ -41,7 +41,7 @@ class MadeClass:
 def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
     """Make an empty instance of the class that ``made_by`` makes, for pickle and copy to fill.
 
-    ``arguments`` are those of the class's ``__new__``.
+    ``arguments`` are passed to the class's ``__new__``.
     """
     function, *given = made_by
     cls = function(*given)

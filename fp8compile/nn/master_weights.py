@@ -39,16 +39,16 @@ STOCHASTIC = CurrentScaling, TwoLevelScaling  # quantizers that support stochast
 
 
 class MasterWeights(Optimizer):
-    """An optimizer that updates float32 masters of quantized weights, and rounds these once a step.
+    """An optimizer that updates float32 masters of quantized weights, and rounds masters to codes.
 
     The weights' own quantizers make codes and scales from the masters; ranks that share scales exchange one amax
-    message for all weights. If something else wrote to a weight, such as ``load_state_dict`` of the model alone, its
-    master is reset to the values of the codes. Other parameters are updated directly.
+    message for all weights. If something else wrote to a weight, such as ``load_state_dict`` of the model alone, the
+    weight's master is reset to the values of the codes. Other parameters are updated directly.
 
     Learning rate schedulers work with it; ``add_param_group`` does not. The state dict is that of the inner optimizer,
-    with the master next to each weight's moments. Methods ``train`` and ``eval`` exist if the optimizer has them, as
-    schedule-free ones do. A deep copy or a pickle has copies of the weights; a copy of ``(model, optimizer)`` has the
-    weights of the copied model.
+    with the master next to each weight's moments. Methods ``train`` and ``eval`` exist if the inner optimizer has
+    them, as schedule-free optimizers do. A deep copy or a pickle has copies of the weights; a copy of ``(model,
+    optimizer)`` has the weights of the copied model.
 
     Args:
         optimizer: A class of ``torch.optim``, or one like it, whose step needs no closure.
@@ -56,17 +56,17 @@ class MasterWeights(Optimizer):
         keep: Whether masters are kept from step to step. If not, each step starts from the values of the codes, and
             without stochastic rounding it loses updates that are smaller than half the distance between codes.
         rounding: Rounding of masters to codes, ``"nearest"`` or ``"stochastic"``. The noise differs from step to step;
-            a shard has the noise that the whole weight has there.
+            a shard gets its part of the whole weight's noise.
         seed: Seed of stochastic rounding.
         moments: Dtype in which an optimizer of ``fp8compile.optim`` keeps all its moments, ``torch.float8_e4m3fn`` for
-            codes; None for the optimizer's own choice. It stands for options such as ``exp_avg_dtype``.
+            codes; None for the optimizer's own choice. It replaces options such as ``exp_avg_dtype``.
         options: Options of the optimizer.
 
     Raises:
         TypeError: ``optimizer`` is not a class of optimizers, or its step needs a closure, as that of LBFGS does. Or
             ``moments`` is given, and the optimizer has no options for the dtypes of its moments.
-        ValueError: ``rounding`` is neither of the two. Or it is stochastic, and a quantizer does not support that,
-            FSDP2 cuts blocks of a tensor parallel weight, or experts are spread over ranks.
+        ValueError: ``rounding`` is neither of the two. Or it is stochastic, and a quantizer does not support
+            stochastic rounding, FSDP2 cuts blocks of a tensor parallel weight, or experts are spread over ranks.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class MasterWeights(Optimizer):
         return all(not (isinstance(rate, Tensor) and not rate.is_cpu) and rate == 0 for rate in rates)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the inner optimizer's ``train`` or ``eval``, run on the masters because they change weights."""
+        """Return the inner optimizer's ``train`` or ``eval``, wrapped so that it runs on the masters."""
         inner = vars(self).get("inner")
         if name in ("train", "eval") and hasattr(inner, name):
             return partial(self._switch, name)
@@ -191,7 +191,7 @@ class MasterWeights(Optimizer):
     def _check_exchanged(self) -> None:
         """Raise a RuntimeError if the parameter groups have quantized parameters without masters.
 
-        They do if other code has put new parameters into the groups.
+        This is so if other code has put new parameters into the groups.
         """
         if any(_is_quantized(p) and p not in self._masters for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
@@ -234,7 +234,7 @@ class MasterWeights(Optimizer):
         return weights, values, dtypes, self._rounding_of, [sharding_of(p) for p in params]
 
     def _take_over(self, params: list[Tensor]) -> None:
-        """Reset the masters of those ``params`` that other code wrote to, to the values of their codes.
+        """Reset the masters of ``params`` that other code wrote to; the new values are the codes' values.
 
         A master that rounds to the weight's codes stays. Masters from a checkpoint therefore stay, whether the model
         or the optimizer was loaded first.
@@ -287,7 +287,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned. Weights stay; loading the model's state changes them."""
+        """Load a state that ``state_dict`` returned; weights change only if the model's state is loaded."""
         state = {index: dict(each) for index, each in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = [p for group in self.param_groups for p in group["params"]]

@@ -70,8 +70,8 @@ class Monitor:
     so a step without backward reads nothing. The first step is read.
 
     All layers that `fp8compile.convert` makes are read, and modules that derive from `fp8compile.nn.Observed`. Numbers
-    are those of whole tensors over all ranks of the default process group. A weight that is kept as codes, or that
-    FSDP2 gathers as codes, has no values: only statistics of scales and codes are read.
+    describe whole tensors, over all ranks of the default process group. A weight that is kept as codes, or that FSDP2
+    gathers as codes, has no values: only statistics of scales and codes are read.
 
     Args:
         model: A model with FP8 layers.
@@ -156,12 +156,12 @@ class Monitor:
     def check(self, loss: Tensor, replay: Callable[[], object] | None = None) -> None:
         """Raise if a loss is not finite, and name the first operand that is not.
 
-        Call it before the optimizer's step. It reads the loss on the host, so it waits for the device. If statistics
-        of this step are not read, ``replay`` runs the same batch again with all layers observed; gradients are then
-        the sums of both runs.
+        Call this before the optimizer's step. The host reads the loss, and so waits for the device. If statistics of
+        this step are not read, ``replay`` runs the same batch again with all layers observed; gradients are then the
+        sums of both runs.
 
         Args:
-            loss: This rank's loss. All ranks call this, and all raise if the loss of one is not finite.
+            loss: This rank's loss. All ranks call this, and all raise if one rank's loss is not finite.
             replay: Runs forward and backward on the batch that made the loss.
 
         Raises:
@@ -208,7 +208,7 @@ class Monitor:
         return found
 
     def scalars(self, names: Mapping[str, str] | None = None) -> dict[str, float]:
-        """Return the numbers of `read` as one flat dict, as loggers take it, without lists.
+        """Return the numbers of `read` as one flat dict for loggers; lists are left out.
 
         Args:
             names: Other names for statistics, such as `TE_NAMES`.
@@ -280,9 +280,9 @@ class Monitor:
 
 
 def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
-    """Divide a weight's totals by how often it was counted: once for each micro-batch and replica.
+    """Return a weight's sums divided by how often they were added: per micro-batch and replica.
 
-    ``slot`` is the recipe's field of the operand; other operands' totals are returned unchanged.
+    ``slot`` is the recipe's field of the operand; totals of other operands than weights are returned unchanged.
     """
     if slot not in TENSORS["weight"] or not (passes := totals[PASSES]):
         return totals

@@ -33,11 +33,11 @@ class Sent(NamedTuple):
 
     Attributes:
         step: The step whose statistics were read.
-        matrices: The layers of all ranks, in the order of ``counts``, and how many matrices each has.
+        matrices: The layers of all ranks, in the order of ``counts``, and the number of matrices of each layer.
         order: Names of these layers in the order in which they run; layers of other ranks come last.
-        counts: (ranks, layers, operands, 2, E): for each of E matrices, the number of elements and of elements that
+        counts: (ranks, layers, operands, 2, E): for each of E matrices, the number of elements, and how many of them
             are not finite.
-        arrived: The event after which the host may look; None if the counts are there.
+        arrived: The event after which the host may look; None if the counts have arrived.
     """
 
     step: int
@@ -66,7 +66,7 @@ class NonFinite:
         Args:
             step: The step whose statistics were read.
             observers: The statistics buffers of this rank's layers, in the order in which the layers run.
-            matrices: The layers of all ranks, and how many matrices each has.
+            matrices: The layers of all ranks, and the number of matrices of each layer.
         """
         like = next(iter(observers.values()))
         most = max(1, *matrices.values())

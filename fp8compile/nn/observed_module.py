@@ -24,10 +24,10 @@ class Observed(Module):
     """Mixin for modules whose forward passes statistics buffers, from `observer`, to FP8 functions.
 
     A module of your own that multiplies by ``fp8compile.parallel.column_parallel_linear``, for example, derives from
-    it, names its weights, and passes ``observer=self.observer("weight")``. All modules of `fp8compile.convert` do.
+    this mixin, names its weights, and passes ``observer=self.observer("weight")``. All converted modules do.
 
     Attributes:
-        observed_weights: Names of the module's parameters that it multiplies by; 3-D parameters are stacks of experts.
+        observed_weights: Names of the module's parameters that it multiplies by; 3-D for stacked experts.
     """
 
     observed_weights: ClassVar[Sequence[str]] = ()
@@ -59,7 +59,7 @@ class Observed(Module):
 
 
 def first_expert(stack: Any) -> int:
-    """Return the index of this rank's first expert in a stack that expert parallelism may have spread."""
+    """Return the index of this rank's first expert in stacked weights; 0 unless ranks share the experts."""
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
             return 0

@@ -10,9 +10,9 @@ __all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> Tensor:
-    """Wrap ``local`` as a DTensor with the placements of ``tensor``; unchanged if that is no DTensor.
+    """Wrap ``local`` as a DTensor placed like ``tensor``; unchanged if ``tensor`` is no DTensor.
 
-    The DTensor has the shape and strides of ``whole``, by default those of ``tensor``.
+    The DTensor has the shape and strides of ``whole``, which is ``tensor`` by default.
     """
     if not is_dtensor(tensor):
         return local
@@ -21,7 +21,7 @@ def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> 
 
 
 def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that every rank has whole, in the same way as ``tensor``. Nothing is sent."""
+    """Return ``whole``, which every rank has, as a DTensor placed like ``tensor``; nothing is sent."""
     if not is_dtensor(tensor) or is_dtensor(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor

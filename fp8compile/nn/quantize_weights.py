@@ -50,7 +50,7 @@ def not_codes(recipe: Recipe) -> str | None:
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
     """Return the quantizers of a layer's weights: one, or two if grad_input reads separate codes.
 
-    They are transposed if the module stores its weights transposed.
+    The quantizers are transposed if the module stores its weights transposed.
     """
     slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
     return tuple(as_it_lies(layer, each) for each in slots)
@@ -139,7 +139,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
 def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
     """Return the quantizers of a layer's weights: one, or two if grad_input reads separate codes.
 
-    They are transposed if the layer stores its weights transposed.
+    The quantizers are transposed if the layer stores its weights transposed.
 
     Raises:
         ValueError: The weight can't be kept as codes; the text says why.

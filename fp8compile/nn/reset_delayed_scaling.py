@@ -24,7 +24,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 def reset_delayed_scaling(model: nn.Module) -> nn.Module:
     """Reset delayed scaling in all layers of a model: amaxes of 0, and multipliers (1 / scale) of 1.
 
-    Use it if the state comes from values that no longer matter, such as the values before a change of the data or of
+    Use this if the state comes from values that no longer matter, such as the values before a change of the data or of
     the weights, or from uninitialized memory. A quantized weight's amax is kept. ``layer.delayed_state().reset()``
     resets a single layer.
 

@@ -1,4 +1,4 @@
-"""set_recipe: change the forward's recipe during training, as NVIDIA does near the end in four bits."""
+"""set_recipe: change the forward's recipe during training, as NVIDIA does near the end of 4-bit runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _has_codes(recipe: Recipe) -> bool:
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
     """Whether gradients multiply the dequantized codes of the new recipe, ``forward``.
 
-    The layer's ``recipe`` decides. If it has no codes in the forward, ``forward`` decides.
+    The layer's own ``recipe`` decides, or ``forward`` if ``recipe`` has no codes in the forward.
     """
     if _has_codes(recipe):
         return recipe.dequantized_gradients
@@ -72,15 +72,14 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
         forward: The recipe whose ``input`` and ``weight`` quantizers and ``fast_accumulation_output`` the outputs use
             from now on. None computes outputs in the dtype of the weights, bit for bit as the reverted model does. If
             the layers' recipe has ``dequantized_gradients``, gradients multiply the dequantized values of the new
-            codes. With None they multiply the weights themselves, until another forward with ``dequantized_gradients``
-            is set.
+            codes. With None they multiply the weights, until a forward with ``dequantized_gradients`` is set.
 
     Returns:
         The model.
 
     Raises:
         TypeError: The model is not a module, or ``forward`` is not a recipe.
-        ValueError: The model has no FP8 layer, or one whose forward can't be changed: it has delayed scaling, a
+        ValueError: The model has no FP8 layer, or a layer's forward can't be changed: the layer has delayed scaling, a
             quantized weight, an outer scale that layers share, or was prepared for FSDP by this package; or experts do
             not support the recipe; or ``forward`` emulates and the layer's recipe does not. Nothing is changed then.
     """

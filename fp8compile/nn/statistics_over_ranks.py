@@ -28,10 +28,10 @@ def rank() -> int:
 
 
 def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int]:
-    """Return the observed layers of all ranks, which differ in pipelines. All ranks call this once.
+    """Return {layer: number of matrices} for the layers of all ranks; all ranks call this once.
 
     Args:
-        matrices: The layers of this rank by name, and how many matrices each has.
+        matrices: The layers of this rank by name, and the number of matrices of each layer.
         how: Arguments of the monitor that have to be the same on all ranks.
 
     Raises:

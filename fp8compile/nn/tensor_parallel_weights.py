@@ -68,7 +68,7 @@ def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
 def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
     """Return the placements of the scale of ``own``, the codes of a DTensor, on the DTensor's mesh.
 
-    They are replicated where blocks span ranks, else those of the codes.
+    On mesh dims whose ranks share blocks the scale is replicated, on all others placed like the codes.
     """
     from torch.distributed.tensor import Replicate
 
@@ -83,7 +83,7 @@ def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
 def placements_of_outer_scale(weight: DTensor) -> list[Any]:
     """Return the placements of the outer scales of a DTensor of codes on its mesh.
 
-    They are sharded where ranks have whole matrices, else replicated.
+    On mesh dims whose ranks have whole matrices they are sharded like the codes, on all others replicated.
     """
     from torch.distributed.tensor import Replicate
 
@@ -96,8 +96,8 @@ def placements_of_outer_scale(weight: DTensor) -> list[Any]:
 def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
     """Quantize this rank's shard of a DTensor; return a DTensor of a QuantizedParameter.
 
-    There are two quantizers if grad_input reads separate codes. No shard ends within a block. All ranks that share a
-    scale call this.
+    There are two quantizers if grad_input reads separate codes. The caller made sure that no shard ends within a
+    block. All ranks that share a scale call this.
     """
     local, mesh = _compat.local_itself(weight).detach(), weight.device_mesh
     options = {}
@@ -113,7 +113,7 @@ def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Q
     """Quantize ``local``, a rank's shard of a weight, with ``quantizer``.
 
     ``options`` are the arguments of `quantize` that describe the shard. Four-bit codes are packed two to a byte if the
-    shape allows it.
+    shape can be packed.
     """
     q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
     codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
@@ -121,10 +121,7 @@ def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Q
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
-    """Make a parameter of ``quantizer`` in place of ``weight``, or of this rank's shard, without values.
-
-    Its codes are zeros until the first write.
-    """
+    """Return a new QuantizedParameter placed like ``weight``, with zero codes made for ``quantizer``."""
     local, ones = _compat.local_itself(weight), torch.ones(quantizer.scale_shape(weight.shape), device=weight.device)
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
     found = QuantizedParameter(codes, quantizer.scale_of(ones), quantizer, local.dtype)
@@ -137,8 +134,8 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
 def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
     """Shard the quantized weight ``name`` of a layer over a mesh with one dim; all ranks call this.
 
-    ``placement`` is Shard of a dim, for a stack of matrices its first dim. ``source`` is the rank whose weight is sent
-    to the others; None if all ranks have the same weight. A weight that is not quantized stays as it is. Raises a
+    ``placement`` is Shard of a dim, for stacked weights of experts dim 0. ``source`` is the rank whose weight is sent
+    to all ranks; None if all ranks have the same weight. A weight that is not quantized is not changed. Raises a
     ValueError if a shard would end within a block.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor

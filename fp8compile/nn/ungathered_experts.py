@@ -1,7 +1,7 @@
 """Experts' weights under `fp8compile.parallel.graph_fsdp`, whose codes each grouped GEMM gathers.
 
-They can't be gathered before, because output and grad_input may need different codes. The module therefore gets an
-object with the weights' shape, which it may transpose and pass to a grouped GEMM.
+The weights can't be gathered before the GEMM, because output and grad_input may need different codes. The module
+therefore gets an object with the weights' shape, which it may transpose and pass to a grouped GEMM.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["UngatheredStack"]
 
 
 class UngatheredStack:
-    """A rank's shard of a stack of matrices, with the whole stack's shape; only grouped GEMMs accept it.
+    """A rank's shard of stacked weights of experts, with the shape of all; only grouped GEMMs take it.
 
     Args:
         shard: This rank's matrices, (experts of this rank, out_features, in_features).
         rows: How many matrices each rank has.
         dtype: Dtype in which the GEMMs use the matrices.
-        groups: Number of matrices in the whole stack. PyTorch 2.11 can't trace an attribute of ``rows``.
-        spread: Only under expert parallelism: the mesh over which the experts are spread, their placements on it, and
-            the number of experts that the ranks of ``rows`` have together.
+        groups: Number of matrices in the whole stack.
+        spread: Only under expert parallelism: the mesh over which the experts are spread, their placements on this
+            mesh, and the number of experts that the ranks of ``rows`` have together.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class UngatheredStack:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole stack, over all ranks."""
+        """Shape of the stacked weights of all ranks' experts."""
         return torch.Size((self.groups, *self.shard.shape[1:]))
 
     @property
@@ -63,15 +63,11 @@ class UngatheredStack:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the stack requires a gradient."""
+        """Whether the weights require a gradient."""
         return self.shard.requires_grad
 
     def transpose(self, first: int, second: int) -> UngatheredStack:
-        """Return the stack of transposed matrices; ``first`` and ``second`` are dims 1 and 2.
-
-        Raises:
-            ValueError: The dims are others.
-        """
+        """Return a new stack with transposed matrices; raise a ValueError for other dims than 1 and 2."""
         if {first % self.ndim, second % self.ndim} != {1, 2}:
             raise ValueError(
                 f"transpose({first}, {second}) of the weights of experts, which graph_fsdp has cut along dim 0; "
@@ -80,20 +76,13 @@ class UngatheredStack:
         return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups, self.spread)
 
     def to_local(self) -> UngatheredStack:
-        """Return the stack of only those experts that expert parallelism has given to this rank.
-
-        Without expert parallelism this is the stack itself.
-        """
+        """Return the weights of the experts that expert parallelism gave this rank; without it, all."""
         if self.spread is None:
             return self
         return UngatheredStack(self.shard, self.rows, self.dtype, self.spread[2])
 
     def to(self, dtype: torch.dtype) -> UngatheredStack:
-        """Return the stack itself, if ``dtype`` is its dtype.
-
-        Raises:
-            TypeError: ``dtype`` is another dtype.
-        """
+        """Return this object; raise a TypeError if ``dtype`` is not its dtype."""
         if dtype != self.dtype:
             raise TypeError(
                 f"the weights of experts are used in {self.dtype} and the module casts them to {dtype}. Give "

@@ -35,7 +35,7 @@ def _warn(number: int) -> None:
 def warn_if_not_sharded(module: nn.Module) -> None:
     """Warn if `fsdp_float8_all_gather` has prepared a layer, ``module``, that FSDP2 does not manage.
 
-    It warns once for each call of `fsdp_float8_all_gather`; never in one process, in export or on the meta device.
+    It warns once for each call of `fsdp_float8_all_gather`; never with one process, in export or on the meta device.
     """
     marks = module.__dict__
     parameters: dict[str, Any] = module._parameters

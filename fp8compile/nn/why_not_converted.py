@@ -1,6 +1,6 @@
 """Decide why `convert` leaves a layer in high precision.
 
-The reason is its kind, an argument of the caller, or other code that uses its weight.
+The reason is the layer's kind, an argument of the caller, or other code that uses the layer's weight.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function of a layer and its names that returns the layer's recipe, by convert's arguments.
+    """Make a function of a layer and its names that decides the layer's recipe by convert's arguments.
 
-    ``recipe``, ``filter`` and ``keep_ends`` are those; ``fqns`` are the names of all layers. The function returns the
-    recipe and an empty text, or None and the reason why the layer has no recipe.
+    ``recipe``, ``filter`` and ``keep_ends`` are these arguments; ``fqns`` are the names of all layers. The function
+    returns (recipe, "") or (None, reason why the layer has no recipe).
     """
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
 
@@ -98,8 +98,8 @@ def recipes_and_reasons(
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
     """Decide the recipe of each layer that is not converted yet; for the arguments see `convert`.
 
-    The first result has, for each layer, its recipe and an empty text, or None and the reason why it is left out. The
-    second says whether a layer that is converted already would get its recipe again.
+    The first result maps each layer to (recipe, "") or (None, reason why the layer is left out). The second says
+    whether any layer is converted already with the recipe that it would get now.
 
     Raises:
         ValueError: The model has no layers, or a converted layer would get another recipe.

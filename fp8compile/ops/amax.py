@@ -30,7 +30,7 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
     """Make an uninitialized float32 tensor for the amaxes of ``x``, with an entry for each block.
 
-    With ``groups``, the number of groups whose rows are a block, the shape is (groups, columns).
+    With ``groups``, a number of groups of rows, each group has its own amaxes: (groups, grid columns).
     """
     shape = shape_said(quantizer, "scale_shape", x.shape)
     return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)

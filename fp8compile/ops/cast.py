@@ -39,7 +39,7 @@ def _kernel(
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
     """Make an uninitialized uint8 tensor for the codes of ``x``.
 
-    With ``columns``, it is for transposed codes (K, columns) of the rows of ``x``, (R, K), padded to ``columns``.
+    With ``columns``, the tensor has room for transposed codes of ``x``, (R, K), with padding: (K, columns).
     """
     shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
     return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)

@@ -70,8 +70,8 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
     """Reduce amaxes over ranks as `all_reduce_amax` does; amaxes with equal groups share a message.
 
-    ``groups`` has an entry for each amax: the process groups over which it is reduced, one after the other. With an
-    empty entry, the amax stays the same.
+    ``groups`` has an entry for each amax: the process groups that reduce the amax, one after the other. With an empty
+    entry, the amax stays the same.
     """
     found = list(amaxes)
     messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}

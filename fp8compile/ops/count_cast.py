@@ -54,7 +54,7 @@ def _impl(magnitude: Tensor, codes: Tensor, limit: Tensor, mask: int) -> Tensor:
 
     Returns:
         One integer per row, (...): its lower half counts nonzero values with code 0, its upper half magnitudes above
-        the limit. It has 16 bits if n < 256, 32 if n < 65536, else 64.
+        the limit. The integer has 16 bits if n < 256, 32 if n < 65536, else 64.
     """
     dtype = _dtype(magnitude.shape[-1])
     underflow = ((codes & mask) == 0) & (magnitude > 0)

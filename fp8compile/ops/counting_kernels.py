@@ -2,8 +2,9 @@
 
 An op whose name ends in ``_counted`` launches the same kernel as the op without that ending. It returns the same
 results, then ``counts``, int32 (directions, 3, programs): the three numbers of `COUNTED` for the codes along rows and
-along columns (directions), from each program of the kernel. The amax is stored as the bits of a float32. The tensor's
-amax is the maximum over programs; its underflows and saturations are sums. Programs of a stack are sorted by matrix.
+along columns (directions), from each program of the kernel. The amax is stored as float32 bits. The tensor's amax is
+the maximum over programs; its underflows and saturations are sums. For stacked matrices, programs are sorted by
+matrix.
 
 Kernels of groups accumulate per group instead: ``counts`` is int64 (directions, 3, E) for E groups.
 """
@@ -74,7 +75,7 @@ def counts_of_blocks(values: Tensor, codes: Tensor, scale: Tensor, quantizer: Qu
 def counts_of_steps(each: Sequence[Tensor], programs: int) -> Tensor:
     """Lay out statistics in the shape that a kernel writes, (directions, 3, programs).
 
-    ``each`` has one (3,) from `counts_of` for each direction; program 0 gets all of it, the others zeros.
+    ``each`` has one (3,) from `counts_of` for each direction; program 0 gets these numbers, other programs get zeros.
     """
     found = torch.stack(list(each)).unsqueeze(-1)
     return torch.nn.functional.pad(found, (0, programs - 1)) if programs else found[..., :0]
@@ -113,7 +114,7 @@ def counts_of_groups(
 def pieces_of_counts(counts: Tensor, name: str, matrices: int) -> Tensor:
     """One statistic of `COUNTED`, by ``name``, for each matrix: (matrices, values to combine).
 
-    ``counts`` is (3, programs) or (3, E). ``matrices`` is the number of a stack's matrices, or of groups; 1 without.
+    ``counts`` is (3, programs) or (3, E). ``matrices`` is the number of stacked matrices or of groups, else 1.
     """
     found = counts[COUNTED.index(name)].view(matrices, -1)
     if name != "amax":

@@ -1,6 +1,6 @@
 """The ops for two levels of scales: fp8compile::outer_amax and fp8compile::two_scales.
 
-The amax of the whole tensor has its own op, because ranks that share a tensor reduce it before they compute scales.
+The amax of the whole tensor has its own op, because ranks that share a tensor reduce the amax before computing scales.
 """
 
 from __future__ import annotations

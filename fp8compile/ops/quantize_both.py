@@ -2,7 +2,7 @@
 
 A gradient is multiplied along rows for grad_input and along columns for grad_weight. Inductor would read the matrix
 twice for each of the two casts. On a GPU this op is one Triton kernel. On a CPU, and as the reference, it runs the two
-casts. A stack (E, M, K) is quantized matrix by matrix.
+casts. Stacked matrices (E, M, K) are quantized one by one.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ ROWS, COLUMNS = (1, -1), (-1, 1)
 def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: int) -> bool:
     """Whether the GPU kernel can quantize by ``first`` and compute the amaxes for ``again``.
 
-    ``again`` is the backward's quantizer. Allowed are a scale for each row by ``first`` and for each column by
-    ``again``, if a row of ``columns`` elements fits into registers, and square blocks.
+    ``again`` is the backward's quantizer. Either both have the same square block; or ``first`` has a scale for each
+    row, ``again`` for each column, and a row of ``columns`` elements fits into registers.
     """
     if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
         return False

@@ -64,7 +64,7 @@ class Op:
         backward: The derivative, or None.
         decompose: The code that Inductor compiles in place of the op, or None.
         portable: The code that replaces the op in an exported program, or a text that says why there is none. None:
-            ``decompose``, or ``impl`` if that is None too.
+            ``decompose`` replaces the op, or ``impl`` if ``decompose`` is None.
         sharding: The sharding rule, or None.
         samples: Returns argument tuples for tests.
         updates: Names of the arguments that the backward writes to; they have no gradient.
@@ -206,7 +206,7 @@ def register_op(
     Args:
         name: ``namespace::name``.
         impl: The kernel for all devices. Its annotated signature gives the schema; a quantizer or recipe may be an
-            argument. It must not return an input or a view of one.
+            argument. The kernel must not return an input or a view of an input.
         fake: Takes the same arguments and returns empty tensors like those of the result. None: ``impl`` itself runs
             on tensors without data, which works for PyTorch code that reads no value; a function that only computes
             shapes traces faster.
@@ -223,8 +223,8 @@ def register_op(
         prepare: ``(needs_input_grad, args)``. If gradients are recorded, returns the arguments with which ``impl`` or
             ``decompose`` runs; it can replace a constant by another one that omits work for gradients that are not
             needed.
-        updates: Names of arguments that ``backward`` writes to, such as a state. ``backward`` returns None for them,
-            and writes to no other argument.
+        updates: Names of arguments that ``backward`` writes to, such as a state. ``backward`` returns None for these
+            arguments, and writes to no other argument.
         portable: Takes the same arguments; plain PyTorch for any device that reads no data and calls none of your
             kernels. `decompositions` puts it in place of the op, if ``decompose`` and ``impl`` can't be used. If there
             is no such code, a text with the reason, which `decompositions` raises.

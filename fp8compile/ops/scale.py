@@ -1,6 +1,6 @@
 """fp8compile::scale: computes the multiplier (1 / scale) and the scale of each block from its amax.
 
-It is a separate op, because ranks that share a block must agree on its amax before this step.
+The op is separate, because ranks that share a block must agree on the block's amax before this step.
 """
 
 from __future__ import annotations

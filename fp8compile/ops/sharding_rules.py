@@ -1,6 +1,6 @@
 """Sharding rules: which dims of an op's arguments may be sharded, and how results combine.
 
-A rule is a function of the op's arguments that returns every way to shard them. It reads only the shapes of tensors.
+A rule is a function of the op's arguments that returns every way to shard them, and reads only shapes of tensors.
 """
 
 from __future__ import annotations

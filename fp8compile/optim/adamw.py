@@ -21,7 +21,7 @@ def _rule(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """AdamW's update of one parameter, float32; returns the new parameter and the new moments.
 
-    ``scalars`` are the learning rate and those of `AdamW.scalars` (Loshchilov and Hutter 2019, arXiv:1711.05101).
+    ``scalars`` are the learning rate and the result of `AdamW.scalars` (Loshchilov and Hutter 2019, arXiv:1711.05101).
     """
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
@@ -36,15 +36,15 @@ class AdamW(MomentOptimizer):
     """AdamW with the interface of ``torch.optim.AdamW`` that stores its moments as e4m3 codes.
 
     A step dequantizes the moments, computes in float32, and quantizes once. One compiled graph updates all parameters;
-    where rows are whole blocks, it never writes float32 moments to memory. Learning rates and other hyperparameters
-    are inputs of the graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its square root, and a
-    positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``).
+    where rows are whole blocks, the graph writes no float32 moments to memory. Learning rates and other
+    hyperparameters are inputs of the graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its square
+    root, and a positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``).
 
     A block, which shares one scale, is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096
     elements, fewer than two dims, or rows of fewer than 16 elements.
 
     The state of a parameter has ``exp_avg_codes``, ``exp_avg_scale``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scale``;
-    a moment that is not quantized is ``exp_avg`` or ``exp_avg_sq``. They are DTensors if the parameter is a DTensor.
+    a moment that is not quantized is ``exp_avg`` or ``exp_avg_sq``. For a DTensor parameter, all are DTensors.
 
     Args:
         params: Parameters, named parameters or parameter groups, as in ``torch.optim``. Groups may override each
@@ -60,7 +60,7 @@ class AdamW(MomentOptimizer):
         differentiable: Only False.
         fused: Not True: the graph is fused already.
         exp_avg_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
-        exp_avg_sq_dtype: The same for the second moment.
+        exp_avg_sq_dtype: Dtype of the second moment, as for ``exp_avg_dtype``.
         rounding: Rounding of moments to codes. ``"stochastic"``: up or down at random. ``"nearest"``: each step loses
             changes below half the distance between codes; with ``betas[1]`` near 1 the second moment then only follows
             the largest value of its block.
@@ -135,7 +135,7 @@ class AdamW(MomentOptimizer):
         """Load a ``state_dict`` of this optimizer or of ``torch.optim.AdamW``.
 
         Raises:
-            ValueError: The state was trained with ``amsgrad``; its third moment has no counterpart here.
+            ValueError: The state was trained with ``amsgrad``, whose third moment has no counterpart here.
         """
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise ValueError(
@@ -146,9 +146,9 @@ class AdamW(MomentOptimizer):
         super().load_state_dict(state_dict)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """Hyperparameters of step number ``step``, in ``_rule``'s order of them behind the learning rate.
+        """Hyperparameters for step number ``step`` that ``_rule`` takes after the learning rate, in order.
 
-        They are Python floats, so that bias corrections are in float64; the step rounds them to float32.
+        All are Python floats, so that bias corrections are in float64; the step rounds them to float32.
         """
         beta1, beta2 = map(float, group["betas"])
         return (

@@ -35,9 +35,9 @@ class Job:
         shape: Shape in which the rule sees the parameter, from ``MomentRows.in_blocks``.
         parameter: The parameter, any floating-point dtype.
         grad: Its gradient, any floating-point dtype.
-        target: Gets the first result of the rule: the parameter, or another tensor of as many elements.
+        target: Tensor to which the rule's first result is written: the parameter, or one of as many elements.
         moments: For each moment its values, or its codes and scales; values and codes have the shape ``shape``.
-        quantizers: For each moment its quantizer; None if it is not quantized.
+        quantizers: For each moment its quantizer; None for a moment that is not quantized.
         place: Row and column positions from `MomentRows.place`, for stochastic rounding; () means 0, 1, 2, ...
         bf16_seed: Seed of stochastic rounding of a bfloat16 target; None rounds to the nearest.
     """
@@ -88,7 +88,7 @@ def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> Non
 
 @asks_a_constant
 def is_local(quantizer: CurrentScaling | None) -> bool:
-    """Whether a quantizer's codes depend only on values and not on positions; True if it is None."""
+    """Whether a quantizer's codes depend only on values and not on positions; True for None."""
     return quantizer is None or quantizer.is_local()
 
 

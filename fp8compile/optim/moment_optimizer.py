@@ -30,7 +30,7 @@ class MomentOptimizer(Optimizer):
     """Base of optimizers with quantized moments; a subclass defines ``moments``, ``rule`` and `scalars`.
 
     Attributes:
-        moments: For each moment, by name, whether it is never negative; such a moment is stored as its square root.
+        moments: For each moment, by name, whether the moment is never negative, and thus stored as its square root.
         rule: Update of one parameter: (parameter, gradient, moments, scalars) -> (what is written, new moments).
     """
 

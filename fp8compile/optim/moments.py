@@ -101,9 +101,9 @@ class MomentRows:
         return self.local, BLOCK
 
     def place(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Positions, in the unsharded parameter, of the rows and columns of `in_blocks`, int64; () if whole.
+        """Positions of `in_blocks` rows and columns in the unsharded parameter, int64; () if not sharded.
 
-        `fp8compile.ops.cast` takes them as arguments ``rows`` and ``columns`` for stochastic rounding.
+        `fp8compile.ops.cast` takes these positions as arguments ``rows`` and ``columns`` for stochastic rounding.
         """
         if not self.cuts:
             return ()
@@ -153,13 +153,13 @@ class StoredMoment:
     def of_group(name: str, group: dict[str, Any], *, root: bool) -> StoredMoment:
         """How moment ``name`` is stored by the options of a parameter group.
 
-        If ``root``, the moment is never negative, and its square root is quantized.
+        If ``root``, the moment is never negative, and the moment's square root is quantized.
         """
         quantizer = _quantizer(root, BLOCK, group["rounding"], group["seed"])
         return StoredMoment(name, group[f"{name}_dtype"], quantizer)
 
     def quantizer_for(self, rows: MomentRows) -> CurrentScaling | None:
-        """Quantizer of a parameter's moment in the shape ``rows.in_blocks()``; None if it is stored as values."""
+        """Quantizer of a parameter's moment in the shape ``rows.in_blocks()``; None if stored as values."""
         if self.dtype != CODES or rows.are_small():
             return None
         own = self.quantizer
@@ -168,7 +168,7 @@ class StoredMoment:
     def parts(self, state: dict[str, Any], rows: MomentRows) -> tuple[Tensor, ...]:
         """This rank's values, or codes and scales, of the moment in ``state``, the state of one parameter.
 
-        They are views in the shape ``rows.in_blocks()``.
+        The tensors are views in the shape ``rows.in_blocks()``.
         """
         shape, block = rows.in_blocks()
         shapes = shape, grid_shape(shape, block)

@@ -26,9 +26,9 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw")
 def _rule(
     parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Muon's momentum of one parameter, float32; returns the update (Nesterov if asked) and the momentum.
+    """Muon's momentum of one parameter, float32; returns the update (Nesterov or plain) and the momentum.
 
-    ``scalars`` are the learning rate, which is not used here, and those of `Muon.scalars`.
+    ``scalars`` are the learning rate, which is not used here, and the result of `Muon.scalars`.
     """
     _, momentum, rest, look_ahead = scalars
     (buffer,) = moments
@@ -40,8 +40,8 @@ class Muon(MomentOptimizer):
     """Muon with the interface of ``torch.optim.Muon`` that stores its momentum as e4m3 codes.
 
     One compiled graph computes the momentum of all parameters; PyTorch's own function orthogonalizes each update. To
-    orthogonalize, ranks that share a matrix gather its update in bfloat16 once a step; each rank applies its own
-    shard.
+    orthogonalize, ranks that share a matrix gather the update in bfloat16 once a step; each rank applies its shard
+    of the result.
 
     The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` if a matrix has fewer
     than 4096 elements or rows of fewer than 16. Blocks, rounding, seeds and saved states work as in ``AdamW``.

@@ -20,7 +20,7 @@ __all__ = ["broadcast_parameters"]
 def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
     """Mark a quantized parameter as written, and broadcast its initial values if it keeps them.
 
-    Initial values are those before quantization, from which master weights start. ``source`` is the rank that sends.
+    Initial values are the values before quantization; master weights start from them. ``source`` is the sending rank.
     """
     parameter.written = True
     if parameter.initial is not None:

@@ -32,7 +32,7 @@ def _place(parameter: nn.Parameter) -> Place | None:
 
 
 def _local(grad: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's shard of a gradient, with the placements of its parameter.
+    """Return this rank's shard of a gradient, placed as the parameter.
 
     If the gradient is a partial sum, it is reduced over ranks first.
     """
@@ -46,9 +46,9 @@ def _local(grad: Tensor, parameter: Any) -> Tensor:
 
 
 def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """Return the norm of order ``norm_type`` of ``parts``, this rank's shards, together.
+    """Return one norm of order ``norm_type`` of all ``parts``, which are this rank's shards.
 
-    It is 0 on ``device`` if all shards are empty, for which PyTorch's infinity norm raises.
+    The norm is 0, on ``device``, if all shards are empty; PyTorch's infinity norm raises for these.
     """
     parts = [part for part in parts if part.numel()]
     if not parts:
@@ -97,14 +97,14 @@ def clip_grad_norm_(
 
     The result is that of ``torch.nn.utils.clip_grad_norm_`` on the whole model in one process; for plain parameters it
     has the same bits. With tensor, expert and data parallel ranks, in any combination, each element counts once. All
-    ranks call this, after they have summed the gradients that they share (see `average_expert_gradients`).
+    ranks call this, after summing over ranks the gradients that ranks share (see `average_expert_gradients`).
 
     Args:
         model: A model whose parameters are plain tensors, or DTensors on any number of meshes.
         max_norm: The largest norm that gradients may have.
         norm_type: Order of the norm, above 0; ``float("inf")`` takes the largest magnitude.
         error_if_nonfinite: Whether a norm that is infinite or NaN raises; else gradients are scaled by it.
-        foreach: Whether one kernel takes many gradients; None lets PyTorch choose, as in its function.
+        foreach: Whether one kernel takes many gradients; None lets PyTorch choose, as in PyTorch's function.
 
     Returns:
         The norm before scaling, shape (), the same on all ranks, in the dtype that gradients have.

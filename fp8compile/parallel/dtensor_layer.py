@@ -57,7 +57,7 @@ ON_MESHES = Whole, SharedScale, Delayed, DelayedForGradient, *OVER_FSDP  # other
 class _Right:
     """The right operand of a GEMM (weight or input): this rank's shard, and the result's whole width.
 
-    Its codes may be given too; otherwise the GEMM quantizes the shard.
+    The shard's codes may be given too; otherwise the GEMM quantizes the shard.
     """
 
     # This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel part.
@@ -118,7 +118,7 @@ def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
 def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, rows: int) -> _Right:
     """Make the right operand of grad_weight from codes and scales of the input that the forward kept.
 
-    There are two codes per byte. ``rows`` is the number of rows of this rank's shard of grad_output.
+    A byte holds two codes. ``rows`` is the number of rows of this rank's shard of grad_output.
     """
     packed = part_of("grad_weight", codes)
     quantizer: Any = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -138,7 +138,7 @@ def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, 
 def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
     """Run a layer's op, the one that computes ``gemm``, on DTensors; ``args`` are the op's arguments.
 
-    Under graph_fsdp the weight among them is a plain shard.
+    Under graph_fsdp the weight in ``args`` is a plain shard.
     """
     split: Any = op.split(args)
     tensors, _, place, recipe = split
@@ -191,9 +191,9 @@ def _grad_weight(grad_output: DTensor, a: Plain, right: _Right, operands: Operan
 
 
 def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTensor]:
-    """Quantize the input for grad_weight: codes, two per byte and sharded as the input, and scales.
+    """Quantize the input for grad_weight; return codes, scales and outer scales as DTensors.
 
-    Scales and outer scales are replicated.
+    Codes, two per byte, are sharded as the input. Scales and outer scales are replicated.
     """
     part, mesh = part_of("kept_input", x), x.device_mesh
     codes, *scales = keep_input(part, quantizer, STEPS[Phase.EAGER])
@@ -301,7 +301,7 @@ def _scatter_sum(x: DTensor, dim: int, recipe: Recipe) -> DTensor:
 
 
 def _reduced(grad_weight: DTensor, dtype: torch.dtype, rows: Rows) -> Tensor:
-    """Reduce a weight's gradient over graph_fsdp's ranks; return this rank's rows of it, in ``dtype``.
+    """Reduce a weight's gradient over graph_fsdp's ranks; return this rank's rows, in ``dtype``.
 
     ``rows`` says which rows of a tensor parallel shard each rank has.
     """

@@ -1,7 +1,7 @@
 """Run registered ops, ours and those of other libraries, on DTensors by their sharding rules.
 
-For each mesh dim, the `Split` that gathers the fewest bytes is chosen. A maximum over ranks is reduced before the
-result is returned: as ``Partial("max")``, gloo would reduce it later by a maximum that loses another rank's NaN.
+For each mesh dim, the `Split` (way to shard arguments and results) that gathers the fewest bytes is chosen. A maximum
+over ranks is reduced at once: gloo's later reduction of ``Partial("max")`` would lose other ranks' NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Convert a DTensor to this rank's shard and back; placements become a `DimSharding` per mesh dim.
 
-It is None for a mesh dim that does not shard. If several mesh dims have ``Shard(d)`` with the same d, each shards what
-the mesh dim before it left, as DTensor defines it.
+A mesh dim that does not shard has None instead. If several mesh dims have ``Shard(d)`` with the same d, each of them
+shards the shard of the mesh dim before, as DTensor defines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
 def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[ProcessGroup | None, int]:
     """Return the process group of mesh dim ``index``, and this rank's number in it.
 
-    The group is None if ``is_meta``, for a tensor on the meta device, and the mesh has no groups. Tools that only
+    The group is None if the mesh has no groups and ``is_meta``: the tensor is on the meta device. Tools that only
     check placements use such meshes, and send nothing.
     """
     if is_meta and not _compat.has_groups(mesh):
@@ -89,8 +89,8 @@ def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
 def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
     """Return the placements of a GEMM's result, one for each mesh dim, from the `Step` of each mesh dim.
 
-    For each mesh dim, ``dims["m"]`` and ``dims["n"]`` have the result's dim that is sharded if the GEMM's rows, or its
-    columns, are.
+    ``dims["m"]`` has, for each mesh dim, the result's dim that is sharded if ranks split the GEMM's rows.
+    ``dims["n"]`` has the same for the GEMM's columns.
     """
     found: list[Placement] = []
     for index, step in enumerate(steps):
@@ -106,8 +106,8 @@ def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list
 def check_one_mesh(function: str, tensors: Mapping[str, Any]) -> DeviceMesh:
     """Return the mesh that all ``tensors`` are on; entries that are None are skipped.
 
-    Raise a TypeError if some are DTensors and some are not, and a ValueError if they are on different meshes. Errors
-    name ``function`` and the keys of ``tensors``.
+    Raise a TypeError if only some tensors are DTensors, and a ValueError for DTensors on different meshes. Errors name
+    ``function`` and the keys of ``tensors``.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]

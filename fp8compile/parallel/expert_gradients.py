@@ -19,10 +19,7 @@ __all__ = ["average_expert_gradients", "check_meshes", "expert_parameters", "has
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of experts that are spread over ranks, by name.
-
-    All ranks get them in the same order.
-    """
+    """Return the parameters of experts that are spread over ranks, by name, in one order on all ranks."""
     return {
         f"{prefix}.{name}".strip("."): parameter
         for prefix, module in model.named_modules()
@@ -46,18 +43,18 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessGroup | None = None) -> None:
     """Divide the gradients of spread experts by the number of parts of the batch, in place.
 
-    Each part of the batch has its own mean loss. An expert's gradient is a sum over rows from all parts, so that
-    divided by their number it is the gradient of the mean loss over the whole batch. Call this after each backward
-    that ends a step.
+    Each part of the batch has its own mean loss. An expert's gradient is a sum over rows from all parts; divided by
+    the number of parts, it is the gradient of the mean loss over the whole batch. Call this after each backward that
+    ends a step.
 
     Args:
         model: A model with experts that `ExpertParallel` or `spread_experts` has spread. Gradients of other parameters
             stay as they are.
-        parts: Number of equal parts into which the batch was split, over all ranks whose gradients are summed. That is
-            the number of ranks that experts are spread over, counting ranks with the same tokens once, times the ranks
-            of ``replicas``. If FSDP shards the experts, leave out its ranks: it takes the mean over them.
+        parts: Number of equal parts into which the batch was split, over all ranks whose gradients are summed: the
+            number of ranks that experts are spread over, counting ranks with the same tokens once, times the ranks of
+            ``replicas``. Do not count ranks over which FSDP shards the experts, because FSDP takes the mean.
         replicas: Ranks that have the same experts and other tokens, whose gradients are summed first. None if FSDP
-            sums them, or no other rank has these experts.
+            sums these gradients, or no other rank has these experts.
 
     Raises:
         ValueError: ``parts`` is not a positive int.
@@ -86,8 +83,8 @@ def check_meshes(
 ) -> None:
     """Raise a ValueError if FSDP would shard experts over ranks that experts are already spread over.
 
-    ``function`` names the caller in the error. ``ignored`` are the parameters that FSDP leaves alone. ``mesh`` is what
-    FSDP shards over; None if it is not known yet.
+    ``function`` names the caller in the error. ``ignored`` are the parameters that FSDP does not shard. ``mesh`` is
+    FSDP's mesh; None if the mesh is not known yet.
     """
 
     def overlaps(parameter: nn.Parameter) -> bool:

@@ -79,8 +79,8 @@ def column_parallel_grouped_linear(
         bias: (groups, out_features / R), this rank's shard, or None.
         recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
-        feature_sizes: Number of rows of each matrix for each rank; by default all ranks have as many as this one. If a
-            block has more than one row but not all, each shard has to end where a block ends.
+        feature_sizes: Number of rows of each matrix on each rank; by default all ranks have as many as this rank. If
+            blocks have more than one row but not all rows, each shard has to end where a block ends.
         observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 
     Returns:
@@ -119,8 +119,8 @@ def row_parallel_grouped_linear(
         bias: (groups, out_features), the same on all ranks, or None. Added once.
         recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
-        feature_sizes: Number of columns of each matrix for each rank; by default all ranks have as many as this one.
-            If a block has more than one column but not all, each shard has to end where a block ends.
+        feature_sizes: Number of columns of each matrix on each rank; by default all ranks have as many as this rank.
+            If blocks have more than one column but not all columns, each shard has to end where a block ends.
         observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
 
     Returns:

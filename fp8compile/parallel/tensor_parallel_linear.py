@@ -32,7 +32,7 @@ __all__ = ["check_group", "column_parallel_linear", "row_parallel_linear"]
 
 
 def check_group(function: str, group: object, *tensors: object) -> str:
-    """Return the name of a process group. Raise a TypeError if it is none, or if a tensor is a DTensor.
+    """Return a process group's name; raise a TypeError if ``group`` is no group or a tensor is a DTensor.
 
     ``function`` names the caller in the error.
     """
@@ -50,7 +50,7 @@ def check_group(function: str, group: object, *tensors: object) -> str:
 def _shared_sizes(
     function: str, argument: str, given: object, group: ProcessGroup, total: int, what: str
 ) -> tuple[int, ...]:
-    """Return the sizes of all ranks' shards of a dim of size ``total``: those given, or equal ones.
+    """Return the sizes of all ranks' shards of a dim of size ``total``: the given sizes, or equal sizes.
 
     ``function``, ``argument`` and ``what`` (the thing that is sharded) are names for errors.
     """
@@ -68,9 +68,9 @@ def _shared_sizes(
 
 
 def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes: object) -> int | None:
-    """Check ``sequence_dim`` and return it as a nonnegative dim of ``x``; None if none is given.
+    """Check ``sequence_dim``, and return the same dim of ``x`` as a nonnegative number; None for None.
 
-    Raise a ValueError if ``sequence_sizes`` are given without it. ``function`` names the caller in errors.
+    Raise a ValueError for ``sequence_sizes`` without ``sequence_dim``. ``function`` names the caller in errors.
     """
     if sequence_dim is None:
         if sequence_sizes is not None:
@@ -182,7 +182,7 @@ def row_parallel_linear(
     Args:
         x: Shape (..., in_features / R), this rank's features for all tokens; bfloat16, float16 or float32.
         weight: Shape (out_features, in_features / R), this rank's columns, the dtype of ``x``.
-        bias: Shape (out_features,), the same on all ranks, or None. Added once; its gradient is that of all tokens.
+        bias: Shape (out_features,), the same on all ranks, or None. Added once; its gradient covers all tokens.
         recipe: Quantizers for the operands.
         group: The R ranks.
         sequence_dim: The dim of the output that is sharded over the ranks; None if each rank gets all tokens.

@@ -43,8 +43,9 @@ class ColwiseParallel(parallel.ColwiseParallel):
     """Shard the weight's out_features over the ranks, and gather codes of the input if it is sharded.
 
     Args:
-        input_layouts: Placement of an input that is a plain tensor; by default each rank has all of it. ``Shard(1)``
-            means that the sequence of (batch, sequence, features) is sharded. A DTensor has its own placement.
+        input_layouts: Placement of an input that is a plain tensor; by default each rank has the whole input.
+            ``Shard(1)`` means that the sequence of (batch, sequence, features) is sharded. A DTensor keeps its
+            placement.
         output_layouts: Placement of the output; by default it is sharded along the last dim.
         use_local_output: Whether the output is a plain tensor with this rank's shard; else it is a DTensor.
 
@@ -75,8 +76,8 @@ class RowwiseParallel(parallel.RowwiseParallel):
 
     Args:
         input_layouts: Placement of an input that is a plain tensor; by default it is sharded along the last dim.
-        output_layouts: Placement of the sum over ranks; by default each rank has all of it. ``Shard(1)`` shards the
-            sequence of (batch, sequence, features).
+        output_layouts: Placement of the sum over ranks; by default each rank has the whole sum. ``Shard(1)`` shards
+            the sequence of (batch, sequence, features).
         use_local_output: Whether the output is a plain tensor with this rank's shard; else it is a DTensor.
 
     Raises:

@@ -60,7 +60,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape a matrix, such as `as_matrix` makes or a grid of its blocks, to ``shape``."""
+    """Reshape a matrix from `as_matrix`, or a grid of the matrix's blocks, to ``shape``."""
     return matrix if len(shape) == 2 else matrix.reshape(shape)
 
 
@@ -117,7 +117,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
 
 
 def _block_index(size: int, block: int, device: torch.device) -> Tensor:
-    """Compute the index of the block of ``block`` elements that each of ``size`` positions is in, int64.
+    """Compute the index, int64, of each position's block: ``size`` positions, ``block`` in each block.
 
     Inductor's C++ backend (PyTorch 2.11 to 2.15) splits a loop at a `// block` in an index and never writes a partial
     last block. If there is a partial block, this function divides in a form that Inductor does not recognize.
@@ -131,7 +131,7 @@ def _block_index(size: int, block: int, device: torch.device) -> Tensor:
 def _is_one(blocks: int) -> bool:
     """Whether the number of blocks along a dim is the int 1.
 
-    A symbol that a guard found to be 1 does not count: Inductor (up to PyTorch 2.13) would read out of bounds.
+    A symbolic size that a guard fixed to 1 does not count: Inductor (up to PyTorch 2.13) would read out of bounds.
     """
     return isinstance(blocks, int) and blocks == 1
 

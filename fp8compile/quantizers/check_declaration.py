@@ -30,7 +30,7 @@ MUTABLE = (list, dict, set, bytearray, torch.Tensor)
 
 
 def _names_of(cls: type[Any]) -> dict[str, Any]:
-    """Names that string annotations of a class may use: of typing, the module and the class itself."""
+    """Names that a class's string annotations may use: from typing, its module, and the class itself."""
     module = sys.modules.get(cls.__module__)
     return {**vars(typing), **(vars(module) if module is not None else {}), cls.__name__: cls}
 
@@ -145,7 +145,7 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a field's value fits the annotation ``hint``; True if that can't be decided."""
+    """Whether a field's value fits the annotation ``hint``; True if a check is not possible."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in arguments)
@@ -215,7 +215,7 @@ def _overrides(cls: type[Any], base: type[Any], method: str) -> bool:
 
 
 def _check_spelling(cls: type[Any], name: str, given: Any, methods: dict[str, Any]) -> None:
-    """Raise a TypeError if a method's name is nearly that of a quantizer's step: it is never called.
+    """Raise a TypeError if a method misspells the name of a quantizer's step: nothing would call it.
 
     ``given`` is what the class has under ``name``; ``methods`` are the steps of `Quantizer` by name.
     """

@@ -36,9 +36,9 @@ def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def returned(
     found: Any, quantizer: Quantizer, step: str, shape: Sequence[int], dtype: torch.dtype, shape_of: str
 ) -> Tensor:
-    """Check ``found``, which the method ``step`` of a quantizer returned, and return it.
+    """Return ``found``, the result of a quantizer's method ``step``, after a check.
 
-    ``shape`` and ``dtype`` are the expected ones. ``shape_of`` tells in the error where the shape comes from.
+    ``shape`` and ``dtype`` are what is expected. ``shape_of`` tells in the error where the shape comes from.
 
     Raises:
         TypeError: The result is not a tensor of this shape and dtype.

@@ -64,10 +64,10 @@ def _is_foreign(module: str) -> bool:
 
 
 def module_source(module_name: str) -> bytes:
-    """Source code, to be hashed, of another package's module: its whole package, or the module alone.
+    """Source of another package's module, to be hashed: the whole package, or a module without package.
 
-    A module typed at a prompt has no source. A number unique to this process replaces it, so that its graphs miss the
-    compile cache.
+    A module typed at a prompt has no source. A number unique to this process replaces the source, so that graphs miss
+    the compile cache.
     """
     top = sys.modules.get(module_name.partition(".")[0])
     if top is not None and getattr(top, "__path__", None):
@@ -85,7 +85,7 @@ def salt_with(module_name: str, function: str = "") -> None:
 
     Args:
         module_name: The module.
-        function: Name of a function that the module has registered; graphs call it without containing its name.
+        function: Name of a function of the module that graphs call without containing the name.
     """
     if function:
         SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)

@@ -90,7 +90,7 @@ class CurrentScaling(Quantizer):
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Cast a part of a tensor, with noise from the positions of its elements in the whole tensor.
 
-        ``rows`` has the position at which each row of ``x`` begins, ``columns`` what each column adds to it; int64.
+        ``rows`` has the position of each row's first element, ``columns`` the offset of each column; int64.
         """
         if self.rounding == "nearest":
             return super().cast(x, multiplier)

@@ -29,9 +29,9 @@ def next_state(
 ) -> tuple[Tensor, Tensor]:
     """Append an amax to each history, and compute the next multipliers (1 / scale) of delayed scaling.
 
-    In a history, the oldest amax is at index 1 and the newest at the end. Index 0 is not changed: it is 0, or for a
-    quantized parameter the amax of the values that its codes were made from. The amax that decides is the history's
-    largest finite one, or the newest; if it is 0, NaN or infinite, the multiplier is not changed.
+    In a history, the oldest amax is at index 1 and the newest at the end. Index 0 is not changed: it holds 0, or a
+    quantized parameter's amax when its codes were made. The next multiplier comes from the history's largest finite
+    amax, or from the newest; if that amax is 0, NaN or infinite, the multiplier stays.
 
     Args:
         history: Shape (..., history), float32; zeros at the start.
@@ -71,7 +71,7 @@ class DelayedScaling(Quantizer):
         ValueError: A field has a value that is not allowed.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; NVIDIA's TransformerEngine, ``recipe.DelayedScaling``. The
-    history equals TransformerEngine's element for element. The quotient is rounded once here, and twice there.
+    history equals TransformerEngine's element for element; the quotient is rounded once, not twice.
     """
 
     history: int = 1024
@@ -100,7 +100,7 @@ class DelayedScaling(Quantizer):
     def amax(self, x: Tensor) -> Tensor:
         """Compute the largest magnitude of the tensor, reduced first within each row and then over rows.
 
-        With this order, one kernel can also write a gradient's transposed codes by tiles. With a flat reduction, that
+        With this order, a kernel can also write a gradient's transposed codes by tiles; with a flat reduction, the
         kernel would scatter bytes.
         """
         if guard_or_false(x.numel() == 0):

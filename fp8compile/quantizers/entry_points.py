@@ -94,7 +94,7 @@ def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
 def _value_of_imported(entry: metadata.EntryPoint) -> Any:
     """Value of an entry point whose module is imported already; None otherwise.
 
-    A class of quantizers or recipes is called to make the value; the value of a function is None before `load`.
+    A class is called to make the value; a function's value is None until `load` has called the function.
     """
     if entry in LOADED:
         return LOADED[entry]

@@ -16,7 +16,7 @@ class GemmConfig(Constant):
     Attributes:
         fast_accumulation: Whether the GEMM may accumulate with the tensor core's reduced precision. If not, partial
             sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise, MX, on a CPU)
-            ignore it.
+            ignore this option.
         emulate: Whether a GPU that has no GEMM for the operands multiplies the exact values in float64, slowly,
             instead of raising.
         by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM.

@@ -180,7 +180,7 @@ class Quantizer(Constant):
     def gemm_format(self) -> Float8Format | None:
         """Float8 format in which the hardware's GEMM may read the codes, ``E4M3`` or ``E5M2``, or None.
 
-        A GEMM may read them if each code stands for the float8 number with the same bits, times the scale of its
+        A GEMM may read the codes if each code stands for the float8 number with the same bits, times the scale of its
         block. A class with its own ``dequantize`` may return a format if its result equals that of the inherited one;
         ``fp8compile.testing.check_quantizer`` checks this.
         """
@@ -244,8 +244,8 @@ class Quantizer(Constant):
         """Cast a part of a tensor to codes that depend on positions; called if `is_local` returns False.
 
         ``x`` and ``multiplier`` are those of `cast`. The position of an element, its index in the whole flattened
-        tensor, is the sum of two int64 tensors: ``rows`` (M,) has the position at which each row of ``x`` begins,
-        ``columns`` (K,) what each column adds.
+        tensor, is the sum of two int64 tensors: ``rows`` (M,) has the position of each row's first element,
+        ``columns`` (K,) the offset of each column.
         """
         return self.cast(x, multiplier)
 

@@ -98,32 +98,32 @@ class Recipe(Constant):
             MX, on a CPU) ignore it.
         fast_accumulation_grad_input: The same for grad_input's GEMM.
         fast_accumulation_grad_weight: The same for grad_weight's GEMM.
-        keep_weight_codes: Whether compiled code on a GPU writes a weight's codes for grad_input together with those
-            for the output, and keeps them for the backward. The weight is then read once instead of twice. Until the
-            backward this takes one byte of memory for each element, or half a byte in four bits. The codes are the
-            same. Codes are not kept if a side of the weight is not a multiple of 32, under FSDP, which frees weights
-            after the forward, or in a checkpointed region (PyTorch 2.11 keeps them there).
+        keep_weight_codes: Whether compiled code on a GPU writes a weight's codes for grad_input together with the
+            codes for the output, and keeps them for the backward. The weight is read once instead of twice. Until the
+            backward, the codes take one byte of memory for each element, or half a byte in four bits. Codes are not
+            kept if a side of the weight is not a multiple of 32, under FSDP, which frees weights after the forward, or
+            in a checkpointed region (except by PyTorch 2.11).
         cache_weights: Whether a layer keeps the codes of its plain weight from one optimizer step to the next, instead
-            of making them in each forward and backward: once a step, however many micro-batches it has. This takes
-            one byte of memory for each element, two if output and grad_input read different codes; under FSDP2 those
-            of a rank's shard. The codes are the same. See docs/memory.md.
-        dequantized_output: Whether the output multiplies in high precision: the values of its operands' codes, rounded
-            to the layer's dtype. This is for pairs that no GEMM multiplies: only one operand has a quantizer, and the
-            other is multiplied as it is (W4A16 has a quantizer for ``weight`` alone), or no GEMM takes both kinds of
-            codes. Gradients pass straight through the rounding: the weight's is ``dy^T @ x``.
+            of making codes in each forward and backward of every micro-batch. The codes take one byte of memory for
+            each element of the weight (under FSDP2, of the rank's shard), or two bytes if output and grad_input read
+            different codes. The bits are the same. See docs/memory.md.
+        dequantized_output: Whether the output's GEMM multiplies dequantized codes, rounded to the layer's dtype, in
+            high precision. This is for operands whose codes no GEMM multiplies: only one operand has a quantizer, and
+            the other stays in high precision (W4A16 quantizes ``weight`` alone), or no GEMM takes both kinds of codes.
+            Gradients ignore the rounding: the weight's gradient is ``dy^T @ x``.
         dequantized_gradients: Whether a gradient whose GEMM stays in high precision multiplies the dequantized codes
-            that the forward multiplied, rounded to the layer's dtype, instead of x and w. It is then the gradient of
-            the function that the forward computed. An operand without codes is multiplied as it is.
+            that the forward multiplied, rounded to the layer's dtype, instead of x and w. The result is the gradient
+            of the function that the forward computed. An operand without codes is multiplied as it is.
         emulate: Whether a GPU without a GEMM for these quantizers multiplies the exact values in float64, slowly,
-            instead of raising. A CPU always does.
+            instead of raising. A CPU always multiplies in this way.
         by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM, with
-            scales of 1, and applies the scales after it. GeForce cards (RTX 50) do MX at twice the rate of plain FP8;
-            RTX PRO cards have one rate for both, so they gain nothing. The codes are the same; the result is rounded
-            to float32 for each scale. Other devices, and products of experts, ignore it.
+            scales of 1, and multiplies the product by the scales. GeForce cards (RTX 50) do MX at twice the rate of
+            plain FP8; RTX PRO cards have one rate for both, and gain nothing. The codes are the same; the result is
+            rounded to float32 for each scale. Other devices, and products of experts, ignore it.
 
     Raises:
-        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two, unless it is the output
-            and ``dequantized_output`` is set. Two quantizers of one tensor with delayed scaling do not agree.
+        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two, except for the output's
+            GEMM with ``dequantized_output``. Two quantizers of one tensor with delayed scaling do not agree.
             ``keep_weight_codes`` is set, and output and grad_input need different codes. ``dequantized_output`` or
             ``dequantized_gradients`` is set, and there are no codes or no gradient in high precision.
         TypeError: An operand's field holds no quantizer, or a switch is not a bool.
@@ -197,7 +197,7 @@ class Recipe(Constant):
     def _check_delayed(self) -> None:
         """Raise a ValueError unless delayed scaling is the same wherever a history is shared or updated.
 
-        A tensor has one `DelayedScaling`, and all of them have the same history length and algorithm.
+        Tensors have one `DelayedScaling` each, all with the same history length and algorithm.
         """
         for tensor, slots in TENSORS.items():
             given = [getattr(self, slot) for slot in slots]
@@ -232,7 +232,7 @@ class Recipe(Constant):
     def shares_weight_codes(self) -> bool:
         """Whether the GEMMs of output and grad_input read the same codes of a weight.
 
-        True also if grad_input's GEMM reads them dequantized.
+        True also if grad_input's GEMM reads these codes dequantized.
         """
         quantizer = self.weight
         return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
@@ -278,8 +278,8 @@ class Recipe(Constant):
     def quantizers(self, gemm: Gemm) -> tuple[Quantizer, Quantizer] | None:
         """The quantizers of both operands of a GEMM; None if the GEMM stays in high precision.
 
-        Their blocks refer to the tensors as the layer holds them. With `dequantized_output` the output's GEMM stays in
-        high precision.
+        The quantizers' blocks refer to tensors as the layer holds them. With `dequantized_output` the output's GEMM
+        stays in high precision.
         """
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
         return None if a is None or (gemm is GEMMS[0] and self.dequantized_output) else (a, b)
@@ -295,7 +295,7 @@ class Recipe(Constant):
     def is_dequantized(self, slot: str) -> bool:
         """Whether a GEMM in high precision reads an operand as dequantized codes.
 
-        ``slot`` is the operand's field, such as ``"weight"``. For gradients these are the codes that the forward
+        ``slot`` is the operand's field, such as ``"weight"``. The GEMM of a gradient reads the codes that the forward
         reads.
         """
         if slot in FORWARD_SLOTS.values():

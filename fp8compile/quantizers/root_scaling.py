@@ -24,7 +24,7 @@ class RootScaling(CurrentScaling):
     """Quantizer of values that are never negative, such as second moments, by their square roots.
 
     An optimizer divides by such values, so a value above 0 never gets the code 0, however large its neighbours are. A
-    value below 0 makes its whole block NaN. The amax of a block is that of the roots. Fields are those of
+    value below 0 makes its whole block NaN. The amax of a block is the largest root. Fields are those of
     ``CurrentScaling``. Stochastic rounding has no bias in the root; the square of the root is too large on average, by
     the variance of the rounding.
     """
@@ -46,7 +46,7 @@ class RootScaling(CurrentScaling):
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Cast roots of a part of a tensor, with noise from positions of its elements in the whole tensor.
 
-        ``rows`` has the position at which each row of ``x`` begins, ``columns`` what each column adds to it; int64.
+        ``rows`` has the position of each row's first element, ``columns`` the offset of each column; int64.
         """
         return _above_zero(super().cast_at(exact_root(x.float()), multiplier, rows, columns), x)
 

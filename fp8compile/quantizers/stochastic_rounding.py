@@ -59,7 +59,7 @@ def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor
         seed: At least 0.
         rows: Position in the whole flattened tensor of the first element of each row, (M,) int64; None if ``values``
             is whole.
-        columns: What each column adds to that position, (K,) int64; None if ``values`` is whole.
+        columns: Offset of each column from the first element of a row, (K,) int64; None if ``values`` is whole.
     """
     if rows is None or columns is None:
         rows, columns = positions(values.shape, values.device)

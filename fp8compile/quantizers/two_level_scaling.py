@@ -42,8 +42,8 @@ class TwoLevelScaling(Quantizer):
             is TransformerEngine's rule with an outer scale that is 1 / (1 / scale) for every tensor. No GPU kernel
             quantizes along rows and along columns by ``"reciprocal"``.
         rounding: Rounding of values to codes: ``"nearest"`` or ``"stochastic"`` as in ``CurrentScaling``, or
-            ``"stochastic_hardware"``. With the latter, kernels for compute capability 10.x round with the GPU's
-            instruction. It is faster, but draws other random bits, so that codes differ from those of a CPU.
+            ``"stochastic_hardware"``, by which kernels for compute capability 10.x round with the GPU's instruction.
+            This is faster, but draws other random bits than a CPU, so that codes differ.
         seed: Seed of stochastic rounding.
         hadamard: Sixteen signs, each 1 or -1, of a random Hadamard transform along the block's sixteen values; empty
             for no transform. With a transform, blocks are (1, 16) or (16, 1).
@@ -241,7 +241,7 @@ class TwoLevelScaling(Quantizer):
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Cast a part of a tensor, with noise from the positions of its elements in the whole tensor.
 
-        ``rows`` has the position at which each row of ``x`` begins, ``columns`` what each column adds to it; int64.
+        ``rows`` has the position of each row's first element, ``columns`` the offset of each column; int64.
         """
         return self._cast(x, multiplier, rows, columns)
 

@@ -46,18 +46,18 @@ class KeptReport(Protocol):
 
 @dataclass(frozen=True)
 class SavedAsCodes:
-    """Save tensors for the backward as codes and scales; the backward dequantizes where it reads them.
+    """Options to save tensors for the backward as codes and scales, which the backward dequantizes.
 
     Pass it to ``fp8compile.compile(model, saved=...)``, or to the context ``fp8compile.saved_as_codes(...)`` around a
     call. The forward's results stay the same, bit for bit. Gradients are computed from the rounded tensors.
 
     Attributes:
         quantizer: Quantizes each tensor as a matrix whose rows run along the last dim. None means e4m3 with scales
-            that are powers of two; blocks are those of the recipe of the layer that quantizes a value computed from
-            the tensor, by the fewest operators: whole rows for rowwise, tensorwise and delayed recipes, otherwise the
+            that are powers of two, and blocks that suit the nearest layer (in operators) that quantizes a value
+            computed from the tensor: whole rows if the layer's recipe is rowwise, tensorwise or delayed, otherwise the
             recipe's own blocks. Without such a layer, and in eager mode, blocks are 1 x 128.
         filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple names kinds of
-            `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. It may also contain
+            `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. A tuple may also contain
             `SavedTensor` values: these tensors become codes whatever their size, together with those of equal layers
             (same module name up to numbers). A function takes a `SavedTensor` of any size and returns whether it
             becomes codes.
@@ -130,7 +130,7 @@ class SavedAsCodes:
             budget: The most bytes that the model may keep.
 
         Returns:
-            A value whose filter lists the tensors that become codes; the list is empty if the model fits without.
+            A value whose filter lists the tensors that become codes; the list is empty if no codes are needed.
 
         Raises:
             ValueError: The model keeps more than the budget even if all tensors become codes.
@@ -181,7 +181,7 @@ def _powers_of_two(block: tuple[int, int]) -> CurrentScaling:
 
 @lru_cache
 def _source_of(function: Callable[..., Any]) -> str:
-    """Text that changes with a function's source; random in each process for closures and defaults."""
+    """Text that changes with a function's source; new in each process if there are closures or defaults."""
     if not inspect.isfunction(function) or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return uuid.uuid4().hex
     import hashlib

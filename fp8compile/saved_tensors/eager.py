@@ -26,7 +26,7 @@ WATCHES = threading.local()
 
 
 class Kept:
-    """Object that autograd saves for a tensor: holds the tensor until its kind is known, then maybe codes."""
+    """Object that autograd saves for a tensor; holds the tensor, or codes if `settle` chose codes."""
 
     def __init__(self, value: Tensor) -> None:
         self.value: Tensor | None = value
@@ -87,7 +87,7 @@ class Watch(_compat.OnlookingMode):
         return super().__exit__(*error)
 
     def keep(self, x: Tensor) -> Any:
-        """Return the `Kept` that autograd saves in place of ``x``; its kind is open until the next operator."""
+        """Return the `Kept` that autograd saves for ``x``; the next operator tells the kind of ``x``."""
         kept = self.known[x]() if x in self.known else None
         if kept is not None and kept.version == x._version:
             return kept
@@ -100,7 +100,7 @@ class Watch(_compat.OnlookingMode):
         return kept
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Decide about saved tensors whose kind the operator ``func`` tells; then call ``func``."""
+        """Call `Kept.settle` for tensors whose kind the operator ``func`` tells; then call ``func``."""
         if not self.pending or operator_name(func) in VIEWS | COPIES:
             return func(*args, **kwargs)
         pending, self.pending = self.pending, []
@@ -124,7 +124,7 @@ class Watch(_compat.OnlookingMode):
 def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
     """Kind of the saved tensor ``kept``, told by ``func``, the operator that runs next.
 
-    None after a square, because the operator after it may turn out to be a norm's mean.
+    None if ``func`` squares the tensor: the operator after ``func`` tells whether this is part of a norm.
     """
     name, x = operator_name(func), kept.value
     if kept.square is not None:

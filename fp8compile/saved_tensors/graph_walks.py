@@ -1,6 +1,6 @@
-"""Walks over FX graphs, from a node to nodes that share its memory, read it, or are computed from it.
+"""Walks over FX graphs, from a node to nodes that share its memory, read it or depend on it.
 
-Graphs may be decomposed by Inductor or not, and may call compiled regions (``invoke_subgraph``).
+Graphs may be decomposed by Inductor or not, and may call separately compiled blocks (regions, ``invoke_subgraph``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def value_of(node: Any) -> Any:
-    """Fake tensor of a node (``meta["val"]``), or None if it has none or ``node`` is no node."""
+    """Fake tensor of a node (``meta["val"]``); None without fake tensor, or if ``node`` is no node."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
@@ -90,9 +90,9 @@ def _body(call: fx.Node) -> fx.Graph:
 
 
 def same_memory(node: fx.Node) -> list[fx.Node]:
-    """The nodes from ``node`` back to the one that allocates its memory, through views and regions.
+    """The nodes from ``node`` itself back to the node that allocates the memory of ``node``.
 
-    The node itself is the first of the list; regions are those of torch.compile (``invoke_subgraph``).
+    The walk passes views and compiled regions (``invoke_subgraph``).
     """
     found = [node]
     while (node := found[-1]).op == "call_function":
@@ -113,12 +113,12 @@ def same_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """The node that allocates the memory of ``node``, in the same graph: an operator or a region's call."""
+    """The node that allocates the memory of ``node``, in the same graph: an operator or a region call."""
     return [each for each in same_memory(node) if each.graph is node.graph][-1]
 
 
 def users_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read ``node``; a compiled region among them is replaced by its placeholders."""
+    """Yield the nodes that read ``node``; instead of a compiled region, its placeholders."""
     for user in node.users:
         if user.op == "output":
             continue
@@ -130,7 +130,7 @@ def users_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
-    """Nodes that read ``node`` or views of it and, if ``through_copies``, copies of it."""
+    """Nodes that read ``node`` or a view of ``node``; if ``through_copies``, also readers of a copy."""
     found, pending, seen = [], [node], {node}
     while pending:
         for user in users_of(pending.pop()):
@@ -145,7 +145,7 @@ def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
 
 
 def functions_of(node: fx.Node, *, past_nonlinear: bool) -> list[fx.Node]:
-    """The node itself and all nodes computed elementwise from it; other tensors may only be added.
+    """The node itself and nodes computed elementwise from it, without other tensors except in adds.
 
     Nodes behind an operator in `NONLINEAR`, such as exp, are included only if ``past_nonlinear``.
     """

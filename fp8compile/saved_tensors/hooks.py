@@ -1,7 +1,7 @@
 """saved_as_codes: context in which calls save tensors as codes, eager or compiled by any backend.
 
-Its pack and unpack hooks are FX graphs: AOTAutograd inlines them into the graphs of a compiled call, and compiles
-again if they are other objects than before. In eager mode autograd calls the hooks.
+Its pack and unpack hooks are FX graphs: AOTAutograd inlines the hooks into the graphs of a compiled call, and
+recompiles if the hooks are new objects. In eager mode autograd calls the hooks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def saved_as_codes(
 ) -> Iterator[None]:
     """Context in which calls save tensors for the backward as codes, eager or compiled by any backend.
 
-    Use it around the call of a model; the backward may run outside. A model called both inside and outside the context
-    is compiled once for each. Tensors that a compiled region saves are packed after the region, by additional kernels;
-    ``fp8compile.compile(model, saved=...)`` packs them inside of the region. Make a filter function only once, because
+    Use the context around the call of a model; the backward may run outside. A model called inside and outside of the
+    context is compiled twice. Tensors that a compiled region saves are packed after the region, by additional kernels;
+    ``fp8compile.compile(model, saved=...)`` packs inside of the region. Make a filter function only once, because
     a new function object compiles the call again.
 
     Args:
@@ -49,7 +49,7 @@ def saved_as_codes(
         ValueError: See `SavedAsCodes`.
         RuntimeError: Dynamo traces the context itself, or other hooks on saved tensors are active, such as those of
             ``save_on_cpu`` or of a checkpointed region.
-        NotImplementedError: A compiled forward saves something that PyTorch loses where it inlines hooks, such as the
+        NotImplementedError: A compiled forward saves something that PyTorch loses when inlining hooks, such as the
             mesh of tensor parallelism.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -97,9 +97,9 @@ def _as_graph(function: Any, name: str) -> fx.GraphModule:
 
 
 def _traced_packing(saved: SavedAsCodes) -> Any:
-    """How AOTAutograd's current saved tensor becomes codes, a `Packing`; None if it stays as it is.
+    """The `Packing` of AOTAutograd's current saved tensor; None if the tensor is saved as it is.
 
-    NotImplemented in eager mode.
+    In eager mode the result is NotImplemented.
     """
     context = _compat.saved_tensor_context()
     if context is None:

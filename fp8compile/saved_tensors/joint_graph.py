@@ -27,8 +27,8 @@ def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward
     """Make the backward of a joint graph read codes of forward tensors; changes the graph in place.
 
     Args:
-        module: The graph. A forward node counts as saved if it is not tagged for recomputation, and the backward or a
-            recomputed node reads it.
+        module: The graph. A saved node is a forward node that the backward or a recomputed node reads, and that is not
+            tagged for recomputation.
         saved: Which tensors become codes, and how.
         is_backward: Whether a node belongs to the backward.
 
@@ -51,7 +51,7 @@ def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward
 
 
 def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
-    """Forward nodes tagged for recomputation that the backward reads, directly or through such nodes."""
+    """Forward nodes tagged for recomputation that the backward reads, also through other such nodes."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -70,7 +70,7 @@ def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
 def _chosen(
     graph: fx.Graph, kept: list[fx.Node], readers: set[fx.Node], saved: SavedAsCodes, is_backward: IsBackward
 ) -> dict[fx.Node, Packing]:
-    """For each node of ``kept`` that becomes codes, how: its `Packing`.
+    """Map each node of ``kept`` that becomes codes to its `Packing`.
 
     ``readers`` are the nodes that run in the backward. A node is left out if its memory stays alive for another view.
     """

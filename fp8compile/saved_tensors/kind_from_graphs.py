@@ -66,7 +66,7 @@ def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
 
 
 def block_beside(node: fx.Node, place: fx.Node) -> tuple[int, int] | None:
-    """Block (rows, columns) of the nearest cast to FP8 of a value computed from a saved tensor; or None.
+    """Block (rows, columns) of the nearest FP8 cast among values computed from a saved tensor; or None.
 
     ``node`` makes the tensor in the forward, where the search begins; ``place`` receives it in the backward.
     """
@@ -116,13 +116,13 @@ def _functions(nodes: Sequence[fx.Node], *, past_nonlinear: bool) -> list[fx.Nod
 
 
 def _is_checkpoints_input(node: fx.Node) -> bool:
-    """Whether a node is read in a checkpointed region (``meta["ac_graph_id"]``) that is not its own."""
+    """Whether a node is read in a checkpointed region (``meta["ac_graph_id"]``) other than the node's."""
     own = node.meta.get("ac_graph_id")
     return any((user.meta.get("ac_graph_id") or own) != own for user in readers_of(node, through_copies=True))
 
 
 def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
-    """Kind of a tensor, "gemm" or "attention", if such a call reads ``place``; "other" for other calls.
+    """Kind of a tensor that a call reads as ``place``: "gemm" or "attention"; "other" for other calls.
 
     None if only operators that Inductor fuses read it.
     """
@@ -139,7 +139,7 @@ def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
 def _is_softmaxs_input(node: fx.Node) -> bool:
     """Whether a softmax, which amplifies rounding errors, reads a node.
 
-    An amax of a node ``abs`` is not taken for a softmax's maximum, because it belongs to a scale.
+    A maximum over a node ``abs`` is an amax for a scale, and not part of a softmax.
     """
     if node.op == "call_function" and name_of(node) == "abs":
         return False
@@ -220,7 +220,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _hint(size: Any) -> int:
-    """A size as an int: for a symbolic size its traced hint, or 8192 if it depends on data."""
+    """A size as an int: for a symbolic size its traced hint, or 8192 for a size that depends on data."""
     if is_unbacked(size):
         return 8192
     found: Any = size.node.hint if isinstance(size, torch.SymInt) else size

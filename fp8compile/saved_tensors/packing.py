@@ -51,7 +51,7 @@ class Packing:
         return Packing(quantizer.for_shape([x.shape[dim] for dim in order]), order, x.dtype)
 
     def pack(self, x: Tensor, steps: Steps = OPS_OF_STEPS) -> tuple[Tensor, ...]:
-        """Quantize the tensor; returns codes, scales and, if there is one, the outer scale.
+        """Quantize the tensor; returns codes, scales and the outer scale, if any.
 
         Scales that are powers of two are stored in bfloat16, without rounding. ``steps`` runs amax, scale and cast, as
         operators or in Python.
@@ -86,8 +86,8 @@ class Packing:
     def unpack(self, parts: Sequence[Tensor]) -> Tensor:
         """Dequantize codes and scales that `pack` returned; rounds once to ``dtype``.
 
-        If scales are powers of two, the product needs no rounding and is one operator; Inductor can repeat it in each
-        kernel that reads the values.
+        If scales are powers of two, the product needs no rounding and is one operator; Inductor can repeat this
+        operator in each kernel that reads the values.
         """
         codes, scale, *outer = parts
         if _is_exact(self.quantizer):

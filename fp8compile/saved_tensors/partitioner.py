@@ -2,7 +2,7 @@
 
     joint graph --min-cut--> forward, backward --for each chosen tensor--> forward + pack, unpack + backward
 
-AOTAutograd calls the same partitioner for compiled regions, so that tensors inside them become codes too.
+AOTAutograd calls the same partitioner for compiled regions, so that tensors inside of regions become codes too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMED: dict[str, Any] = {}  # partitioners by the text of their value
 
 
 def packing_of(node: fx.Node, place: fx.Node, saved: SavedAsCodes) -> Packing | None:
-    """How a tensor that a forward graph saves becomes codes; None if it stays as it is.
+    """The `Packing` of a tensor that a forward graph saves; None if the tensor is saved as it is.
 
     Args:
         node: Node of the forward graph that makes the tensor.
@@ -136,9 +136,9 @@ def unpacking_graph(packing: Packing, parts: Sequence[fx.Node]) -> fx.GraphModul
 
 @lru_cache
 def partitioner(saved: SavedAsCodes) -> Any:
-    """Partitioner for Inductor's ``custom_partitioner_fn`` that saves tensors as codes as ``saved`` says.
+    """Value for Inductor's ``custom_partitioner_fn`` that saves the tensors chosen by ``saved`` as codes.
 
-    Equal values of ``saved`` return the same object.
+    The result for equal values of ``saved`` is the same object.
     """
 
     def change(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:

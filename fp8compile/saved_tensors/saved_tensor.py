@@ -25,7 +25,7 @@ class SavedTensor:
     Attributes:
         kind: What reads the tensor.
 
-            - ``"norm"``: an input of a norm over the last dim, or a term of the sum that is its input.
+            - ``"norm"``: an input of a norm over the last dim, or a term of a sum that is such an input.
             - ``"activation"``: an input of SiLU, GELU, sigmoid or tanh, or a factor of an elementwise product.
             - ``"checkpoint"``: an input of a checkpointed region.
             - ``"attention"``: the backward of an attention reads it.
@@ -33,8 +33,8 @@ class SavedTensor:
             - ``"other"``: anything else, such as a tensor that the backward of an unknown operator reads.
         shape: Shape of the tensor. A dynamic size is the one that the graph was traced with.
         dtype: Dtype of the tensor.
-        module: Fully qualified name of the module that makes it, as Dynamo knows it; empty if unknown.
-        made_by: Name of the operator that makes it, such as ``"add"``; empty in eager mode.
+        module: Fully qualified name of the module that makes the tensor, from Dynamo; empty if unknown.
+        made_by: Name of the operator that makes the tensor, such as ``"add"``; empty in eager mode.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class SavedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_like(self, other: SavedTensor) -> bool:
-        """Whether two tensors are equal up to numbers in module names, as those of equal layers are."""
+        """Whether two descriptions are equal up to numbers in module names, such as layer numbers."""
         mine, others = (_unnumbered(each.module) for each in (self, other))
         return mine == others and replace(self, module="") == replace(other, module="")
 

@@ -24,7 +24,7 @@ __all__ = ["check_serves", "codes_seen", "is_stack", "unserved"]
 def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | None = None) -> str | None:
     """Return why a layer with ``recipe`` can't multiply a quantized weight's codes; None if it can.
 
-    ``quantizer`` made the codes. If grad_input reads separate codes, ``for_grad_input`` made those.
+    ``quantizer`` made the codes; ``for_grad_input`` made separate codes for grad_input, if there are any.
     """
     if for_grad_input is not None:
         wanted = zip((quantizer, for_grad_input), (recipe.weight, recipe.weight_for_grad_input), strict=True)
@@ -55,7 +55,7 @@ def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None
 
 
 def is_stack(tensor: object) -> bool:
-    """Whether ``tensor`` is a QuantizedTensor of a stack of matrices, each with its own scales."""
+    """Whether ``tensor`` is a QuantizedTensor of stacked weights of experts, each with its own scales."""
     return isinstance(tensor, QuantizedTensor) and tensor.batch == 1
 
 
@@ -120,10 +120,10 @@ def _observe(func: Any, *args: Any) -> Any:
 
 
 def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:
-    """Return the codes of a quantized weight for statistics, by the recipe's field, such as ``"weight"``.
+    """Return {field of the recipe, such as ``"weight"``: codes of a quantized weight}, for statistics.
 
     If the codes for the output and for grad_input share memory, only the codes for the output are returned. If the
-    codes do not fit ``recipe``, none are.
+    codes do not fit ``recipe``, no codes are returned.
     """
     if unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input) is not None:
         return Seen(None)

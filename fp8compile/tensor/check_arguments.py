@@ -18,7 +18,7 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @_compat.constant_when_traced
 def shown(value: object) -> str:
-    """The repr of a wrong value, for an error's text."""
+    """Return the repr of a wrong value, for an error's text."""
     return repr(value)
 
 

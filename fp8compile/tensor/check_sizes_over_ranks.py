@@ -1,7 +1,7 @@
 """Compare shard sizes over the ranks of a group, once, since a wrong size makes a collective hang.
 
-The comparison is itself a collective of all ranks, and only the first call makes it. If a rank compared again when its
-own sizes change, it would wait for ranks whose sizes did not change.
+The comparison is itself a collective of all ranks, so only the first call compares. A rank that compared again when
+its own sizes change would wait for ranks whose sizes did not change.
 """
 
 from __future__ import annotations

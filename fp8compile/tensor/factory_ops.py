@@ -22,7 +22,7 @@ aten: Any = torch.ops.aten
 
 
 def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
-    """Run ``func``, empty_like: a parameter with uninitialized codes, and NaN scales until a write."""
+    """Run ``func``, empty_like: return a parameter with uninitialized codes, and scales of NaN."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
     sets = []
@@ -39,7 +39,7 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
 
 
 def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
-    """Run ``func``, such as zeros_like: a plain tensor of the parameter's shape, for optimizer state."""
+    """Run ``func``, such as zeros_like: return a plain tensor of the shape of ``x``, for optimizer state."""
     values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return func(values, *args, **{"device": x.device, **kwargs})
 
@@ -58,8 +58,8 @@ def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> 
 def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
     """Make codes of zeros and new scales for a tensor of shape ``size``, by the quantizer of ``own``.
 
-    ``own`` are codes of ``x``, for the output or for grad_input. If they have the scales of a whole weight that is
-    sharded, these are copied: even a rank without elements needs them.
+    ``own`` are codes of ``x``, for the output or for grad_input. A whole sharded weight's scales in ``own`` are
+    copied, because even a rank without elements needs them.
     """
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(
@@ -84,7 +84,7 @@ def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[
 
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
-    """Run ``func``, new_zeros or new_empty: a parameter of zero codes, into which FSDP2 copies values."""
+    """Run ``func``, new_zeros or new_empty: return a parameter of zero codes, which FSDP2 fills."""
     if x.batch and len(size) != x.ndim:  # FSDP2 does this for a rank without elements
         return x.flat([own.codes.new_empty(size, **kwargs) for own in x.sets()])
     if kwargs.pop("dtype", None) not in (None, x.dtype):

@@ -1,6 +1,6 @@
 """What FSDP2 gathers for a weight whose output and grad_input GEMMs read different codes.
 
-It is the codes of one GEMM, of both, or plain values. A record says which codes the gathered memory holds.
+These are the codes of one GEMM, the codes of both, or plain values. A record says which codes memory holds.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ TOO_EARLY = (
 
 
 class PassInMemory:
-    """Record of whose codes FSDP2 gathered last: ``gemm`` is the GEMM's name.
+    """Record of the GEMM whose codes FSDP2 gathered last.
 
-    ``gemm`` is None before the first gather and while tracing.
+    ``gemm`` is the GEMM's name; None before the first gather and while tracing.
     """
 
     def __init__(self) -> None:
@@ -65,13 +65,13 @@ class PassInMemory:
 
 @dataclass
 class GatherPolicy:
-    """What all gathers of one weight send. The first gather decides, as FSDP2 keeps its buffers.
+    """Decides at the first gather of a weight what all its gathers send, as FSDP2 keeps its buffers.
 
     Attributes:
         for_both: What is gathered if one gather serves forward and backward: ``"codes"`` or ``"param_dtype"``.
         checkpointed: Whether the backward repeats the forward.
         kind: ``OWN`` (codes of one pass), ``BOTH`` (codes of both) or ``PLAIN`` (values); None before a gather.
-        in_memory: Records which codes were gathered last, if each pass gathers its own.
+        in_memory: Records which codes were gathered last, if each pass gathers its own codes.
         name: Name of the weight in its module.
     """
 
@@ -83,7 +83,7 @@ class GatherPolicy:
     _parameter: _compat.FsdpParameter | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatherPolicy:
-        """The policy for a copy of the weight: the same settings, but nothing was gathered yet."""
+        """Return the policy for a copy of the weight: the same settings, but nothing was gathered yet."""
         return GatherPolicy(self.for_both, self.checkpointed, name=self.name)
 
     def now(self, module: nn.Module) -> tuple[str, tuple[Gemm, ...]]:
@@ -119,6 +119,6 @@ class GatherPolicy:
         return self.kind
 
     def in_words(self) -> str:
-        """Say in words what gathers will send, for a report that is made before the first gather."""
+        """Return a text that says what gathers will send, for a report before the first gather."""
         for_both = IN_WORDS[self.for_both]
         return for_both if self.checkpointed else f"{IN_WORDS[OWN]}; or, if FSDP2 keeps the weight, {for_both}"

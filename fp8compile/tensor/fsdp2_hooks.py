@@ -33,8 +33,8 @@ class FullyShardHooks:
     """Mixin with the two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
 
     Attributes:
-        gathers: What gathers send if forward and backward read different codes; None if both read the same codes.
-        batch: Number of leading dims over which matrices are stacked: 1 for a stack, 0 for a matrix.
+        gathers: Policy of what gathers send if forward and backward read different codes; else None.
+        batch: Number of leading dims over which matrices are stacked: 1 for stacked weights of experts, else 0.
     """
 
     gathers: GatherPolicy | None
@@ -43,10 +43,10 @@ class FullyShardHooks:
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, Sequence[SetToGather]]:
-        """Return how ranks shard the weight, and its codes for the output and grad_input, which can be sent.
+        """Return how ranks shard the weight, and its codes that FSDP2 can send, for output and grad_input.
 
         ``mesh`` and ``mp_policy`` are FSDP2's mesh and ``MixedPrecisionPolicy``, ``size`` is the shape of the whole
-        weight, and ``module`` is the module that has it.
+        weight, and ``module`` is the module that has the weight.
         """
         raise NotImplementedError
 
@@ -58,19 +58,19 @@ class FullyShardHooks:
         raise NotImplementedError
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
-        """Return keyword arguments group, shard_dim and sizes of the gathered QuantizedTensor.
+        """Return the arguments group, shard_dim and sizes for the gathered QuantizedTensor, as a dict.
 
-        Empty if it is a whole weight. ``shards`` says how FSDP2 shards the weight.
+        The dict is empty for a whole weight. ``shards`` says how FSDP2 shards the weight.
         """
         return {}
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-        """Return the tensors that this rank sends, and the layout by which the gathered ones are read.
+        """Return the tensors that this rank sends, and the layout by which gathered tensors are read.
 
-        The arguments are FSDP2's: the mesh, the whole weight's shape and strides, its module and the mixed precision
-        policy.
+        The arguments are FSDP2's: the mesh, the whole weight's shape and strides, the weight's module and the mixed
+        precision policy.
         """
         size = tuple(outer_size)
         kind, gemms = (BOTH, PAIR) if self.gathers is None else self.gathers.now(module)
@@ -93,8 +93,8 @@ class FullyShardHooks:
             all_gather_outputs: The gathered tensors.
             metadata: The layout that ``fsdp_pre_all_gather`` returned.
             param_dtype: Dtype of the weight.
-            out: The weight of an earlier gather, into whose memory FSDP2 has gathered the codes; it gets the new
-                scales.
+            out: The weight of an earlier gather, into whose memory FSDP2 has gathered the codes; new scales are
+                written to this weight.
 
         Returns:
             The weight, and the tensors that FSDP2 frees with it. None if ``out`` is given.

@@ -1,7 +1,7 @@
-"""The tensors that FSDP2 sends for a weight that is kept as codes, and how gathered ones are read.
+"""The tensors that FSDP2 sends for a weight that is sent as codes, and how gathered tensors are read.
 
 The first tensor holds the codes. A second one, 1-D bytes, holds the scales that only this rank has. If FSDP2 can't
-send two sizes (one rank, padded shards, sharding along another dim than 0), ranks exchange scales in other messages.
+send a second tensor (one rank, padded shards, sharding along another dim than 0), ranks exchange scales separately.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SetToGather:
         quantizer: The quantizer of the codes.
         is_own: For each level of scales (blocks, outer), whether the scales cover only this rank's shard and are sent.
         scale_shapes: Shapes of the gathered weight's scales, by level.
-        make: Function of a quantizer that may pack the same codes differently; returns the codes in that packing, then
-            the scales by level.
+        make: Function that gets a quantizer, which may pack codes differently than ``quantizer``; returns the codes
+            packed by the given quantizer, then the scales by level.
     """
 
     gemm: Gemm
@@ -54,13 +54,12 @@ class SetToGather:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """How to read the tensors of a gather. A rank may keep this until the backward, so it holds no codes.
+    """How to read the tensors of a gather. Holds no codes, because a rank may keep it until the backward.
 
     Attributes:
         shards: How ranks shard the weight.
         size: Shape of the whole weight.
-        quantizers: For the output's codes and, if different, for grad_input's: the quantizer of codes packed as they
-            are sent.
+        quantizers: The quantizer of the output's codes and, if different, of grad_input's, packed as they are sent.
         scale_shapes: For each of these quantizers, the shapes of the whole weight's scales, by level (blocks, outer).
         scales: For each GEMM whose codes are sent, a pair for each level: the scale, and whether it is sent beside the
             codes because it belongs to this rank alone. None if plain values are gathered.
@@ -79,7 +78,7 @@ class GatherLayout:
 
     @property
     def is_alone_with_both(self) -> bool:
-        """Whether one tensor holds the codes for the output and for grad_input, as only one rank gathers."""
+        """Whether one tensor holds the codes for the output and for grad_input, on a mesh of one rank."""
         return self.ranks == 1 and len(self.scales or ()) == 2
 
     def scales_of_whole(self, gathered: Sequence[Tensor]) -> dict[Gemm, list[Tensor]]:
@@ -107,15 +106,15 @@ def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
 def codes_to_send(
     sets: Sequence[SetToGather], gemms: Sequence[Gemm], shards: DimSharding, size: tuple[int, ...], *, together: bool
 ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-    """Make the tensors that FSDP2 sends for this rank, and the layout by which gathered ones are read.
+    """Make the tensors that this rank sends, and the layout by which gathered tensors are read.
 
     Args:
         sets: The weight's codes for the output and, if different, for grad_input.
         gemms: The GEMMs whose codes are sent.
         shards: How ranks shard the weight.
         size: Shape of the whole weight.
-        together: Whether each gather sends all of ``sets``. If not, scales are padded to the bytes that the entry with
-            the most scales needs, because FSDP2's buffers keep their size.
+        together: Whether each gather sends all of ``sets``. If not, scales are padded to the bytes of the entry with
+            the most scales, because FSDP2's buffers keep their size.
     """
     beside = shards.is_even() and len(shards.sizes) > 1 and shards.dim == 0
     quantizers = as_they_travel([each.quantizer for each in sets], shards, size)
@@ -145,7 +144,7 @@ def _scales_of_all_ranks(
 ) -> list[Tensor]:
     """Return the whole weight's scales, by level; ranks exchange scales that cover only their own shards.
 
-    ``levels`` has this rank's scales of blocks and, if any, its outer scales; ``own`` says which cover only its shard.
+    ``levels`` has this rank's scales of blocks and any outer scales; ``own`` says which cover only this rank's shard.
     """
     dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), own.quantizer) for each in shards.sizes]

@@ -1,7 +1,7 @@
 """Quantize parameters once at the end of an optimizer step, although several ops write to them.
 
 Hooks on all optimizers begin and end a step. In between, a `Pending` holds each parameter's plain values. A compiled
-step takes these values as inputs beside the codes, so that its graph is that of plain parameters.
+step takes these values as inputs beside the codes, so that its graph is the same as for plain parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return shape, strides and offset; views of one memory with the same elements have equal ones."""
+    """Return a tensor's shape, strides and offset, which are equal for views of the same elements."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
@@ -71,13 +71,13 @@ class Pending:
         return same
 
     def given(self) -> Tensor:
-        """Return the values that a compiled step reads and writes; without any, dequantize the codes."""
+        """Return the values that a compiled step reads and writes; the codes' values if there are none yet."""
         if self.values is None:
             self.values = self.parameter.dequantize().detach()  # type: ignore[union-attr]  # a graph is given values
         return self.values
 
     def take(self, values: Tensor) -> None:
-        """Replace the values. Earlier values are overwritten in their memory, which a graph may refer to."""
+        """Replace the values; a tensor of earlier values is overwritten, because a graph may refer to it."""
         if self.values is None:
             self.values = values
         elif self.values is not values:
@@ -91,14 +91,14 @@ def computed_values(tensor: QuantizedParameter) -> Tensor | None:
 
 
 def values_of(tensor: QuantizedParameter) -> Tensor:
-    """Return a parameter's values: those of the running optimizer step, else the dequantized codes."""
+    """Return a parameter's values in the running optimizer step, else the dequantized codes."""
     return tensor.dequantize() if (values := computed_values(tensor)) is None else values
 
 
 def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> None:
     """Write new values to parameters or to views of parameters.
 
-    In an optimizer step, a whole parameter is quantized when the step ends. Any other tensor is quantized immediately.
+    In an optimizer step, a whole parameter is quantized when the step ends. All other writes are quantized at once.
     """
     now = []
     for tensor, value in zip(tensors, values, strict=True):
@@ -147,9 +147,9 @@ def _close(parameters: Sequence[QuantizedParameter]) -> None:
 
 
 def _outside(argument: Any, parameters: Sequence[QuantizedParameter]) -> Any:
-    """Wrap an optimizer's closure: before it runs, values become codes; after it, the step goes on.
+    """Wrap an optimizer's closure: before the closure runs, values become codes; then the step goes on.
 
-    ``argument`` is returned unchanged if it is not callable; ``parameters`` are the optimizer's.
+    An ``argument`` that is not callable is returned unchanged; ``parameters`` are the optimizer's.
     """
     if not callable(argument):
         return argument
@@ -184,7 +184,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> None:
     """Raise a TypeError if one of ``tensors`` is a parameter in a compiled optimizer step's graph.
 
-    Its codes are out of date there. ``what`` names the op that reads the codes, for the error's text.
+    In this graph its codes are out of date. ``what`` names the op that reads the codes, for the error's text.
     """
     for each in tensors:
         pending = getattr(each, "pending", None)

@@ -24,13 +24,13 @@ def _declared(cls: type[Any]) -> set[str]:
 
 
 def attributes_of_others(tensor: Tensor) -> dict[str, Any]:
-    """The attributes of a tensor that its class does not declare, such as those that users set."""
+    """Return a tensor's attributes that its class does not declare, such as attributes set by users."""
     own = _declared(type(tensor))
     return {name: value for name, value in vars(tensor).items() if name not in own}
 
 
 def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
-    """Copy users' attributes from ``source`` to ``result`` if ``op`` moves a parameter; return it."""
+    """Return ``result``, with the attributes that users set on ``source`` if ``op`` moves a parameter."""
     if op in MOVES:
         vars(result).update(attributes_of_others(source))
     return result
@@ -39,7 +39,7 @@ def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
 def in_place_of(parameter: Tensor, data: Tensor) -> Parameter:
     """Make a parameter from ``data`` with the ``requires_grad`` and attributes of ``parameter``.
 
-    The attributes are ``grad_dtype`` and those that users set.
+    The attributes are ``grad_dtype`` and all attributes set by users.
     """
     found = Parameter(data, requires_grad=parameter.requires_grad)
     vars(found).update(attributes_of_others(parameter))

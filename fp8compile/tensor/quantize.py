@@ -4,7 +4,7 @@
     |                                                                             |      .codes  .scale  .group
     +----------------------------------- cast ------------------------------------+
 
-A shard gets the codes and scales that the whole tensor would have there.
+A shard gets the codes and scales of its part of the quantized whole tensor.
 """
 
 from __future__ import annotations
@@ -172,15 +172,15 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize a tensor, or this rank's shard of one.
 
-    With a group, the shard gets the codes and scales that the whole tensor would have there. The amax is reduced over
-    the group if blocks have elements on several ranks. Nothing is sent if each block lies within one shard.
+    With a group, the shard gets the codes and scales of its part of the quantized whole tensor. The amax is reduced
+    over the group if blocks have elements on several ranks. Nothing is sent if each block lies within one shard.
 
     Gradients pass straight through: the gradient of ``x`` is the gradient of the result, a plain tensor.
 
     Args:
         x: Any shape, bfloat16, float16 or float32. It has at least one dim if the quantizer has two levels of scales.
         quantizer: The quantizer, which says how values become codes.
-        group: The ranks over which the whole tensor is spread; ``x`` is this rank's shard. All of them call this.
+        group: The ranks over which the whole tensor is spread; ``x`` is this rank's shard. All these ranks call this.
         shard_dim: The dim along which the tensor is sharded; needed with ``group``.
         sizes: Number of entries that each rank has along ``shard_dim``. Needed if a shard begins or ends within a
             block, because a rank can't tell the other ranks' sizes from its own. All ranks give the same sizes, or
@@ -193,7 +193,7 @@ def quantize(
         TypeError: ``x`` is not a dense tensor of these dtypes, or ``quantizer``, ``group`` or ``sizes`` has a wrong
             type.
         ValueError: Only one of ``group`` and ``shard_dim`` is given. Sizes do not fit, or are missing although a shard
-            boundary cuts a block. Sizes are given, but the quantizer packs codes and has no ``unpacked``.
+            boundary cuts a block. Sizes are given, but codes share bytes and ``quantizer.unpacked()`` is None.
         RuntimeError: A group is given on PyTorch 2.11, or ``x`` is inside a transform of ``torch.func`` or
             forward-mode autograd.
     """

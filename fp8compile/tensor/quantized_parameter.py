@@ -47,7 +47,7 @@ NO_MESSAGE = (
 
 
 class _Shared:
-    """What a QuantizedParameter shares with its views: initial values, a running step's values, flags."""
+    """What a QuantizedParameter and its views share: initial values, a running step's values, flags."""
 
     def __init__(self) -> None:
         self.written = False
@@ -71,7 +71,7 @@ def _of_shared(name: str, what: str) -> Any:
 def _up_to_date(name: str) -> property:
     """Make a property that reads codes or scales, named ``_`` + ``name``, in their present state.
 
-    If an optimizer's step is running, its values are quantized first.
+    If an optimizer's step is running, the step's values are quantized first.
     """
 
     def read(self: QuantizedParameter) -> Tensor | None:
@@ -83,7 +83,7 @@ def _up_to_date(name: str) -> property:
 
 
 class QuantizedParameter(FullyShardHooks, QuantizedTensor):
-    """A QuantizedTensor that optimizers write to. A write updates its codes for output and grad_input.
+    """A QuantizedTensor that optimizers write to; a write updates the codes for output and grad_input.
 
     An in-place op dequantizes the parameter, computes in the parameter's dtype and quantizes the result, with the amax
     over all ranks that share the scale. For a list of parameters (``foreach``), ranks exchange all amaxes in one
@@ -122,7 +122,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @staticmethod
     def of(x: Tensor, *quantizers: Quantizer, batch: int = 0) -> QuantizedParameter:
-        """Quantize a matrix, or a stack of matrices if ``batch`` is 1, with one quantizer or with two.
+        """Quantize a matrix, or stacked weights of experts if ``batch`` is 1, with one or two quantizers.
 
         A second quantizer makes separate codes for grad_input. On the meta device the result has shapes only.
         """
@@ -135,7 +135,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def data_ptr(self) -> int:
         """Raise a RuntimeError, because no memory holds the values.
 
-        For other wrapper subclasses PyTorch returns 0, by which different parameters would look like the same one.
+        PyTorch's method would return 0, so that different parameters would look like the same parameter.
         """
         raise RuntimeError(
             "data_ptr of a QuantizedParameter: there are codes in memory, and no values. Take that of .codes. (Under "
@@ -172,10 +172,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def initial(self) -> Tensor | None:
-        """The values from which the codes were made, float32 on the CPU; None if they are not kept.
+        """The values from which the codes were made, float32 on the CPU; None if no values are kept.
 
-        With ``keep_initial=True`` ``fp8compile.convert`` keeps them, until ``fp8compile.MasterWeights`` takes them. A
-        write to the parameter replaces them. A shard has only its own part. Assigning None drops them for all views.
+        With ``keep_initial=True`` ``fp8compile.convert`` keeps these values, until ``fp8compile.MasterWeights`` takes
+        them. A write to the parameter replaces the values. Assigning None drops them for all views.
         """
         if self._shared.initial is None:
             return None
@@ -200,7 +200,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def row(self) -> tuple[Tensor, Tensor]:
         """Return the amax history (L,) of L steps and the multiplier () of this weight, both float32.
 
-        The layer's state of delayed scaling holds them; a multiplier is 1 / scale.
+        Both are in the layer's state of delayed scaling; a multiplier is 1 / scale.
 
         Raises:
             RuntimeError: This tensor is not the weight of a layer with delayed scaling.
@@ -229,12 +229,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether this shard holds all scales along the sharded dim, because shards may end within blocks."""
+        """Whether this shard has the whole weight's scales along the sharded dim, as shards may cut blocks."""
         return any(own.has_all_scales for own in self.stored())
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
-        """Whether only padding follows a slice of this tensor, as ``new_zeros`` made it for FSDP2's shards."""
+        """Whether ``new_zeros`` made this tensor for FSDP2, so that only padding follows a slice of it."""
         return self.extent == BLANK
 
     def cuts_by(self, own: Quantized, dim: int, first: int, last: int) -> bool:
@@ -297,8 +297,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def check_writable(self, what: object) -> None:
         """Raise a RuntimeError unless the op ``what`` may write to this tensor.
 
-        It may not if the parameter is frozen, if elements outside of this tensor share its scale, or if other ranks
-        share the scale and this tensor does not know them yet.
+        The op may not write if the parameter is frozen, if elements outside of this tensor share its scale, or if
+        other ranks share the scale and this tensor does not know these ranks yet.
         """
         if self.frozen:
             raise RuntimeError(
@@ -330,7 +330,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def instead_of_cutting(self) -> str:  # type: ignore[override]
-        """The advice in the error about a view that would cut a block."""
+        """Return the advice in the error about a view that would cut a block."""
         if self.quantizer_for_grad_input is not None:
             return (
                 "leave this weight out of quantized_parameters by the filter of fp8compile.convert, and have FSDP2 "
@@ -358,7 +358,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Return a view of this parameter that has another shape, or only a part of the elements.
 
         ``sets`` has the view's codes, ``shard_dim`` is its sharded dim or None, and ``along_batch`` says whether the
-        view selects whole matrices of a stack.
+        view selects whole matrices of stacked weights.
         """
         found, own = self._shown_by(self.of_sets(sets, self.dtype, batch=self.batch)), self.stored()
         if along_batch or self.extent == BLANK or sets[0].codes.numel() == own[0].codes.numel():
@@ -476,7 +476,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def alone(self) -> Self:
-        """Stop sharing flags and values with other views of this tensor, drop initial values; return it."""
+        """Stop sharing flags and values with other views, and drop initial values; return this tensor."""
         shared, self._shared = self._shared, _Shared()
         self.outer, self.gathers, self.frozen = shared.outer, shared.gathers, shared.frozen
         return self
@@ -530,7 +530,7 @@ def is_quantized_parameter(tensor: object) -> TypeGuard[QuantizedParameter]:
 
 
 def as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
-    """Make the copy ``found`` a leaf of autograd again, in place, with this ``requires_grad``.
+    """Make the copy ``found`` a leaf of autograd again, in place, and set its ``requires_grad``.
 
     If ``is_parameter``, it counts as an ``nn.Parameter``.
     """

@@ -79,28 +79,29 @@ class QuantizedTensor(Tensor):
     """Codes and scales that stand for a tensor with the values ``codes * scale``, block by block.
 
     ``fp8compile.quantize`` makes it. These ops work on it: ``detach``, ``clone`` and ``t``; ``view`` and ``reshape``
-    if they keep the last dim (any, if the whole tensor is one block); ``slice``, ``select``, ``split`` and ``chunk``
-    if they cut no block; ``to`` another device. Any other op raises a TypeError. Call ``dequantize()`` for a plain
-    tensor.
+    if they keep the last dim (or in any case, if the whole tensor is one block); ``slice``, ``select``, ``split`` and
+    ``chunk`` if they cut no block; ``to`` another device. Any other op raises a TypeError. Call ``dequantize()`` for a
+    plain tensor.
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape(shape)``. Only read ``codes`` and ``scale``: a compiled graph does not
             notice that writing to one of them in place changes this tensor.
-        scale: The factor of the codes in each block, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. A
-            stack of E matrices has (E, blocks along rows, blocks along columns). If shards cut blocks, it has the
-            scales of the whole tensor.
+        scale: The factor of the codes in each block, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0.
+            Stacked weights of E experts have (E, blocks along rows, blocks along columns). If shards cut blocks, these
+            are the scales of the whole tensor.
         quantizer: The immutable quantizer that made the codes.
         group: The process group over whose ranks the whole tensor is spread, or None.
         shard_dim: The dim along which these ranks have shards of the whole tensor. None if there is no group, or if a
             view has lost the dim.
         sizes: Number of entries that each rank has along ``shard_dim``, if ``fp8compile.quantize`` was given them;
             else None.
-        outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for a stack. None unless the
-            quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
-        batch: Number of leading dims over which matrices are stacked: 1 for a stack, else 0.
+        outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for stacked weights of E experts.
+            None unless the quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
+        batch: Number of leading dims over which matrices are stacked: 1 for stacked weights of experts, else 0.
         quantizer_for_grad_input: The quantizer of separate codes that the GEMM of grad_input reads; None if output and
             grad_input read the same codes. ``codes_for_grad_input`` and so on are these codes and their scales.
-        in_memory: Records whose codes are in memory, if those for the output and for grad_input share it; else None.
+        in_memory: Records which codes memory holds, if codes for the output and for grad_input share memory; else
+            None.
     """
 
     codes: Tensor
@@ -182,7 +183,7 @@ class QuantizedTensor(Tensor):
     def of_sets(cls, sets: Sequence[Quantized], dtype: torch.dtype, **others: Any) -> Self:
         """Wrap codes of a tensor of ``dtype``; ``others`` are keyword arguments of the class.
 
-        ``sets`` has one entry, or two if grad_input reads other codes than the output.
+        ``sets`` has one entry, or two if grad_input reads separate codes.
         """
         first, second = sets[0], sets[1] if len(sets) == 2 else None
         own = first.codes, first.scale, first.quantizer, dtype
@@ -220,7 +221,7 @@ class QuantizedTensor(Tensor):
         """Return the codes, with their scales, that ``gemm`` of a layer reads.
 
         Raises:
-            RuntimeError: Codes for the output and for grad_input share memory, and the other ones are in it now.
+            RuntimeError: Codes for the output and for grad_input share memory, which holds the other GEMM's codes now.
         """
         if self.in_memory is not None:
             self.in_memory.check(gemm)
@@ -231,7 +232,7 @@ class QuantizedTensor(Tensor):
         return cuts_blocks(self)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the plain tensors inside: codes, scale and, if any, outer scale, then those for grad_input."""
+        """Return the plain tensors inside: codes, scale and any outer scale, then the same for grad_input."""
         return tuple(part for own in self.sets() for part in own.parts())
 
     # ------------------------------------------------------------------ what torch.compile asks
@@ -306,7 +307,7 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Multiply codes by scales in float32, and round once to ``dtype``.
 
-        The codes are those for the output, if there are separate ones for grad_input. Gradients pass straight through.
+        If there are separate codes for grad_input, the output's are used. Gradients pass straight through.
 
         Args:
             dtype: Dtype of the result, a floating point dtype; by default the dtype of this tensor.
@@ -350,20 +351,20 @@ class QuantizedTensor(Tensor):
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
         """Gather the whole tensor from the shards of the ranks of ``group``, all of which call this.
 
-        Ranks send their codes, one byte each. They send scales only if ranks have different ones. Nothing is quantized
-        again.
+        Ranks send their codes, one byte each, and send scales only if ranks have different scales. Nothing is
+        quantized again.
 
         Args:
             dim: The dim along which the tensor is sharded: ``shard_dim``, or the same dim counted from the end.
-            sizes: Number of entries that each rank has along ``dim``. Needed if ranks have different numbers and
-                ``fp8compile.quantize`` was not given them.
+            sizes: Number of entries that each rank has along ``dim``. Needed if ranks have different numbers, and
+                ``fp8compile.quantize`` was given no sizes.
 
         Returns:
             The whole tensor, with ``group`` None.
 
         Raises:
-            ValueError: There is no group, ranks have no shards along ``dim``, or sizes do not fit. Also if ranks give
-                different sizes; they compare these in the first call with a group.
+            ValueError: There is no group, ranks have no shards along ``dim``, or sizes do not fit. Or ranks give
+                different sizes, which the first call with a group compares.
             TypeError: Sizes are not ints, several codes share a byte, or this tensor requires a gradient.
         """
         if self.requires_grad and torch.is_grad_enabled():
@@ -437,7 +438,7 @@ class QuantizedTensor(Tensor):
         Args:
             sets: The view's codes and scales for the output and, if different, for grad_input.
             shard_dim: The dim of the view along which ranks have shards, or None.
-            along_batch: Whether the view selects whole matrices of a stack.
+            along_batch: Whether the view selects whole matrices of stacked weights.
         """
         codes, own = sets[0].codes, self.stored()[0].codes
         before: Any = self.shard_dim  # not None if the view has a shard_dim
@@ -480,9 +481,9 @@ def has_codes(tensor: object) -> TypeGuard[QuantizedTensor]:
 
 
 def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int | torch.SymInt]:
-    """Return strides and offset of the values, as if these lay in memory in the order of their codes.
+    """Return strides and offset of the values, as if values lay in memory in the order of the codes.
 
-    ``shape`` is that of the values. If a byte holds several values, each value counts as one element.
+    ``shape`` is the shape of the values. If a byte holds several values, each value counts as one element.
     """
     shared = [dim for dim in range(codes.ndim) if codes.shape[dim] != shape[dim]]
     if not shared:
@@ -513,7 +514,7 @@ def cuts_blocks(x: QuantizedTensor) -> bool:
 
 
 def no_meaning(op: object, x: QuantizedTensor | None) -> str:
-    """Return the error text for an op that ``x`` does not support; ``x`` is None if it is unknown."""
+    """Return the error text for an op that ``x`` does not support; ``x`` is None if not known."""
     if x is not None and x.batch:
         return (
             f"{op} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix. "

@@ -30,18 +30,18 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
     """Return the ranks that share a scale of the codes ``own`` of a sharded weight; None if no ranks do.
 
-    The scale is the outer scale, or the scales of blocks if there is only this level.
+    The scale is the outer scale or, with one level of scales, a block's scale.
     """
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
 
 def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
-    """Return the ranks that have shards of the same matrix, and so share its outer scale; else None."""
+    """Return the ranks that shard a matrix, and so share its outer scale; None if no ranks do."""
     return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
 def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """Return the ranks whose shards lie in the same blocks of ``own``, and so share scales; else None."""
+    """Return the ranks whose shards share blocks of ``own``, and so scales; None if no ranks do."""
     if weight.group is None or weight.shard_dim is None:
         return None
     return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
@@ -123,7 +123,7 @@ def _quantized_anew(
 def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
     """Return all multipliers whose scale, 1 / multiplier rounded to float32, may be this ``scale``.
 
-    They are 1 / scale and its two neighbours in float32.
+    These are 1 / scale and the two neighbours of 1 / scale in float32.
     """
     near = (1.0 / scale.double()).float()
     return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
@@ -136,7 +136,7 @@ def stand_for(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding],
 ) -> list[bool]:
-    """For each weight, return whether quantizing these values would give its present codes and scales.
+    """Return, for each weight, whether quantizing its new values would give its present codes and scales.
 
     For the arguments see `assign`.
     """
@@ -173,8 +173,9 @@ def assign(
     Args:
         weights: The weights. If ranks share their scales, all ranks call this with their shards.
         values: One tensor for each weight, with its shape; bfloat16, float16 or float32.
-        dtypes: Dtypes that the values are rounded to first, one for each weight; by default the values' own.
-        rounding: Function of a weight's quantizer; returns one that rounds differently but has its format and block.
+        dtypes: Dtypes that the values are rounded to first, one for each weight; by default the values' dtypes.
+        rounding: Function of a weight's quantizer; returns a quantizer of equal format and block that may round
+            differently.
         cuts: How ranks shard each weight, for rounding that depends on a value's place in the whole weight.
     """
     for each, _, new, amax in _quantized_anew(weights, values, dtypes, rounding, cuts):

@@ -1,7 +1,7 @@
-"""Functions that rebuild quantized tensors from pickles, which name them: never rename them.
+"""Functions that rebuild quantized tensors from pickles; pickles have their names: never rename them.
 
-``torch.load(weights_only=True)`` calls registered functions only. The four here are registered, and check their
-arguments. No tensor class is registered, because a file could then set its attributes.
+``torch.load(weights_only=True)`` calls registered functions only. The four functions here are registered, and check
+their arguments. No tensor class is registered, because a file could then set its attributes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_parameter(*parts: Any) -> QuantizedParameter:
 
 
 def load_stack(codes: Tensor, *parts: Any) -> QuantizedParameter:
-    """Make the QuantizedParameter of a pickle: a stack of matrices without separate codes for grad_input.
+    """Make the QuantizedParameter of a pickle: stacked matrices without separate codes for grad_input.
 
     ``parts`` are what ``QuantizedParameter.__reduce_ex__`` wrote after the codes: scale, quantizer, dtype and flags.
     """
@@ -110,8 +110,8 @@ def _parameter(
 def load_pair(sets: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
     """Make the QuantizedParameter of a pickle: a weight with separate codes for grad_input.
 
-    ``sets`` are two parameters, with the output's and with grad_input's codes. ``leaf`` says whether it requires a
-    gradient, and whether it is an ``nn.Parameter``.
+    ``sets`` are two parameters, with the output's and with grad_input's codes. ``leaf`` says whether the result
+    requires a gradient, and whether it is an ``nn.Parameter``.
     """
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
         raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")

@@ -15,8 +15,8 @@ __all__ = ["scale_without_values"]
 def scale_without_values(quantizer: Quantizer, shape: Sequence[int], value: float, device: torch.device) -> Tensor:
     """Make the scales (dtype ``quantizer.scale_dtype()``) of codes that have no values yet.
 
-    ``shape`` is that of the scales. ``value`` is the multiplier (1 / scale) of all blocks, or their amax if there are
-    two levels of scales: 1.0, or NaN for codes that stand for NaN.
+    ``shape`` is the scales' shape. ``value`` (1.0, or NaN for codes that stand for NaN) is the multiplier (1 / scale)
+    of all blocks, or with two levels of scales the amax of all blocks.
     """
     numbers = torch.full(tuple(shape), value, device=device)
     if quantizer.has_outer_scale():

@@ -32,13 +32,13 @@ def cut_dim(shard: Tensor, outer_size: Sequence[int]) -> int:
 
 
 def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], module: Any) -> None:
-    """Tell a shard of a quantized parameter which ranks share its scale.
+    """Store in a shard of a quantized parameter which ranks share its scale.
 
     Args:
-        shard: This rank's shard, as FSDP2 hands it to its hooks; with CPU offload it is a copy of the parameter's.
+        shard: This rank's shard, as FSDP2 hands it to its hooks; with CPU offload a copy of the parameter's shard.
         mesh: The mesh over which FSDP2 shards.
         outer_size: Shape of the whole parameter.
-        module: The module that has the parameter; its other parameters of the shard's shape are told too.
+        module: The module that has the parameter. Its other quantized parameters of this shape get the ranks too.
     """
     dim = cut_dim(shard, outer_size)
     for each in (shard, *map(local_itself, module.parameters(recurse=False))):
@@ -47,9 +47,9 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
 
 
 def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
-    """Return how ranks shard a weight that is a DTensor, by tensor parallelism first and FSDP2 second.
+    """Return how tensor parallelism, then FSDP2, shards a weight that is a DTensor; () if it is plain.
 
-    Empty for a plain tensor. FSDP2 shards the parts that tensor parallelism has made.
+    FSDP2 shards the parts that tensor parallelism has made.
     """
     if not is_dtensor(weight):
         return ()
@@ -62,7 +62,7 @@ def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
 
 
 def share_scale_of_part(parameter: Any) -> None:
-    """Tell the local shard of a quantized DTensor which ranks share its scale, unless this is known."""
+    """Store in the local shard of a quantized DTensor which ranks share its scale, unless it knows them."""
     local: Any = local_itself(parameter)
     if local.group is not None:  # known if only tensor parallelism cuts it, or after a forward
         return

@@ -81,7 +81,7 @@ def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Quantized, *, keeps_
 
 
 def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
-    """Run ``func`` (t, transpose): swap the two dims of a matrix, or of each matrix of a stack."""
+    """Run ``func`` (t, transpose): swap the two dims of a matrix, or of each stacked matrix."""
     if x.ndim < 2:
         return x.like([own.showing(func(own.codes, *dims)) for own in x.stored()])
     if x.ndim - x.batch != 2:
@@ -122,9 +122,9 @@ def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
-    """Return the dim along which a view is sharded that reshapes ``before`` to ``after``, or None.
+    """Return the sharded dim of a view that reshapes shape ``before`` to ``after``; None if it has none.
 
-    ``dim`` is the sharded dim before. Both shapes have the same last dim.
+    ``dim`` is the sharded dim of ``before``. Both shapes have the same last dim.
     """
     if dim is None or dim == len(before) - 1:
         return None if dim is None else len(after) - 1

@@ -80,7 +80,7 @@ class WeightCodes(QuantizedTensor):
         return weight is not None and not self.is_in_step and self._made_of == _version(weight)
 
     def fits(self, recipe: Recipe | None, dtype: torch.dtype, *, is_turned: bool) -> bool:
-        """Whether a layer with these arguments can read the codes; the weight's values may have changed.
+        """Whether a layer with these arguments can read the codes, even if the weight has changed.
 
         ``dtype`` is the dtype in which the layer computes, ``is_turned`` whether it reads transposed matrices.
         """
@@ -92,7 +92,7 @@ class WeightCodes(QuantizedTensor):
     @torch.inference_mode(mode=False)  # training reads them too
     @torch.no_grad()
     def renew(self) -> None:
-        """Make the codes again from the weight's present values, in the same memory, as graphs refer to it."""
+        """Make the codes again from the weight's present values, in the memory that graphs refer to."""
         weight: Any = None if self._weight is None else self._weight()
         how: Any = self.recipe, self.dtype, self.is_turned
         run = _compiled(*how) if self.is_compiled else partial(_renew, how)
@@ -150,15 +150,15 @@ def _renew(how: tuple[Recipe, torch.dtype, bool], weight: Tensor, memories: list
 def _compiled(recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Any:
     """Return the compiled function that renews codes with these arguments, one graph for each shape.
 
-    For the arguments see `WeightCodes.of`.
+    See `WeightCodes.of` for the arguments.
     """
     return _compat.compiled_alone(_renew, (recipe, dtype, is_turned), "inductor")
 
 
 def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: bool) -> WeightCodes:
-    """Return the codes that are kept with a plain parameter; make them if none fit the arguments.
+    """Return the codes that are kept with a plain parameter; make codes if none fit the arguments.
 
-    The arguments are those of `WeightCodes.of`. The codes may be out of date, see `WeightCodes.holds`.
+    For the arguments see `WeightCodes.of`. The codes may be out of date, see `WeightCodes.holds`.
     """
     found = known_codes(weight)
     if found is None or not found.fits(recipe, dtype, is_turned=is_turned):
@@ -170,7 +170,7 @@ def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: b
 
 
 def known_codes(weight: Any) -> WeightCodes | None:
-    """Return the codes that are kept with a parameter; None if there are none."""
+    """Return the codes that are kept with a parameter; None if no codes are kept."""
     found = getattr(weight, ATTRIBUTE, None)
     return found if isinstance(found, WeightCodes) else None  # a parameter out of a file has an empty dict there
 

@@ -21,7 +21,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def results(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """An operator's results as a tuple, also if the operator returned a single tensor."""
+    """An operator's results as a tuple, which has one entry if the operator returned a single tensor."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
@@ -50,7 +50,7 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
 
 
 def sum_difference(actual: Tensor, expected: Tensor) -> str | None:
-    """Describe how tensors differ by more than 8 roundings of the largest element; None if they don't.
+    """Describe how tensors differ by more than 8 roundings of the largest element; else None.
 
     This tolerates reordered sums: a backend chooses a GEMM's order of additions by its sizes, and Inductor chooses the
     order of a plain sum.

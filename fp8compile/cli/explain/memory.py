@@ -35,7 +35,7 @@ def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
     """Yield two tables for the terminal: memory at moments of a step, and tensors saved for the backward.
 
     Args:
-        reports: For each column of the first table, its name and report. The second table shows the first report.
+        reports: Reports by column name of the first table. The second table shows only the first report.
     """
     first = next(iter(reports.values()))
     columns, *rows = moment_cells(reports)

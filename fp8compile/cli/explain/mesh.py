@@ -25,7 +25,7 @@ WANTED = "a function of the mesh, or of the mesh and a recipe, that returns (mod
 
 
 def sizes_of(text: str) -> dict[str, int]:
-    """Parse sizes of mesh dims; returns them by name.
+    """Parse sizes of mesh dims; returns the sizes by name.
 
     Args:
         text: The sizes as ``"fsdp=8,ep=8"``, the outermost dim first.
@@ -88,7 +88,7 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
         An explanation for each column of the printed table, by the column's name.
 
     Raises:
-        UserError: TARGET is no such function, it fails, or the flags don't fit it.
+        UserError: TARGET is no such function, TARGET fails, or the flags don't fit TARGET.
     """
     from fp8compile import recipes
     from fp8compile.testing.explain.mesh import explain_mesh

@@ -36,7 +36,7 @@ def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
 
 
 def _runs(gemm: GemmExplanation) -> Cell:
-    """Table cell with the formats in which a GEMM runs; if they are not the recipe's, a note tells why."""
+    """Table cell with the formats in which a GEMM runs; a note explains formats other than the recipe's."""
     if gemm.status in (ABSENT, UNPROVEN):
         return Note(gemm.detail, gemm.status)
     if gemm.status == FELL_BACK:

@@ -48,7 +48,7 @@ class Target:
         """Call the model once, so that wrong inputs raise here and not in a compiler.
 
         Returns:
-            Whether the call needs tensors with real values, because it fails with fake tensors. None if it needs real
+            False if the call works with fake tensors, True if the call needs real values. None if the call needs real
             values but the model is on the meta device; the explanation then reports the failure.
 
         Raises:
@@ -176,10 +176,10 @@ def load_target(text: str) -> Target:
         text: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``.
 
     Returns:
-        The model and its inputs. The target may return a single tensor instead of a tuple of inputs.
+        The model and its inputs. Instead of a tuple of inputs, the target may return a single tensor.
 
     Raises:
-        UserError: There is no such target, it fails, or it returns something else.
+        UserError: There is no such target, the target fails, or the target returns something else.
     """
     with running(f"{text}: loading it"):  # even a lookup may run the user's code
         return _loaded(text)

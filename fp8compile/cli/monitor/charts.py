@@ -87,7 +87,7 @@ def _grid(rows: Rows) -> Any:
 
 
 def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Rows]) -> dict[str, Rows]:
-    """For each operand, its numbers by layer; operands with equal numbers share one entry.
+    """Map operands to numbers by layer; operands with equal numbers share a key, their joined names.
 
     ``rows_of(operand, statistic)`` returns the numbers, such as `Readings.rows` or `Readings.last`.
     """

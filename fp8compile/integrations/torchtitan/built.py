@@ -1,6 +1,6 @@
-"""Copies of torchtitan configs whose ``build`` makes the same object and then changes it.
+"""Copies of torchtitan configs; the ``build`` of a copy also changes the object that it makes.
 
-A torchtitan config builds an instance of the class that contains it; the copy is of a subclass of the config's class.
+A torchtitan config builds an instance of the class that contains it; the copy's class derives from the config's class.
 Code that checks the type of a config, or of the built object, therefore still works.
 """
 

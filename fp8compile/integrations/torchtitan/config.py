@@ -18,9 +18,9 @@ __all__ = ["convert"]
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Makes torchtitan's metrics omit MFU, which torchtitan computes relative to a GPU's bf16 peak.
+    """Change that makes torchtitan's metrics omit MFU, which is relative to a GPU's bf16 peak.
 
-    torchtitan omits it by itself only for its own quantized classes.
+    By itself, torchtitan omits MFU only for torchtitan's own quantized classes.
     """
 
     def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> Any:
@@ -49,7 +49,7 @@ def convert(
             nothing is gathered.
 
     Raises:
-        ValueError: The config has no model, or it is converted already.
+        ValueError: The config has no model, or the config is converted already.
     """
     spec = config.model_spec
     if spec is None:

@@ -24,7 +24,7 @@ def register_memory_policy(
     Args:
         saved: Which tensors become codes, and how; None for `SavedAsCodes()`.
         name: Name of the new policy.
-        base: Name of the policy that runs first. If it offloads, tensors that become codes are not offloaded.
+        base: Name of the policy that runs first. If ``base`` offloads, tensors that become codes are not offloaded.
 
     Returns:
         ``name``.

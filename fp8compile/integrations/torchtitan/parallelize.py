@@ -55,7 +55,7 @@ class _BeforeCompile:
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """Config of activation checkpointing for FP8 models; the selective kind also saves FP8 GEMM results.
+    """Config of activation checkpointing for FP8 models; ``SelectiveAC`` also saves FP8 GEMM results.
 
     Attributes:
         plain: The user's config; None for no checkpointing.
@@ -87,7 +87,7 @@ class Float8Parallelize:
 
     - With delayed scaling, all ranks that have parts of the same tensors share one scaling state.
     - ``SelectiveAC`` also saves the results of FP8 layers (``fp8compile.ops.GEMM_OPS``).
-    - FSDP2 gathers weights as codes, if that is asked for and FSDP is enabled.
+    - FSDP2, if enabled, gathers weights as codes, if ``fsdp_float8_all_gather`` is True.
 
     Attributes:
         parallelize_fn: The model's own ``parallelize_fn``.

@@ -1,4 +1,4 @@
-"""Declarations of how delayed-scaling states are distributed over ranks, for torchtitan and layers."""
+"""Tells torchtitan, and FP8 layers, how delayed-scaling states are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _with_state(model: nn.Module) -> Iterator[Linear]:
 
 
 def declare_states(model: nn.Module) -> None:
-    """Add each layer's delayed-scaling state to the layer's torchtitan sharding config, as replicated."""
+    """Declare each layer's delayed-scaling state as replicated in the layer's torchtitan sharding config."""
     for layer in _with_state(model):
         sharding: Any = layer._sharding_config
         if sharding is not None:

@@ -1,4 +1,4 @@
-"""Add to the result of a GEMM with a stack of experts, as the low-rank product of an adapter does."""
+"""Add to the product with stacked weights of experts, as the low-rank product of an adapter does."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def takes_additions(module: nn.Module) -> bool:
 
 
 def add_to_product(module: nn.Module, weight: str, added: Added) -> None:
-    """Add the result of ``added`` to each product of rows with the experts' weight named ``weight``.
+    """Make a module add ``added(x, offsets)`` to products of rows ``x`` with the weight named ``weight``.
 
-    It replaces an earlier addition. ``added`` gets the rows and the end of each expert's rows.
+    This replaces an earlier addition. ``offsets`` has the end of each expert's rows.
     """
     vars(module).setdefault(NAME, {})[weight] = added
 

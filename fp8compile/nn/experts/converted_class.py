@@ -71,7 +71,7 @@ class ConvertedModule(CodesInState, MadeClass):
         self._recipe = recipe
 
     def weights_to_observe(self) -> dict[str, int]:
-        """Return the names of the module's weights, each with its number of experts; 0 for one linear."""
+        """Return {name of a weight: number of experts}; the number is 0 if the module is one linear."""
         layout = layout_of(self)
         names = layout.weights if self._host.observed is None else self._host.observed(self)
         return dict.fromkeys(names, layout.num_experts)
@@ -86,7 +86,7 @@ class ConvertedModule(CodesInState, MadeClass):
 
 
 class ConvertedExperts(ConvertedModule):
-    """Mixin of converted experts; their class derives from it and from their original class.
+    """Mixin of converted experts, whose class derives from this mixin and from the original class.
 
     Attributes:
         dispatch_options: How rows are sent to experts on other ranks.
@@ -145,7 +145,7 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
 
 @cache
 def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
-    """Make the FP8 class of ``plain``: a subclass whose multiplying method is the FP8 one of ``host``."""
+    """Make the FP8 class of ``plain``: a subclass that multiplies with the FP8 method of ``host``."""
     base = ConvertedLinearLike if host.is_linear else ConvertedExperts
     methods = {host.method: _multiplying(host.replacement)}
     return made_class(base, plain, (hosted_class, plain), _plain_class=plain, _host=host, **methods)
@@ -155,7 +155,7 @@ experts_class = hosted_class  # older pickles have this name
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    """Return the name of the module's multiplying method if the instance replaces it; else None."""
+    """Return the name of the method that multiplies if the instance overrides this method; else None."""
     host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 

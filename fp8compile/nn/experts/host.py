@@ -46,7 +46,7 @@ class Host:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the 3-D parameters of a module, which are stacks of matrices, by name.
+    """Return the 3-D parameters of a module, which are stacked weights of experts, by name.
 
     If a parameter is parametrized, its original is returned.
     """
@@ -59,7 +59,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
     """Return the module name and the qualified name of a class's forward.
 
-    If a decorator wrapped the forward, they are the wrapper's.
+    If a decorator wrapped the forward, the names are the wrapper's.
     """
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})

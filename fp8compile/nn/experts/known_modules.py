@@ -64,9 +64,9 @@ def _host(module: nn.Module) -> Host:
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:
-    """Return why experts can't be kept or gathered as codes; None if they can.
+    """Return why a module's weights can't be kept or gathered as codes; None if they can.
 
-    They can if their matrices are 3-D parameters of the module itself. None for linear layers too.
+    Linear layers' weights always can; experts' weights can if they are 3-D parameters of the module itself.
     """
     host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
@@ -75,13 +75,13 @@ def holds_no_stacks(module: nn.Module) -> str | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module stores its matrices as (in_features, out_features)."""
+    """Whether a module stores its matrices transposed, as (in_features, out_features)."""
     host = host_of(module)
     return host is not None and host.is_transposed(module)
 
 
 def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
-    """Return ``quantizer`` for a module's matrices as stored: transposed if they are stored transposed."""
+    """Return ``quantizer``, or its transpose if the module stores its matrices transposed."""
     return quantizer.transposed() if is_transposed(module) else quantizer
 
 

@@ -32,7 +32,7 @@ def start_counting(module: nn.Module) -> None:
 
 
 def place_counter(module: nn.Module) -> None:
-    """Move a module's counter, if any, to the device of its parameters.
+    """Move a module's counter, if any, to the device of the module's parameters.
 
     A counter on the meta device becomes 0.
     """

@@ -58,9 +58,9 @@ def register_experts(
     A converted module gets a subclass of its class, in which ``replacement`` replaces ``method``. Subclasses that
     inherit the method are converted too.
 
-    FSDP gathers codes of the matrices, and ``quantized_parameters=True`` keeps codes of them, on two conditions: they
-    are the module's own 3-D parameters, (experts, out_features, in_features), and ``replacement`` only multiplies by
-    them.
+    FSDP gathers codes of the matrices, and ``quantized_parameters=True`` keeps their codes, on two conditions: the
+    matrices are the module's own 3-D parameters, (experts, out_features, in_features), and ``replacement`` uses the
+    matrices only in products.
 
     Args:
         cls: The class.
@@ -76,8 +76,8 @@ def register_experts(
         The class.
 
     Raises:
-        TypeError: ``cls`` is not a class of modules, is a ``nn.Linear``, or has no such method, or ``replacement`` is
-            not callable.
+        TypeError: ``cls`` is not a class of modules, is a ``nn.Linear``, or has no method named ``method``, or
+            ``replacement`` is not callable.
     """
     _check("register_experts", cls, method)
     if not callable(replacement):

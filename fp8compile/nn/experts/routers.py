@@ -1,7 +1,7 @@
 """Find routers, which score the experts for each token. Routers are small and stay in high precision.
 
-A router has no class of its own. It is a sibling of its experts, or of a module that contains them, and all its
-matrices have as many rows as there are experts on all ranks together.
+A router is known by place and shape, not by class: it is a sibling of its experts, or of a module that contains the
+experts, and all its matrices have as many rows as there are experts on all ranks together.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
-    """Return how many scores a router of ``experts`` may have: one for each expert here, or on all ranks.
+    """Return the numbers of scores that a router may have: the experts on this rank, or on all ranks.
 
-    The number on all ranks is an attribute ``num_experts`` of the experts, or of ``beside``, the router in question.
+    The number on all ranks is the attribute ``num_experts`` of ``experts``, or of ``beside``, which may be the router.
     """
     own = layout_of(experts).num_experts
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}

@@ -26,7 +26,7 @@ class SortedRows(NamedTuple):
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:
-    """Raise unless each index is that of an expert, or ``num_experts`` for another rank's expert."""
+    """Raise unless each index names an expert of this rank, or is ``num_experts`` for another rank's."""
     is_right = ((index >= 0) & (index <= num_experts)).all()
     rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":
@@ -40,8 +40,8 @@ def sorted_rows(
 ) -> SortedRows:
     """Make a row for each pair of a token and one of its experts, sorted by expert.
 
-    The index ``num_experts`` stands for another rank's expert, or for none. Rows with this index come last, after all
-    groups: `grouped_linear` does not read them and returns zeros, and their gradients are zeros too.
+    The index ``num_experts`` stands for another rank's expert, or for no expert. Rows with this index come last:
+    `grouped_linear` does not read them, and returns zeros for them; their gradients are zeros.
 
     Args:
         hidden_states: (tokens, hidden).
@@ -67,7 +67,7 @@ def sorted_rows(
 def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
     """Sum the results of each token's experts, times their factors, to (tokens, hidden).
 
-    ``y`` is (R, hidden), the results of the R ``rows``. ``recipe`` is that of the GEMMs that read the rows.
+    ``y`` is (R, hidden), the results of the R ``rows``. ``recipe`` belongs to the GEMMs that read the rows.
     """
     y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
     return y.view(*rows.shape, y.shape[-1]).sum(dim=1)

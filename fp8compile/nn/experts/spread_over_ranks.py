@@ -25,7 +25,7 @@ SPREAD = "_experts_are_spread"  # attribute of a module whose experts were sprea
 class DispatchOptions:
     """How rows are sent to the ranks of their experts: the capacity, as codes or as values.
 
-    ``same_tokens`` are ranks that have the same tokens, each of which sends a share of them.
+    ``same_tokens`` is a mesh of ranks with the same tokens; each of these ranks sends a share of the tokens.
     """
 
     capacity: int | None = None  # the number of rows that a rank may send to another; None for no limit
@@ -36,7 +36,7 @@ class DispatchOptions:
 
 
 def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
-    """Raise a ValueError unless the mesh has one dim and its size divides ``experts``, their number.
+    """Raise a ValueError unless the mesh has one dim, whose size divides the number of ``experts``.
 
     ``function`` names the caller in the error.
     """
@@ -55,12 +55,11 @@ def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
 def spread_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
     """Give each rank of a mesh some of the experts: parameters become DTensors with ``Shard(0)``.
 
-    This is for a module whose rows are sorted by expert by its caller, as torchtitan's are. The caller sends the rows
-    to the ranks of their experts with `expert_routes`. For experts that route tokens themselves, `ExpertParallel` does
-    both.
+    This is for a module that gets rows sorted by expert, as torchtitan's does. Its caller sends the rows to the ranks
+    of their experts with `expert_routes`. For experts that route tokens themselves, use `ExpertParallel` instead.
 
     Args:
-        module: A module whose own parameters are stacks, (experts, ...); converted or not. It is changed in place.
+        module: A module whose own parameters are stacked weights, (experts, ...); converted or not. Changed in place.
         mesh: A mesh with one dim. The number of experts is a multiple of its ranks.
         src_data_rank: The rank whose values are sent to all ranks; None if each rank takes its part of its own values.
 
@@ -87,7 +86,7 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
-    """Return the ranks over which a stack (experts, ...) is spread; None if each rank has all experts."""
+    """Return the ranks that stacked weights of experts are spread over; None if each has all experts."""
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
             return None

@@ -24,9 +24,9 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
 
 
 def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
-    """Map the shape of one matrix of each stack of experts to the stack's name, for statistics.
+    """Return {shape of one expert's matrix: name of the stacked weights}, for statistics.
 
-    A call of ``_grouped_mm`` shows only the shape of a stack. Stacks of equal shape share a name, joined by "+".
+    A call of ``_grouped_mm`` shows only a shape. Weights of equal shape share a name, joined by "+".
     """
     found: dict[tuple[int, ...], list[str]] = {}
     for name, stack in stacks(module).items():

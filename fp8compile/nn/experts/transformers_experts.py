@@ -121,7 +121,7 @@ def _products(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
 def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup) -> Tensor:
     """Send rows to the ranks of their experts, multiply there, send results back and sum them by token.
 
-    ``rows`` are `SortedRows`. If this rank found an ``error`` in them, all ranks of ``group`` raise.
+    ``rows`` are `SortedRows`. If this rank found an ``error`` in its rows, all ranks of ``group`` raise.
     """
     experts, capacity = self.down_proj.shape[0], self.dispatch_options.capacity
     if error is None:
@@ -141,8 +141,8 @@ def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the weighted sum of each token's experts' results, (tokens, hidden), in the input's dtype.
 
-    For the arguments see `sorted_rows`. If ranks have the same tokens, each rank computes a share of them, and all
-    ranks get the results of all tokens.
+    For the arguments see `sorted_rows`. If ranks have the same tokens, each rank computes a share of these tokens, and
+    all ranks get all results.
     """
     given = hidden_states, top_k_index, top_k_weights
     group, mesh = group_of_experts(self.down_proj), self.dispatch_options.same_tokens

@@ -54,7 +54,7 @@ def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
 def _dbrx_layout(module: Any) -> Layout:
     """Return DBRX's matrices, which are rows of 2-D parameters of a child module.
 
-    ``w2`` has the shape of ``w1``, but the forward multiplies by its transpose.
+    ``w2`` has the shape of ``w1``, but the forward multiplies by the transpose of ``w2``.
     """
     up = module.ffn_hidden_size, module.hidden_size
     weights = {f"mlp.{name}": module.mlp.get_parameter(name) for name in ("w1", "v1", "w2")}

@@ -21,7 +21,7 @@ def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, 
 
     Args:
         graph: The graph.
-        inputs: Its inputs, in the order of its placeholders.
+        inputs: The graph's inputs, in the order of the graph's placeholders.
         owners: The parameters of the model's modules, found by their memory.
         traced: The class whose method was traced. A node without an ``nn_module_stack`` belongs to this method.
     """
@@ -55,7 +55,7 @@ class _Reading:
     def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
         """Return which parameters a node's result is made of, and record how the node uses parameters.
 
-        ``values`` has this for the nodes before; None stands for data.
+        ``values`` has these parameters for each earlier node; None stands for data.
         """
         given: list[fx.Node] = []  # a node that is given twice is in the list twice
         fx.map_arg((node.args, node.kwargs), given.append)

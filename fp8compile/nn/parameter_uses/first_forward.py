@@ -87,7 +87,7 @@ def watched(model: nn.Module) -> Iterator[Watching]:
 def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: bool) -> None:
     """Watch the next forward of a model in which `convert` has converted ``layers``.
 
-    If it multiplies a layer's weight outside of the layer, it warns; if ``strict``, it raises.
+    If a layer's weight is multiplied outside of the layer, a warning is issued, or an error raised if ``strict``.
     """
     ROOTS.add(model)
     for layer in layers if strict else ():
@@ -120,7 +120,7 @@ def stop_watching(model: nn.Module) -> None:
 
 @_compat.constant_when_traced
 def _note_traced() -> None:
-    """Count that Dynamo has traced a module's hooks, and so has a guard on their number.
+    """Count that Dynamo has traced a module's hooks, and so has a guard on the number of hooks.
 
     The count is global: an attribute of the module would become a guard, and blocks could no longer share code.
     """
@@ -140,7 +140,7 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """Wrap ``fn`` so that Dynamo does not trace it; if Dynamo was not imported, return it unchanged."""
+    """Wrap ``fn`` so that Dynamo does not trace it; return ``fn`` unchanged if Dynamo is not imported."""
     return _compat.untraced(fn) if "torch._dynamo" in sys.modules else fn
 
 

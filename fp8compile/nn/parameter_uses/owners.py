@@ -48,7 +48,7 @@ class Owners:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the modules' parameters again, because FSDP makes new ones while a model runs."""
+        """Look up the modules' parameters again, because FSDP makes new objects while a model runs."""
         for module in self.modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None and not is_lazy(parameter):
@@ -66,7 +66,7 @@ class Owners:
     def of(self, memory: Hashable, tensor: Any) -> Value:
         """Return the parameters that lie in ``memory``, the key of a tensor's memory; None if none does.
 
-        If several do, the one at the tensor's offset counts.
+        Of several parameters in this memory, the one at the offset of ``tensor`` is returned.
         """
         if memory not in self.parts and isinstance(tensor, nn.Parameter):
             self.refresh()

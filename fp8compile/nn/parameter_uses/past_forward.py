@@ -20,7 +20,7 @@ KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
-    """Return layers whose weight a module of PyTorch multiplies itself, each with the method that does.
+    """Return {layer: method} for layers whose weight a method of a PyTorch module multiplies itself.
 
     An example is ``nn.MultiheadAttention``, which never calls its ``out_proj``.
     """
@@ -41,7 +41,7 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
 
 
 def settled(uses: Uses, owners: Owners) -> Uses:
-    """Remove uses of tied weights that need no warning from ``uses``; return the rest.
+    """Return a copy of ``uses`` without uses of tied weights that need no warning.
 
     If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too. An example is
     an embedding that shares its matrix with the head. ``owners`` finds the modules of parameters.

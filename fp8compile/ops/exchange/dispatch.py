@@ -3,7 +3,7 @@
     dispatch   rows_NK  --codes--> ranks --sorted by expert--> grouped_MK     its gradient is sent in its own dtype
     combine    grouped_MK --> ranks --in the order of rows--> rows_NK         its gradient is sent as codes
 
-Each op is the gradient of the other. Arguments of both after the rows:
+Each op is the gradient of the other. Arguments of both ops after the rows:
 
     sent        (R, E), int64: number of rows that this rank has for each of the E experts of each of the R ranks
     received    (R, E), int64: number of rows that each rank has for each expert of this rank
@@ -47,8 +47,8 @@ OUTPUT, GRAD_INPUT = GEMMS[:2]
 def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
     """Exchange rows between ranks; returns the rows that arrived, in the order of ranks.
 
-    Arguments are those of the op `exchange_rows`; ``back`` means from experts to their origins. If ``sizes`` is None,
-    all ranks send messages of the same length.
+    Arguments are those of the op `exchange_rows`; ``back`` means from experts to the ranks of the tokens. If ``sizes``
+    is None, all ranks send messages of the same length.
     """
     if sizes is not None:
         return exchange_rows(rows, sizes, back, length, group)
@@ -120,10 +120,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of `dispatch` for one rank.
-
-    More ranks need processes (tests/parallel/test_expert_parallel.py).
-    """
+    """Yield sample arguments of `dispatch` for one rank; more ranks need processes (tests/parallel)."""
     rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = torch.tensor([[5, 0, 7]])
     for index, recipe in enumerate(samples.recipes()):

@@ -38,10 +38,7 @@ def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: st
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of `exchange_rows` for one rank.
-
-    More ranks need processes (tests/parallel/test_expert_parallel.py).
-    """
+    """Yield sample arguments of `exchange_rows` for one rank; tests/parallel has more ranks."""
     rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
     yield rows[::2, :3], torch.tensor([[2], [3]]), THERE, 3, ""
     for count in (6, 4, 0):

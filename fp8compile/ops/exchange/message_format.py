@@ -1,7 +1,7 @@
 """Format of rows that are sent as codes: each row's codes and scales side by side, as bytes.
 
-Rows are sent in their own dtype in two cases. Either a GEMM also reads them in high precision, so codes would be an
-extra message; or the recipe has two levels of scales, so codes would first need the amax of an expert's rows on all
+Rows are sent in their own dtype in two cases. Either a GEMM also reads the rows in high precision, so codes would be
+an extra message; or the recipe has two levels of scales, so codes would first need the amax of an expert's rows on all
 ranks.
 """
 
@@ -43,8 +43,8 @@ def wire_width(features: int, quantizer: Quantizer) -> int:
 def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase: Phase) -> Tensor:
     """Quantize rows, and put each row's codes and scales side by side: (rows, `wire_width`) uint8.
 
-    Rows are sorted by expert; ``counts``, (R, E), has their number for each of E experts of each of R ranks. A
-    tensorwise quantizer has one scale for an expert's rows on all ranks of ``group``; it is sent with each row.
+    Rows are sorted by expert; ``counts``, (R, E), has the number of rows for each of E experts of each of R ranks. A
+    tensorwise quantizer has one scale for an expert's rows on all ranks of ``group``; the scale is sent with each row.
     ``phase`` says whether the code runs in eager mode or is traced.
     """
     steps = STEPS[phase]
@@ -78,7 +78,7 @@ def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dty
 def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy rows and reinterpret their bytes as another dtype.
 
-    The copy is needed because a slice of a row may begin at any byte. It is flattened before the view, which needs a
+    The copy is needed because a slice of a row may begin at any byte. The copy is flattened, because the view needs a
     last dim without gaps: `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses strides of its
     own for a single column.
     """

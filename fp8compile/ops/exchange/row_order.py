@@ -42,8 +42,8 @@ def _starts(sizes: Tensor) -> Tensor:
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
     """Index of the source row for each of ``length`` rows of a result, int64; -1 for a row of zeros.
 
-    Rows move in parts of ``sizes`` rows: ``to`` has each part's offset in the result, ascending, ``at`` its offset in
-    the source.
+    Rows move in parts of ``sizes`` rows: ``to`` has each part's offset in the result, ascending; ``at`` has each
+    part's offset in the source.
     """
     place = torch.arange(length, device=to.device)
     part = (torch.searchsorted(to.contiguous(), place, right=True) - 1).clamp(min=0)

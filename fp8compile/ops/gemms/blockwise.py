@@ -26,7 +26,7 @@ POWERS_OF_TWO = (
 def takes_blocks(a: Quantizer, b: Quantizer) -> bool:
     """Whether operands have float8 codes and a scale for each 128 values along k.
 
-    Instead, one of the operands may have a scale for each 128 x 128 tile.
+    One of the operands may have a scale for each 128 x 128 tile instead.
     """
     is_blockwise = float8_kind(a, b) == "blockwise" and a.block[1] == BLOCK
     return is_blockwise and not a.block[0] == b.block[1] == BLOCK  # at most one side has tiles

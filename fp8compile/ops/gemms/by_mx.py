@@ -1,7 +1,7 @@
 """MX GEMMs for codes whose scales are not one power of two for each 32 values along k.
 
 blockwise_by_mx   blocks of 128: the exponent of a scale is repeated for each 32 values; scales are powers of two
-scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1, and the scales are applied after it
+scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1; the scales then multiply the product
 
 `blockwise_by_mx` is the only GEMM for such blocks from compute capability 10.0 on. `scaled_by_mx` is an option of a
 recipe for GeForce cards of 12.0, whose tensor cores sum plain FP8 products in float32 at half the rate of MX products.

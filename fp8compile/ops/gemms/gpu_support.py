@@ -120,7 +120,7 @@ class Product:
         gates: The kernels, in the order in which PyTorch tries them.
         needs: Beginning of the error text that says on which GPUs the product runs.
         recipe: Name of the ready recipe that uses the product.
-        is_grouped: Whether it is a product of experts, group by group.
+        is_grouped: Whether the product is one of experts, group by group.
     """
 
     name: str

@@ -35,7 +35,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _row_scales(operand: Quantized) -> Tensor:
-    """Put the scales of an operand's rows into 128 x 4 tiles; repeat one of 32 x 32 values for its rows."""
+    """Put scales of an operand's rows into 128 x 4 tiles; 32 x 32 blocks repeat a scale for their rows."""
     return swizzled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[0]))
 
 

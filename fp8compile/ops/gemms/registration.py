@@ -278,8 +278,8 @@ def register_grouped_gemm(
         calls: Names of the operators that multiply codes; reports count them.
         is_opaque: Whether the GEMM reads the data of ``offsets`` on the host. Compiled code can't do that, so the op
             then stays one call.
-        before_ours: Whether this GEMM is tried before those of fp8compile, and so replaces one of them on a device
-            where it runs. If False, it is tried after them, and changes no product that has a GEMM already.
+        before_ours: Whether the new GEMM is tried before fp8compile's GEMMs, and so replaces one where the new GEMM
+            runs. If False, the new GEMM is tried after fp8compile's, and changes no product that has a GEMM already.
 
     Returns:
         The registered GEMM.

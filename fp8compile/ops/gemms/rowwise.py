@@ -1,8 +1,8 @@
-"""The rowwise GEMMs: `torch._scaled_mm` with scales of rows and columns, or with scales after it.
+"""The rowwise GEMMs: `torch._scaled_mm` with scales of rows and columns, or scaled afterwards.
 
 On a CPU a tensorwise scale is repeated for each row. With a single scale oneDNN would multiply e4m3 by e4m3 in a
 reference loop, which gives the same bits but is much slower (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only
-that loop, so with it this package emulates.
+that loop, so this package emulates instead.
 
 On a GPU without a rowwise kernel, ``scaled_after`` multiplies the codes without scales, in float32, and then the
 product by both scales. The product is rounded to float32 three times, for the sum and for each scale, before it is

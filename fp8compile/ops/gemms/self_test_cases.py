@@ -46,7 +46,7 @@ class ProductCase:
 
     Attributes:
         product: The key in `gpu_support.PRODUCTS`.
-        gemm: The GEMM that computes it, for two matrices or for groups.
+        gemm: The GEMM that computes the product, for two matrices or for groups.
         a: Quantizer of the left operand, over (m, k), or over (tokens, m) if the sum is over tokens of groups.
         b: Quantizer of the right operand, over (n, k), or over (tokens, n).
         out_dtype: Dtype of the result.

@@ -43,8 +43,8 @@ class Exact:
 
     Attributes:
         operand: Its codes and scales.
-        values: The values of the codes, float64, exact: (rows, K) for a matrix, (E, N, K) for a stack, (tokens,
-            features) for tokens of groups.
+        values: The values of the codes, float64, exact: (rows, K) for a matrix, (E, N, K) for stacked matrices,
+            (tokens, features) for tokens of groups.
     """
 
     operand: Quantized
@@ -98,7 +98,7 @@ def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Ex
 
 
 def stack(quantizer: Quantizer, seed: int) -> Exact:
-    """A quantized stack (E, N, K), one matrix for each of E groups; ``quantizer`` is that of one matrix.
+    """Quantized stacked matrices (E, N, K), one for each group; ``quantizer`` is that of one matrix.
 
     N and K are the module's constants; ``seed`` decides the values.
     """
@@ -116,7 +116,7 @@ def stack(quantizer: Quantizer, seed: int) -> Exact:
 def rows_of_groups(quantizer: Quantizer, seed: int) -> Exact:
     """Rows (R, K) in groups, quantized along rows; ``quantizer`` is that of one group's rows.
 
-    R is the number of rows of all groups and after them; ``seed`` decides the values.
+    R counts the rows of all groups and the rows after the last group; ``seed`` decides the values.
     """
     ends, rows = offsets(), sum(GROUP_SIZES) + TAIL
     if isinstance(quantizer, TwoLevelScaling):
@@ -180,8 +180,8 @@ def _with_largest(x: Tensor) -> Tensor:
 def _two_levels(x: Tensor, quantizer: TwoLevelScaling, ends: Tensor, *, along_rows: bool) -> Exact:
     """Quantize R tokens (R, features), of groups with these ``ends``, in two levels.
 
-    If ``along_rows``, along rows, otherwise along tokens. Outer amaxes are chosen so that each group's outer scale is
-    a power of two.
+    Blocks lie along rows if ``along_rows``, otherwise along tokens. Outer amaxes are chosen so that each group's outer
+    scale is a power of two.
     """
     exponents = torch.arange(len(GROUP_SIZES)) - 1
     values = x.clone()

@@ -38,7 +38,7 @@ def multiplying_calls() -> frozenset[str]:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """Name of an operand's codes for errors: their format, or their quantizer's class if it is foreign."""
+    """Name of an operand's codes for errors: the format, or the class of another package's quantizer."""
     stored: Float8Format | Float4Format | None = quantizer.gemm_format()
     if stored is None and is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         stored = quantizer.element_format()

@@ -3,9 +3,9 @@
     tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
     columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
 
-A group has at least one tile. Scales are in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). The tile
-of zeros for a group without tokens gives its grad_weight of zeros; without it the GEMM would leave the result
-unwritten.
+A group has at least one tile. Scales are in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). A group
+without tokens has a tile of zeros, so that its grad_weight is zeros; without this tile, the GEMM would leave the
+result unwritten.
 
 Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`.
 """
@@ -54,8 +54,8 @@ def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
 def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Tensor:
     """The scales of each row, (rows, blocks), read from the tiles of all groups.
 
-    ``tiles`` are bytes (rows padded to whole tiles, at least ``blocks``), group after group. The host reads no size of
-    a group. A row after the last group gets an arbitrary scale.
+    ``tiles`` has the groups' scales, one group after another, as bytes: (rows padded to whole tiles, at least
+    ``blocks``). The host reads no size of a group. A row after the last group gets an arbitrary scale.
     """
     group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
     first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))

@@ -52,7 +52,7 @@ def is_two_level_pair(rows: Any, columns: Any) -> bool:
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
     """Raise a ValueError that names ``op``, unless the GPU kernels take these quantizers.
 
-    ``directions`` says which of them are used: ``"both"``, ``"rows"`` or ``"tokens"``.
+    ``directions`` says which quantizers are used: ``"both"``, ``"rows"`` or ``"tokens"``.
     """
     allowed = {
         "both": is_two_level_pair(rows, columns),

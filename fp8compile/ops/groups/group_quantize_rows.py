@@ -1,7 +1,7 @@
 """fp8compile::group_quantize_rows: codes and scales of rows, and amaxes of each group's columns.
 
-The GEMM that sums over tokens has a scale for each column of a group, so its cast needs the whole group's amaxes. On a
-GPU this op is one Triton kernel that reads the tokens once. On a CPU it runs the quantizers' steps.
+The GEMM that sums over tokens has a scale for each column of a group, so the cast for it needs whole groups' amaxes.
+On a GPU this op is one Triton kernel that reads the tokens once. On a CPU it runs the quantizers' steps.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def _counts(
 ) -> Tensor:
     """Compute the statistics of each of E groups on a CPU, int64 (2, 3, E): along rows, along tokens.
 
-    ``amaxes``, (2, E), are those of whole groups. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``; statistics
-    that it leaves out are 0.
+    ``amaxes``, (2, E), are amaxes of whole groups. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``;
+    statistics that it leaves out are 0.
     """
     counts = no_counts_of_groups(offsets, 2)
     for group, (own, _) in enumerate(tile_spans(offsets)):
@@ -187,7 +187,7 @@ def _counted_kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run `group_quantize_two_levels`, and also compute statistics of E groups, int64 (2, 3, E).
 
-    Arguments are those of that op; for the statistics see `fp8compile.ops.counting_kernels`.
+    Arguments are those of `group_quantize_two_levels`; for the statistics see `fp8compile.ops.counting_kernels`.
     """
     how = x, offsets, amaxes, rows, columns, directions
     if target_of(x.device).type == "cpu":

@@ -38,8 +38,7 @@ MOST_GROUPS = 1024  # PyTorch prepares all groups in one thread block, of at mos
 def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bool) -> Iterator[Tensor]:
     """Yield each group's decoded rows, or columns if ``over_tokens``; ``offsets`` are the groups' ends.
 
-    ``codes`` are packed two a byte. In ``tiles``, their scales, the tiles of a group follow those of the previous
-    group.
+    ``codes`` are packed two a byte. ``tiles`` has the scales, group after group.
     """
     flat, start, at = tiles.contiguous().view(-1), 0, 0
     for end in offsets.tolist():

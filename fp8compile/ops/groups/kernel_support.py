@@ -1,4 +1,4 @@
-"""Which quantizers the GPU kernels over groups take; a CPU takes all, by running their own steps."""
+"""Which quantizers the GPU kernels over groups take; a CPU takes all of them, and runs their steps."""
 
 from __future__ import annotations
 

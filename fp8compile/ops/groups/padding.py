@@ -39,7 +39,7 @@ TOKEN_ALIGNMENT = 16  # in bytes, and so in codes: a grouped GEMM begins to read
 def alignment(quantizer: Quantizer) -> int:
     """The number of columns at whose multiples groups of transposed codes begin.
 
-    It is the least common multiple of 16, which GEMMs need, and the rows of the quantizer's block.
+    This number is the least common multiple of 16, for GEMMs, and of the rows of the quantizer's block.
     """
     rows = quantizer.block[0]
     return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
@@ -112,7 +112,7 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     """Zero the rows after the last group, which PyTorch's grouped GEMMs leave unwritten.
 
     ``offsets`` are the ends of the groups. The backward computes the masked result again, so that the forward does not
-    store it in addition to the product.
+    store this result in addition to the product.
     """
     with inductor.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -122,8 +122,8 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
 def zero_where_empty(matrices: Tensor, ends: Tensor) -> Tensor:
     """Zero the products (E, ...) of groups without rows; ``ends`` are the ends of the E groups.
 
-    PyTorch's grouped GEMMs write these zeros on compute capability 9.0. From 10.0 on they skip a group without rows,
-    and leave its memory as it was (pytorch#172439).
+    PyTorch's grouped GEMMs write these zeros on compute capability 9.0. From 10.0 on they do not write the product of
+    a group without rows (pytorch#172439).
     """
     if target_of(matrices.device).capability < (10, 0):
         return matrices

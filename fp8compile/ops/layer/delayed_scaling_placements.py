@@ -100,7 +100,7 @@ class Delayed(_WithMultiplier, Placement):
         return self, ()
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Update the state in the backward; returns the output's multipliers, and None for each field.
+        """Update the state in the backward; returns the output's multipliers, and no gradients (None).
 
         ``repeated`` are the multipliers of a forward that checkpointing repeated; if they have changed, this raises.
         """
@@ -147,7 +147,7 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
         of_activations: Token (3,). Its gradient holds 1 if the layer's backward ran, the amax of x, and the amax of
             grad_output.
         of_weight: Token (1,). Its gradient is the amax of this rank's rows.
-        amax: Amax of the whole weight for the output, if it is known. If None, the op exchanges it.
+        amax: Amax of the whole weight for the output, if known. If None, the op exchanges amaxes between ranks.
         amax_for_grad_input: Amax of the whole weight for grad_input, or None.
         multiplier: Multipliers (1 / scale) of the state, (3,) float32.
         rows: The rows that each rank has.

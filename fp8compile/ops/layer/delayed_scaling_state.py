@@ -4,9 +4,9 @@
     forward        returns y, the multipliers (1 / scale) that y used, and the amaxes of x and w
     backward       computes gradients by the same multipliers;  state <- next state(state, amaxes of x, w and dy)
 
-L is the number of amaxes kept. Each backward updates the state once; without a backward (evaluation, no_grad) it
-stays. A forward returns its multipliers, because another call's backward may update the state before its own backward
-runs.
+L is the number of amaxes kept. Each backward updates the state once; without a backward (evaluation, no_grad) the
+state stays. A forward returns its multipliers, because another call's backward may update the state before its own
+backward runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROW_OF_INPUT, ROW_OF_WEIGHT = 0, 1
 
 
 def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
-    """The amax of a tensor, () float32; 0 if ``quantizer`` is None because it has no delayed scaling."""
+    """The amax of a tensor, () float32; 0 if ``quantizer`` is None: the tensor has no delayed scaling."""
     if quantizer is None:
         return tensor.new_zeros((), dtype=torch.float32)
     return amax(tensor, quantizer).view(())
@@ -98,7 +98,7 @@ def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor
 def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
     """Raise a RuntimeError if checkpointing repeated the forward with other multipliers than at first.
 
-    ``repeated`` are the multipliers of the repeated forward; ``ctx`` holds those of the first.
+    ``repeated`` are the multipliers of the repeated forward; ``ctx`` holds the first forward's multipliers.
     """
     now = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
     if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
@@ -119,8 +119,8 @@ def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran
     layer's backward has not run, and the state stays.
 
     Raises:
-        RuntimeError: A transform of torch.func runs this backward, and its function does not take the state as an
-            argument.
+        RuntimeError: A transform of torch.func runs this backward, and the transformed function does not take the
+            state as an argument.
     """
     history, multiplier = state
     updated: Sequence[Tensor] = next_layer_state(history, multiplier, amaxes, recipe)

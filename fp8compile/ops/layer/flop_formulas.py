@@ -1,11 +1,11 @@
 """FLOP formulas of this package's GEMM ops, for `torch.utils.flop_counter`.
 
-With the formulas, `FlopCounterMode` counts a converted model like the unconverted one, and so do tools that use it to
-measure utilization. Quantizing counts nothing, because `FlopCounterMode` counts GEMMs only.
+With the formulas, `FlopCounterMode` counts a converted model like the unconverted one, and so do tools that use this
+mode to measure utilization. Quantizing counts nothing, because `FlopCounterMode` counts GEMMs only.
 
 PyTorch 2.11 to 2.15 have no formulas for their own grouped GEMMs and for ``_scaled_mm_v2``. PyTorch's partitioner
 takes operators without formula for free: with `torch._functorch.config.activation_memory_budget` below 1 it multiplies
-experts again in the backward. So those GEMMs get formulas here, unless PyTorch has them.
+experts again in the backward. So this module gives these GEMMs formulas, unless PyTorch has formulas.
 """
 
 from __future__ import annotations

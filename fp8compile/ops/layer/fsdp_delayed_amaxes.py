@@ -5,8 +5,8 @@
 
 A token is a tensor of zeros that nothing reads; its gradient carries amaxes. Under FSDP autograd thus collects the
 amaxes of all layers before ranks send them. The token of activations, (3,), carries 1 if the layer's backward ran, the
-amax of x and the amax of grad_output. The weight's token, (1,), is separate because its amax is reduced over other
-ranks.
+amax of x and the amax of grad_output. The weight's token, (1,), is separate because the weight's amax is reduced over
+other ranks.
 """
 
 from __future__ import annotations
@@ -94,10 +94,7 @@ def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
 
 
 def _together_samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of `fsdp_amaxes_together` for one rank.
-
-    More ranks need processes (tests/parallel/test_graph_fsdp_delayed.py).
-    """
+    """Yield sample arguments of `fsdp_amaxes_together` for one rank; tests/parallel has more ranks."""
     yield torch.zeros(8), AmaxGroups(())
     yield torch.zeros(12)[::3], AmaxGroups(())
     yield torch.zeros(0), AmaxGroups(())

@@ -28,7 +28,7 @@ __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
     """Gather all ranks' rows of a parameter, in the shard's dtype; ``rows`` describes the sharding.
 
-    Compiled code repeats the gather in the backward. With ``in_backward``, it is in the backward only.
+    Compiled code repeats the gather in the backward. With ``in_backward``, the gather is in the backward only.
     """
     if len(rows.sizes) == 1:
         return shard

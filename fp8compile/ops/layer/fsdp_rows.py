@@ -1,8 +1,8 @@
 """Rows: which rows of a parameter each FSDP rank has, as a constant of the graph.
 
-If tensor parallel ranks shard the weight before FSDP does, their shardings are a flat list of numbers in `Rows`. For
-each mesh dim the list has -1 if the dim shards nothing; otherwise the weight's dim, this rank's number, the number of
-ranks, and each part's size.
+If tensor parallel ranks shard the weight before FSDP does, these shardings are a flat list of numbers in `Rows`. For
+each mesh dim the list has -1 if no dim of the weight is sharded; otherwise the weight's sharded dim, this rank's
+number, the number of ranks, and each part's size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Rows(Constant):
         group: Name of the group of ranks that share the rows; empty for one rank.
         replicas: Name of the group whose ranks have the same rows (HSDP), or empty.
         reduce_dtype: Name of the dtype in which gradients are reduced.
-        placed: How tensor parallel ranks shard the parameter before FSDP, as `placed_of` returns it; () if they don't.
+        placed: How tensor parallel ranks shard the parameter before FSDP, as `placed_of` returns it; () if unsharded.
     """
 
     sizes: tuple[int, ...]
@@ -66,7 +66,7 @@ def placed_of(cuts: Sharding) -> tuple[int, ...]:
 def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Sharding:
     """Turn the numbers of ``Rows.placed`` back into shardings, one for each mesh dim.
 
-    ``groups`` has the process group of each mesh dim; without it, the shardings have none.
+    ``groups`` has the process group of each mesh dim; without ``groups``, shardings name no group.
     """
     cuts: list[DimSharding | None] = []
     rest = list(placed)

@@ -34,7 +34,7 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
     """Index of the last group of ranks after group ``index`` that also shards ``dim``, or None.
 
-    ``cuts`` has a sharding for each group. The later group's shards are gathered before ``dim`` is sharded anew.
+    ``cuts`` has a sharding for each group. The later group's shards have to be gathered first.
     """
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
     return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)
@@ -59,8 +59,8 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 def gather(part: Part, index: int) -> Part:
     """Gather ``part``, this rank's shard, over the ranks of group number ``index``.
 
-    If later groups shard the same dim, their shards are gathered first. Scales are gathered with codes if they differ
-    between ranks.
+    If later groups shard the same dim, their shards are gathered first. Scales that differ between ranks are gathered
+    together with codes.
     """
     cut: Any = part.cuts[index]  # not None
     if isinstance(part, Quantized):

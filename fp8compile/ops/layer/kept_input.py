@@ -48,7 +48,7 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 def _is_along_rows(quantizer: Quantizer) -> bool:
     """Whether blocks of the kept codes lie along rows and not along tokens.
 
-    They lie along rows if grad_weight reads the forward's codes, dequantized.
+    Blocks lie along rows if grad_weight reads the forward's codes, dequantized.
     """
     return quantizer.block[1] != 1
 
@@ -56,7 +56,7 @@ def _is_along_rows(quantizer: Quantizer) -> bool:
 def packed_while_kept(layout: TensorLayout, quantizer: Quantizer) -> int:
     """The dim along which two neighbouring codes share a byte while the codes of an input are kept.
 
-    ``layout`` is the input's, ``quantizer`` is that of grad_weight's operand.
+    ``layout`` is the input's layout; ``quantizer`` quantizes the input for grad_weight.
     """
     if layout.ends is not None:
         return -1  # tokens if codes are cast along tokens, features if along rows
@@ -141,7 +141,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, ro
 def features_of(codes: Sequence[int], quantizer: Quantizer, layout: TensorLayout) -> int:
     """Number of the input's columns, from ``codes``, the shape of its kept codes.
 
-    ``quantizer`` made the codes; ``layout`` is the input's.
+    ``quantizer`` made the codes; ``layout`` is the input's layout.
     """
     if not _is_along_rows(quantizer):
         return codes[-1 if layout.ends is None else 0]

@@ -31,7 +31,7 @@ def _set(weight: Tensor, slot: str, recipe: Recipe, phase: Phase) -> Quantized:
 def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
     """Quantize a weight, (N, K) or (E, N, K): returns the codes for the output and for grad_input.
 
-    The bits are the same as in the weight's layer. Both may be the same object.
+    The bits are the same as in the weight's layer. Both results may be the same object.
     """
     first = _set(weight, WEIGHT_SLOTS[0], recipe, Phase.EAGER)
     # on a GPU, each product of experts has its four-bit codes packed along the dim that it sums

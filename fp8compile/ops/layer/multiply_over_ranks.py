@@ -11,8 +11,8 @@ along k, along n or not at all. These cuts decide what the group does:
     k     -     a summand: B is narrowed to A's k
     -     k     a summand: A is narrowed to B's k
 
-A weight is never gathered: a layer sends its activations and gradients, one byte an element. With groups, B is a stack
-of matrices, and each group of A's rows is multiplied by its own matrix.
+A weight is never gathered: a layer sends its activations and gradients, one byte an element. With groups, B is the
+stacked weights of experts, and each group of A's rows is multiplied by the group's own matrix.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Step:
 
     Attributes:
         gather: ``"a"``, ``"b"`` or None: the operand whose parts are gathered before the GEMM.
-        narrow: ``"a"``, ``"b"`` or None: the operand that a rank then narrows to the part that fits its part of the
-            other operand.
+        narrow: ``"a"``, ``"b"`` or None: the operand of which a rank multiplies only the part that fits this rank's
+            part of the other operand.
         out: ``"m"``, ``"n"``, ``"sum"`` or None: whether a rank has rows, columns, a summand or all of the result.
     """
 
@@ -59,7 +59,7 @@ class Step:
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
     """Name of the GEMM dim that the sharding ``cut`` of an operand divides; None without a cut.
 
-    It is ``columns`` for the last of the operand's ``ndim`` dims, else ``rows``; the reverse if ``transposed``.
+    The name is ``columns`` for the last of the operand's ``ndim`` dims, else ``rows``; the reverse if ``transposed``.
     """
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
@@ -80,9 +80,9 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
 
 
 def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
-    """The step of group of ranks number ``index`` for ``gemm``, after the steps of earlier groups.
+    """What group of ranks number ``index`` does for ``gemm``, after all earlier groups' steps.
 
-    ``a`` and ``b`` are the operands as these steps left them: gathered or narrowed.
+    ``a`` and ``b`` are the operands after the earlier groups' steps, gathered or narrowed.
     """
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)

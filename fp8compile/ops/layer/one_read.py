@@ -96,10 +96,10 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool, counts: bool
 ) -> Quantized:
-    """Quantize each matrix of a stack by itself, with one read for two GEMMs if a kernel fits.
+    """Quantize each of stacked weights by itself, with one read for two GEMMs if a kernel fits.
 
-    ``first`` and ``again`` are the quantizers for output and grad_input; ``quantizer`` is the wanted one, ``first`` if
-    ``is_first``. With ``counts`` the kernel also computes statistics.
+    ``first`` and ``again`` are the quantizers for output and grad_input; ``quantizer`` is the one to use: ``first`` if
+    ``is_first``, else ``again``. With ``counts`` the kernel also computes statistics.
     """
     stack = part.local
     if is_pair(first, again) and not any(part.cuts) and not is_first:
@@ -133,7 +133,7 @@ def _along_columns(part: Plain, quantizer: Quantizer, *, counts: bool) -> Quanti
 
 @inductor.once_a_graph
 def _ends_of_matrices(stack: Tensor) -> Tensor:
-    """End of each matrix of a stack (E, N, K) among the rows of the flattened stack, (E,) int32."""
+    """End of each of E stacked matrices, (E, N, K), among the rows of all matrices, (E,) int32."""
     return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]
 
 

@@ -1,7 +1,7 @@
 """The operands of a layer's products: codes and scales, for every layout and every source of scales.
 
 A scale is computed from the tensor's own amax, from a multiplier (delayed scaling) or from an amax that ranks have
-exchanged already; or it is given together with the codes. The phase decides which steps run and how:
+exchanged already; or the scale is given with the codes. The phase decides which steps run and how:
 
     phase       runs in                        on a GPU
     EAGER       a kernel, step by step
@@ -86,12 +86,12 @@ STEPS = {
 
 
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
-    """Cast a weight in the backward, with a mark for the partitioner to keep the cast there.
+    """Cast a weight in the backward, with a mark by which the partitioner keeps the cast there.
 
-    Parameters cost nothing to keep, so the partitioner normally recomputes their codes in the backward. It would keep
-    the codes in three cases: for tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, for a stack of
-    matrices, and in a compiled region, where parameters count as activations. Only these cases are marked, because a
-    mark changes the partitioner's other choices (blockwise: it keeps the activation in place of its codes).
+    Parameters cost nothing to keep, so the partitioner normally recomputes their codes in the backward. But it would
+    keep the codes of tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, of stacked weights of experts,
+    and in a separately compiled block (region), where parameters count as activations. Only these casts are marked,
+    because a mark changes other choices of the partitioner.
     """
     codes = cast_again(x, multiplier, quantizer, *where)
     inductor.make_in_backward(codes)
@@ -109,16 +109,16 @@ class Operands:
         recipe: Quantizers for the operands. For groups, quantizers with one level of scales store one code a byte.
         phase: Where the steps run: in eager mode, or in which kind of compiled code.
         multiplier: Multipliers (1 / scale) of input, weight and grad_output, (3,) float32, for delayed scaling.
-        waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend on them artificially,
-            so that the partitioner computes each amax in the forward, fused with the cast. Otherwise the backward
-            would read the tensor once more.
+        waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend artificially on these
+            amaxes, so that the partitioner computes each amax in the forward, fused with the cast. Otherwise the
+            backward would read the tensor once more.
         input: The input's codes for grad_weight, if the forward kept them.
-        weight: The weight's codes, if it is quantized before the GEMM.
-        weight_in_turns: Whether forward and backward find different codes of the weight in the same memory, so that
-            each has to read the memory itself.
-        weight_amax: Amaxes of the whole weight for this GEMM, if they are known.
-        outer_amax: The amax, (1,) float32, for the one scale that the whole weight has, if several weights share it.
-        rows: How FSDP shards the weight along its first dim; codes are gathered before the GEMM. None: not at all.
+        weight: The weight's codes, if they were made before the GEMM.
+        weight_in_turns: Whether the same memory holds the weight's codes for the output in the forward, and other
+            codes for grad_input in the backward, so that each pass has to read the memory.
+        weight_amax: Amaxes of the whole weight's blocks for this GEMM, if known.
+        outer_amax: The amax, (1,) float32, for the whole weight's single scale, if several weights share this scale.
+        rows: How FSDP shards the weight along its first dim; codes are gathered before the GEMM. None without FSDP.
         counts: Whether casting kernels also compute statistics, if they can.
     """
 
@@ -181,7 +181,7 @@ class Operands:
         return _without_padding(found, rows) if part.layout.batch else found
 
     def _weight_to_quantize(self, part: Plain) -> Plain:
-        """Add FSDP's sharding to a weight's layout, and pad each matrix of a stack to whole blocks."""
+        """Return a weight with FSDP's sharding in the layout, and stacked matrices padded to whole blocks."""
         if self.rows is not None:
             part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
         if part.layout.batch and not is_cut_within(part):
@@ -201,10 +201,7 @@ class Operands:
         return self._reads_once(part) and self._shares_read(slot) and is_noted(part, slot, self.recipe)
 
     def _rows_of_blocks(self) -> int:
-        """Smallest number of rows that is whole blocks of the weight in both GEMMs.
-
-        Blocks that are as high as a column don't count.
-        """
+        """Least common multiple of the weight's block heights in both GEMMs; whole columns don't count."""
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
@@ -223,7 +220,7 @@ class Operands:
         return replace(part, local=gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b))
 
     def laid_out(self, operand: Quantized, slot: str) -> Quantized:
-        """Store an operand's codes in the memory order of its GEMM, once for all GEMMs that read them.
+        """Return the operand with codes stored in the GEMM's memory order, once for all GEMMs that read them.
 
         Layers that share an input, such as q, k and v, share its codes. ``slot`` is the recipe's field of the operand.
         """
@@ -242,7 +239,7 @@ class Operands:
     def multiply(self, left: Quantized, right: Quantized, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
         """Multiply two operands that are not transposed yet; with groups, each row by its group's matrix.
 
-        ``gemm`` says which are transposed. The product has the dtype ``out_dtype``.
+        ``gemm`` says which operands are transposed. The product has the dtype ``out_dtype``.
         """
         config = self.recipe.gemm_config(gemm)
         if left.layout.ends is None:
@@ -337,7 +334,7 @@ class Operands:
 
 @inductor.once_a_graph
 def _codes_of_stack(local: Tensor, layout: TensorLayout, quantizer: Quantizer) -> Quantized:
-    """Make the forward's codes of a stack with two levels of scales; ``local`` is this rank's part.
+    """Make the forward's codes of stacked weights, with two levels of scales, from this rank's ``local``.
 
     Forward and backward share one call, because the partitioner would not merge the scales of two calls.
     """
@@ -361,7 +358,7 @@ def _is_aligned(codes: Tensor) -> bool:
 
 
 def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
-    """Choose how a quantizer with two levels of scales packs the codes of a stack for one GEMM.
+    """Choose how a quantizer with two levels of scales packs codes of stacked weights for one GEMM.
 
     On a GPU, four-bit codes are packed along the dim that the GEMM sums; elsewhere a byte holds one code. ``slot`` is
     the recipe's field of the operand.
@@ -389,7 +386,7 @@ def _repacked(codes: Tensor) -> Tensor:
 
 
 def _without_padding(stack: Quantized, rows: int) -> Quantized:
-    """Drop the rows that pad each matrix of a stack to whole blocks; each matrix keeps ``rows`` rows.
+    """Return stacked weights without the rows that pad to whole blocks; each matrix keeps ``rows`` rows.
 
     Codes that are packed along columns keep the padding.
     """
@@ -400,7 +397,7 @@ def _without_padding(stack: Quantized, rows: int) -> Quantized:
 
 
 def _gathered_rows(codes: Quantized, *, in_backward: bool) -> Quantized:
-    """Gather the codes of a weight over the ranks of FSDP, the last sharding in its layout.
+    """Gather a weight's codes over the ranks of FSDP, the last sharding in the codes' layout.
 
     Sharding over other groups stays. With ``in_backward`` the gather is kept in the backward.
     """

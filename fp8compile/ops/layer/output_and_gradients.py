@@ -208,7 +208,7 @@ def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) ->
     """Return a layer op's arguments; if the weight is frozen, the recipe makes no codes for grad_weight.
 
     ``args`` has the weight as the second argument, and the recipe as the last one; ``needs_input_grad`` has a bool for
-    each.
+    each argument.
     """
     *others, recipe = args
     if needs_input_grad[1] or _compat.is_stand_in(recipe) or recipe.dequantized_gradients:

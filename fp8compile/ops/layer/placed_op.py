@@ -24,7 +24,7 @@ __all__ = ["PlacedDerivative", "PlacedOp", "fields_of", "given", "register_place
 
 
 def given(ends: Tensor | None) -> tuple[Tensor, ...]:
-    """The ends of groups as a tuple of arguments of an op: one, or none if ``ends`` is None."""
+    """The ends of groups as a tuple of op arguments: ``(ends,)``, or ``()`` if ``ends`` is None."""
     return () if ends is None else (ends,)
 
 

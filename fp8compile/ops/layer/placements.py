@@ -77,7 +77,7 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Placement:
-    """Base of placements, which say what shard of each tensor is on this rank; here all are whole."""
+    """Base of placements, which say what shard of a tensor a rank has; by default tensors are whole."""
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
@@ -103,14 +103,14 @@ class Placement:
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if needed.
+        """Turn a rank's product into the rank's output or grad_input: reshape, sum over ranks if needed.
 
         ``tokens`` is the layout of the result, and ``shape`` is the shape of the left operand.
         """
         return product.local.view(*shape[:-1], product.local.shape[-1])
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """Turn this rank's product into its part of the weight's gradient; by default the product itself.
+        """Turn a rank's product into the rank's part of the weight's gradient; by default, the same tensor.
 
         ``phase`` says whether the code runs in eager mode or is traced.
         """
@@ -130,11 +130,11 @@ class Placement:
         return weight[-2]
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Shape of the tokens that this rank multiplies; ``tokens`` is the shape of its tokens."""
+        """Shape of the tokens that this rank multiplies; ``tokens`` is the shape before ranks gather."""
         return tokens
 
     def tokens_of_output(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Sizes of the leading dims of this rank's output; ``tokens`` are those of its input."""
+        """Sizes of the leading dims of this rank's output, from ``tokens``, the input's leading sizes."""
         return tokens
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
@@ -176,7 +176,7 @@ class Placement:
         return True
 
     def first_matrix(self) -> int:
-        """Index, among all ranks' matrices of a stack, of this rank's first matrix."""
+        """Index of this rank's first matrix among the stacked matrices of all ranks."""
         return 0
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
@@ -243,7 +243,7 @@ class WholeGroups(Placement):
 class _Known:
     """Mixin of placements that hold the codes of a weight that is quantized already.
 
-    ``batch`` is 1 if the weight is a stack of matrices, else 0.
+    ``batch`` is 1 for stacked weights of experts, else 0.
     """
 
     __slots__ = ()
@@ -277,7 +277,7 @@ class KnownForGradInput(_Known, Placement):
 
 @dataclass(slots=True)
 class KnownForGradInputOfGroups(KnownForGradInput):
-    """Placement like `KnownForGradInput`, for a weight that is a stack of matrices (experts)."""
+    """Placement like `KnownForGradInput`, for stacked weights of experts."""
 
     batch: ClassVar[int] = 1
 
@@ -294,7 +294,7 @@ class KnownCodes(_Known, Placement):
         scale: Scales of these codes' blocks.
         outer_scale: Second level of these codes' scales, or None.
         quantizer: The quantizer that made these codes.
-        codes_for_grad_input: The codes that grad_input reads; they may be the same tensor.
+        codes_for_grad_input: The codes that grad_input reads; may be the same tensor as ``codes``.
         scale_for_grad_input: Scales of these codes' blocks.
         outer_scale_for_grad_input: Second level of these codes' scales, or None.
         quantizer_for_grad_input: The quantizer that made these codes.
@@ -338,7 +338,7 @@ class KnownCodes(_Known, Placement):
 
 @dataclass(slots=True)
 class KnownCodesOfGroups(KnownCodes):
-    """Placement like `KnownCodes`, for a layer with groups of rows, whose weight is a stack of matrices."""
+    """Placement like `KnownCodes`, for a layer with groups of rows and stacked weights of experts."""
 
     of_grad_input: ClassVar[type[KnownForGradInput]] = KnownForGradInputOfGroups
     batch: ClassVar[int] = 1
@@ -411,11 +411,11 @@ class _OverGroup(Placement):
 
 @dataclass(slots=True)
 class GroupsCutOverGroup(_OverGroup):
-    """Placement in which ranks shard each matrix of a stack; every rank has all rows of the tokens.
+    """Placement in which ranks shard each of stacked weights; every rank has all rows of the tokens.
 
     Attributes:
-        weight_dim: The dim of the stack that is sharded. If 1 (out_features), the output's features are sharded too.
-            If 2 (in_features), the input's features are sharded too, and the output is a sum over ranks.
+        weight_dim: The dim of the stacked weights that is sharded. If 1 (out_features), the output's features are
+            sharded too. If 2 (in_features), the input's features are sharded too, and the output is a sum over ranks.
         feature_sizes: Number of features on each rank.
         rank: This rank's number in the group.
         group: The name of the group.
@@ -504,7 +504,7 @@ _in_dtype = inductor.once_a_graph(Tensor.to)
 
 @dataclass(slots=True)
 class _OverFsdp(Placement):
-    """Base of placements whose weight FSDP shards along dim 0: rows of a matrix, or matrices of a stack.
+    """Base of placements whose weight FSDP shards along dim 0: by rows, or stacked weights by matrices.
 
     Codes and scales are those of the whole weight in the dtype of the tokens. The shard is saved for the backward.
     """
@@ -522,8 +522,8 @@ class _OverFsdp(Placement):
     def out_features(self: Any, weight: Sequence[int], ends: Any) -> int:
         """Number of the output's features; ``weight`` is the shape of this rank's shard.
 
-        For a matrix it is the number of rows on all ranks. For a stack it is the size of dim -2, because ranks shard
-        only dim 0.
+        For a matrix it is the number of rows on all ranks. For stacked weights it is the size of dim -2, because ranks
+        shard only dim 0.
         """
         return sum(self.rows.sizes) if ends is None else weight[-2]
 
@@ -583,7 +583,7 @@ class RowsOverFsdp(RowsOverFsdpBase):
 
     Attributes:
         amax: Amax of the whole weight for the output, if ranks have exchanged the amaxes of all layers in one message.
-            If None, the op exchanges it.
+            If None, the op exchanges amaxes between ranks.
         amax_for_grad_input: Amax of the whole weight for grad_input, or None.
         rows: The rows that each rank has.
     """
@@ -641,7 +641,7 @@ class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
 
 @dataclass(slots=True)
 class GroupsOverFsdp(_OverFsdp):
-    """Placement of a stack that FSDP shards by whole matrices; ranks exchange no amax.
+    """Placement of stacked weights that FSDP shards by whole matrices; ranks exchange no amax.
 
     ``rows`` has the number of matrices on each rank.
     """
@@ -662,7 +662,7 @@ class GroupsOverFsdp(_OverFsdp):
 
 @dataclass(slots=True)
 class GroupsOverFsdpForGradWeight(_OverFsdpForGradWeight):
-    """Placement of the op for grad_weight of a stack that FSDP shards by whole matrices.
+    """Placement of the op for grad_weight of stacked weights that FSDP shards by whole matrices.
 
     ``dtype`` is the dtype of the shard; ``rows`` has the number of matrices on each rank.
     """

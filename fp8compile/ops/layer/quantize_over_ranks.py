@@ -1,8 +1,8 @@
 """Quantize a rank's shard of a tensor to the codes and scales that the whole tensor would have.
 
-Ranks that have elements of the same block exchange the block's amax first. In a stack each matrix is quantized as if
-it were alone. Amaxes, multipliers (1 / scale) and scales are grids with a value for each block; the grid of a stack of
-E matrices is (E, block rows, block columns).
+Ranks that have elements of the same block exchange the block's amax first. In stacked weights of experts (a stack),
+each matrix is quantized as if alone. Amaxes, multipliers (1 / scale) and scales are grids with a value for each block;
+the grid of a stack of E matrices is (E, block rows, block columns).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
 
 
 def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Pad each matrix of a stack to whole blocks.
+    """Return stacked weights with each matrix padded to whole blocks.
 
-    Returns the padded stack, and a quantizer with which the stack can be quantized as one flattened matrix.
+    Also returns a quantizer with which the stack can be quantized as one flattened matrix.
     """
     rows, columns = quantizer.block
     if rows != -1:
@@ -205,7 +205,7 @@ def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def _cut_of_matrices(part: Plain) -> DimSharding | None:
-    """The sharding of a stack that gives each rank whole matrices, a `DimSharding`; None without one."""
+    """The sharding of stacked weights by whole matrices, as a `DimSharding`; None without one."""
     return next((cut for cut in part.cuts if cut is not None and cut.dim < part.layout.batch), None)
 
 
@@ -218,7 +218,7 @@ def has_one_scale(quantizer: Quantizer) -> bool:
 
 
 def _takes_all_matrices(quantizer: Quantizer) -> bool:
-    """Whether the quantizer can compute scales of all matrices of a stack in one call.
+    """Whether the quantizer can compute scales of all stacked matrices in one call.
 
     Only `TwoLevelScaling` itself takes the outer amaxes of all matrices; quantizers of other packages take one matrix
     at a time.
@@ -227,9 +227,9 @@ def _takes_all_matrices(quantizer: Quantizer) -> bool:
 
 
 def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, batch: int, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Compute the amax of a whole matrix from its blocks' amaxes: (1,) float32, or (E,) for a stack.
+    """Compute the amax of a whole matrix from its blocks' amaxes: (1,) float32, or (E,) if stacked.
 
-    ``batch`` is 1 for a stack of E matrices, else 0.
+    ``batch`` is 1 for E stacked matrices, else 0.
     """
     if not batch:
         return steps.outer_amax(amaxes, quantizer)
@@ -249,7 +249,7 @@ def scales_of(
     """Compute the multiplier (1 / scale), the scale and the outer scale (or None) from amaxes.
 
     Args:
-        amaxes: The amax grid of a matrix or of a stack, or of a part of one.
+        amaxes: The amax grid of a matrix or of stacked matrices, or of a part of them.
         quantizer: Quantizer of each matrix.
         steps: The functions that compute the steps.
         cuts: How ranks shard the tensor; the outer amax of a matrix is first reduced over these ranks.
@@ -285,8 +285,8 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
     """Select the scales of a rank's part, of shape ``shape``, from the grid of the whole tensor's scales.
 
-    ``cuts`` says how ranks shard the tensor; ``batch`` is 1 for a stack, else 0. If shards cut through blocks along a
-    side of the matrix, all scales along this side are kept.
+    ``cuts`` says how ranks shard the tensor; ``batch`` is 1 for stacked matrices, else 0. If shards cut through blocks
+    along a side of the matrix, all scales along this side are kept.
     """
     for dim, side in zip(SIDES, axis_blocks(shape, cuts, quantizer.block, batch), strict=True):
         scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
@@ -305,10 +305,10 @@ def positions(part: Plain, quantizer: Quantizer) -> tuple[Tensor, ...]:
 
 
 def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Plain) -> tuple[Tensor, ...]:
-    """Positions in its whole matrix of the rows and columns of a part that `_window` has padded.
+    """Positions, in the whole matrix, of the rows and columns of a part that `_window` has padded.
 
-    ``sides`` says how they lie among the whole tensor's blocks. Returns () if the quantizer's codes do not depend on
-    positions.
+    ``sides`` says how rows and columns lie among the tensor's blocks. Returns () if the quantizer's codes do not
+    depend on positions.
     """
     if quantizer.is_local():
         return ()
@@ -321,7 +321,7 @@ def _cast(
 ) -> Tensor:
     """Cast ``window``, which `_window` padded, to codes: multiply by the blocks' multipliers, and round.
 
-    ``batch`` is 1 for a stack, else 0; ``where`` are the positions that `_positions` returns.
+    ``batch`` is 1 for stacked matrices, else 0; ``where`` are the positions that `_positions` returns.
     """
     if not batch:
         return steps.cast(window, multiplier, quantizer, *where)
@@ -338,7 +338,7 @@ def _cast(
 
 
 def is_cut_within(part: Plain) -> bool:
-    """Whether ranks shard rows or columns of matrices, and not only the dims of a stack."""
+    """Whether ranks shard rows or columns of matrices, and not only the dim that stacks matrices."""
     cuts, batch = part.layout.cuts, part.layout.batch
     return bool(cuts) and any(cut is not None and cut.dim >= batch for cut in cuts)
 
@@ -357,7 +357,7 @@ def quantize_part(
     whole_amax: Tensor | None = None,
     outer_amax: Tensor | None = None,
 ) -> Quantized:
-    """Quantize this rank's part to the codes and scales that the whole matrix or stack would have.
+    """Quantize this rank's part to the codes and scales that the whole tensor would have.
 
     All ranks of the part's groups call this function. ``local_amax`` is the amax grid of the part's own elements, if
     the caller has it and no shard cuts a block. ``whole_amax`` is the amax grid of the whole tensor, if the caller has
@@ -397,7 +397,7 @@ def _quantize_matrix(
 ) -> Quantized:
     """Quantize a matrix that is whole on this rank, which is the usual case of eager layers.
 
-    ``known`` are the amaxes of its blocks, or None to compute them; ``outer_amax`` is that of `quantize_part`.
+    ``known`` are the blocks' amaxes, or None to compute them; ``outer_amax`` is that of `quantize_part`.
     """
     quantizer = quantizer.for_shape(part.local.shape)
     amaxes = steps.amax(part.local, quantizer) if known is None else known
@@ -407,7 +407,7 @@ def _quantize_matrix(
 
 
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
-    """The quantizer for a stack: `TwoLevelScaling` packs codes if a matrix's sizes allow; others never."""
+    """The quantizer for stacked matrices; only `TwoLevelScaling` packs codes, if a matrix's sizes allow."""
     if _takes_all_matrices(quantizer):
         return quantizer.for_shape(part.local.shape[1:])
     quantizer = quantizer.unpacked() or quantizer
@@ -438,7 +438,7 @@ def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: 
 def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
     """Cast a part by the grid of the whole tensor's multipliers (1 / scale); returns one code per byte.
 
-    The codes have the part's shape. In a stack, stochastic rounding uses positions in this part.
+    The codes have the part's shape. For stacked matrices, stochastic rounding uses positions in this part.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)
@@ -483,7 +483,7 @@ def _values_of_stack(
 
 
 def expanded_scales(codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """Expand scales to a float32 scale of each element, for codes of a matrix or of a stack (E, N, K).
+    """Expand scales to a float32 scale of each element, for codes of one matrix or of many (E, N, K).
 
     The result broadcasts against the codes.
     """

@@ -45,7 +45,7 @@ class LayerOp(PlacedOp):
     """One op of a layer: turns flat arguments into a call of a function of `output_and_gradients`.
 
     Attributes:
-        kind: Which op it is, a key of ``TENSORS``: ``"output"``, ``"grad_input"``, ``"grad_weight"`` and others.
+        kind: Which op this is, a key of ``TENSORS``: ``"output"``, ``"grad_input"``, ``"grad_weight"`` and others.
     """
 
     kind: str

@@ -57,7 +57,7 @@ class _Weight:
         return attrgetter(self.name)(self.module)
 
     def is_alone(self, users: list[nn.Module]) -> bool:
-        """Whether all ``users``, the modules that have the parameter, multiply by the same codes of it."""
+        """Whether all ``users``, the modules that have the parameter, multiply by the same codes."""
         if len(users) == 1 or self.parameter.ndim == 3 or isinstance(self.module.recipe.weight, DelayedScaling):
             return len(users) == 1
         kind = Linear if isinstance(self.module, Linear) else type(self.module)
@@ -65,7 +65,7 @@ class _Weight:
 
 
 def _check_model(model: nn.Module, ignored: set[nn.Parameter]) -> list[_Weight]:
-    """Return the weights of a model's FP8 layers that FSDP2 will shard, without those in ``ignored``.
+    """Return the weights of a model's FP8 layers that FSDP2 will shard, except weights in ``ignored``.
 
     Raise a ValueError if there are none, or if the model is sharded already.
     """
@@ -128,7 +128,7 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
 
 
 def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
-    """Return how tensor parallelism shards a weight; empty if it does not."""
+    """Return how tensor parallelism shards a weight; () without tensor parallelism."""
     if not isinstance(weight, DTensor):
         return ()
     return tuple(cut.by_name() for cut in part_of("fsdp_float8_all_gather", weight).cuts if cut is not None)
@@ -137,7 +137,7 @@ def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
 def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
     """Return the weight as a parameter of a `ShardedWeight`, which FSDP2 gathers as codes.
 
-    ``gathers`` says what gathers send if forward and backward read different codes; else it is None.
+    ``gathers`` says what gathers send if forward and backward read different codes; else ``gathers`` is None.
     """
     parameter = weight.parameter
     cuts = () if parameter.ndim == 3 else _cuts_of(parameter)  # other ranks have other experts, not parts of these
@@ -148,7 +148,7 @@ def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
 def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Hook before loading: wrap a plain weight in the state dict as a `ShardedWeight`.
 
-    Its key is ``prefix + name``. Otherwise FSDP2 would gather values after `load_state_dict(assign=True)`.
+    The weight's key is ``prefix + name``. Without the hook, FSDP2 gathers values after `load_state_dict(assign=True)`.
     """
     key = f"{prefix}{name}"
     loaded = state_dict.get(key)
@@ -161,7 +161,7 @@ def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | Non
     """Return the text by which a report describes the gathers of a module's weights.
 
     ``reasons`` has, for each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
-    ``gathers`` says what is sent if forward and backward multiply different codes; else it is None.
+    ``gathers`` says what is sent if forward and backward multiply different codes; else ``gathers`` is None.
     """
     codes = "codes" if gathers is None else gathers.in_words()
     said = {None: codes, OWN_CODES: OWN_CODES}
@@ -197,21 +197,21 @@ def fsdp_float8_all_gather(
     With delayed scaling (``recipes.delayed``) a gather casts by the multiplier (1 / scale) that the layer has at that
     time. The layer itself uses the same multiplier, if each backward runs before the next forward.
 
-    Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are those of the whole weight, over
-    the ranks of FSDP2 and of tensor parallelism. Codes, scales and outputs are therefore the same as without this
+    Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are computed from the whole weight,
+    over the ranks of FSDP2 and of tensor parallelism. Codes, scales and outputs are therefore the same as without this
     call, bit for bit. After weights change, ranks exchange the amaxes of all changed weights in one message.
 
     Call it after ``fp8compile.convert`` and ``parallelize_module``, before ``fully_shard``. To compile, wrap each
-    block in ``torch.compile(block, fullgraph=True)`` and shard the module that this returns.
+    block in ``torch.compile(block, fullgraph=True)`` and shard the module that ``torch.compile`` returns.
 
     Args:
         model: A converted model that is not sharded yet.
         checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). If it is False, a repeated
             forward raises if memory holds the codes of the backward.
-        one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers the codes of both, two bytes
-            an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
+        one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers the codes of both passes,
+            two bytes an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
         ignored_params: The parameters that ``fully_shard`` will be given as ``ignored_params``, such as experts that
-            `ExpertParallel` has spread over ranks. They are not replaced.
+            `ExpertParallel` has spread over ranks. These parameters are not replaced.
 
     Returns:
         The model. Make optimizers afterwards, because parameters of these layers are new objects.
@@ -254,10 +254,10 @@ def fsdp_float8_all_gather(
 
 
 def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
-    """Pass ``checkpointed`` on to a quantized parameter with separate codes for grad_input.
+    """Store ``checkpointed`` in a quantized parameter with separate codes for grad_input.
 
-    It says whether the backward repeats the forward. Raise a ValueError for ``one_gather="param_dtype"``, because such
-    a parameter has no values to gather.
+    ``checkpointed`` says whether the backward repeats the forward. Raise a ValueError for
+    ``one_gather="param_dtype"``, because a quantized parameter has no values to gather.
     """
     if one_gather == PLAIN:
         raise ValueError(

@@ -1,7 +1,7 @@
 """A rank's shard of a weight, in high precision, which FSDP2 gathers as codes.
 
-A weight is a matrix, or a stack (E, N, K) of E matrices with N out_features and K in_features, each with its own
-scales. FSDP2 shards a stack along experts or, if there are more ranks than experts, along another dim.
+A weight is a matrix, or stacked weights of experts (E, N, K): E matrices with N out_features and K in_features, each
+with its own scales. FSDP2 shards a stack along experts or, if there are more ranks than experts, along another dim.
 
 If each block lies on one rank, and forward and backward multiply different codes, scales of blocks are sent beside the
 codes. Otherwise all ranks compute these scales from the amaxes that they exchanged in one message.
@@ -67,9 +67,8 @@ class ShardedWeight(FullyShardHooks, Tensor):
     """A tensor that FSDP2 gathers as codes; for all other code it acts as the plain tensor that it wraps.
 
     FSDP2 asks the local tensor of a parameter how to gather it, which is why this is a subclass. Views, copies and
-    ``to`` keep the subclass. Other ops return plain tensors, so optimizer states are plain. It is pickled as a plain
-    tensor. A compiler sees a plain tensor: with a ``__tensor_flatten__`` it would see a second tensor in the same
-    memory.
+    ``to`` keep the subclass. Other ops return plain tensors, so optimizer states are plain. Pickles and compilers see
+    a plain tensor.
     """
 
     name: str = "weight"  # name of the parameter in its module; a tensor has a property of this name
@@ -172,13 +171,13 @@ class ShardedWeight(FullyShardHooks, Tensor):
 
     @property
     def batch(self) -> int:  # type: ignore[override]
-        """Number of leading dims over which matrices are stacked: 1 for a stack, 0 for a matrix."""
+        """Number of leading dims over which matrices are stacked: 1 for stacked weights of experts, else 0."""
         return self.ndim - 2
 
     def quantizers_of(self, module: nn.Module) -> dict[Gemm, Quantizer]:
         """Return the quantizer of the weight's codes for each GEMM that reads separate codes.
 
-        ``module`` has the weight. If it stores matrices transposed, quantizers are transposed too.
+        ``module`` has the weight. A module that stores matrices transposed gets transposed quantizers.
         """
         gemms = PAIR[:1] if self.gathers is None else PAIR
         return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
@@ -212,9 +211,9 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def sets_to_gather(
         self, mesh: DeviceMesh, size: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """Return how FSDP2 shards the weight, and its codes for the output and grad_input, which can be sent.
+        """Return how FSDP2 shards the weight, and its codes that FSDP2 can send, for output and grad_input.
 
-        The arguments are those of `FullyShardHooks.sets_to_gather`. Codes are made only when ``make`` of the returned
+        For the arguments see `FullyShardHooks.sets_to_gather`. Codes are made only when ``make`` of the returned
         `SetToGather` is called.
         """
         part = Plain(self.plain, _layout_of_shard(self, mesh, size))
@@ -224,10 +223,11 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return own, [self._to_gather(part, values, size, module, *each) for each in every]
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
-        """Return arguments of the gathered QuantizedTensor that say which ranks share its scales.
+        """Return arguments for the gathered QuantizedTensor that say which ranks share its scales.
 
         A matrix sharded by tensor parallelism has the tensor parallel group, dim and sizes. Any other matrix has
-        FSDP2's group (in ``shards``), whose ranks all hold the whole matrix after the gather. A stack has none.
+        FSDP2's group (in ``shards``), whose ranks all hold the whole matrix after the gather. Stacked experts get
+        none.
         """
         if self.batch:
             return {}
@@ -270,8 +270,8 @@ class ShardedWeight(FullyShardHooks, Tensor):
     ) -> tuple[Tensor | None, ...]:
         """Quantize a shard whose blocks all lie on this rank; return codes, one per byte, and scales.
 
-        The arguments are those of `_by_known_scales`. If ranks shard the matrices themselves, the outer amax is the
-        maximum over these ranks.
+        For the arguments see `_by_known_scales`. If ranks shard the matrices themselves, the outer amax is the maximum
+        over these ranks.
         """
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
         if not all(self.own_levels(part, quantizer)):
@@ -291,7 +291,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Select, from the scales of the whole weight, those of the tensor parallel shard that FSDP2 gathers.
+        """Return, of a whole weight's scales, the scales of the tensor parallel shard that FSDP2 gathers.
 
         ``size`` is the shape of this tensor parallel shard.
         """

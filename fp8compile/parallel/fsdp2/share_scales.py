@@ -1,4 +1,4 @@
-"""Tell quantized parameters that FSDP2 has sharded which ranks share a scale."""
+"""Store, in quantized parameters that FSDP2 has sharded, which ranks share a scale."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["share_scales"]
 
 
 def share_scales(model: Model) -> Model:
-    """Tell each shard of a quantized parameter which ranks share its scale.
+    """Store in each shard of a quantized parameter which ranks share its scale.
 
-    A shard learns its ranks in the first forward, not in ``fully_shard``. Call this if weights are written to before
+    A shard learns these ranks in the first forward, not in ``fully_shard``. Call this if weights are written to before
     the first forward, such as by ``reset_parameters`` after a start on the meta device.
 
     Args:

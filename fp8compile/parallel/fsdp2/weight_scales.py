@@ -44,7 +44,7 @@ class _Version:
 class _Scales:
     """Scales of one weight by the recipe's field, and the version of the weight when they were computed.
 
-    If blocks each lie on one rank, it holds the outer amax instead, and the rank computes its scales itself.
+    If each block lies on one rank, the outer amax is held instead, and each rank computes its own scales.
     """
 
     by_slot: dict[str, Scales]  # multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``
@@ -99,7 +99,7 @@ class WeightScales:
         self._sent: dict[tuple[nn.Module, str], tuple[_Version, dict[Hashable, tuple[Tensor, ...]]]] = {}
 
     def _known(self, weight: tuple[nn.Module, str]) -> dict[tuple[nn.Module, str], _compat.FsdpParameter]:
-        """Return FSDP2's records of the weights, by (module, name); list them again if ``weight`` is missing."""
+        """Return FSDP2's records of weights, by (module, name); look again if ``weight`` is missing."""
         if weight not in self._parameters:
             found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
             self._parameters = {each: found[each] for each in self._weights if each in found}
@@ -132,7 +132,7 @@ class WeightScales:
     ) -> tuple[Tensor, ...]:
         """Return the result of ``make``: codes and scales to send, cached until the weight changes.
 
-        The weight is the parameter ``name`` of ``module``; ``which`` is the key in its cache.
+        The weight is the parameter ``name`` of ``module``; ``which`` is the key in the weight's cache.
         """
         weight = module, name
         parameter = self._known(weight)[weight]
@@ -154,7 +154,7 @@ class WeightScales:
         return found
 
     def _stale(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> set[tuple[nn.Module, str]]:
-        """Return the weights that have changed, and those that share a scale with a changed weight.
+        """Return the weights that have changed, and weights that share a scale with a changed weight.
 
         ``known`` maps weights, as (module, name), to FSDP2's records.
         """
@@ -211,7 +211,7 @@ def _shared_amaxes(
     entries: list[tuple[tuple[nn.Module, str], str, Quantizer, bool]],
     amaxes: list[Tensor],
 ) -> dict[tuple[nn.Module, str], Tensor]:
-    """Return the amax of each scale that several layers share, (1,) float32, by (layer, recipe field).
+    """Return {(layer, recipe field): amax of the scale that several layers share, (1,) float32}.
 
     ``entries`` has weight, recipe field and quantizer of each of ``amaxes``.
 
@@ -236,7 +236,7 @@ def _shared_amaxes(
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """Return (multiplier, scale, None) for a layer's weight with delayed scaling; it has no outer scale.
+    """Return (multiplier, scale, None) for a layer's weight with delayed scaling.
 
     The last backward computed the multiplier, 1 / scale. ``slot`` is the recipe's field of the quantizer.
     """

@@ -1,8 +1,8 @@
 """Delayed scaling of sharded layers: which ranks reduce which amaxes, in one message for all layers.
 
 An amax carrier is a pair of zero tensors, whose gradients are the amaxes of one layer; see
-`fp8compile.ops.layer.fsdp_delayed_amaxes`. The second call of a layer within a forward sends its own message. So does
-a call outside of the model's forward.
+`fp8compile.ops.layer.fsdp_delayed_amaxes`. A second call of a layer within a forward, and a call outside of the
+model's forward, send their own messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AmaxReduction(NamedTuple):
 
 
 def _without_parts(names: Iterable[Any]) -> tuple[str, ...]:
-    """Drop duplicate names of groups, and names of groups whose ranks are all in another one of them."""
+    """Return group names without duplicates, and without groups whose ranks are all in another group."""
     ranks = {name: set(get_process_group_ranks(_resolve_process_group(name))) for name in dict.fromkeys(names)}
     found: list[str] = []
     for name, own in sorted(ranks.items(), key=lambda each: -len(each[1])):
@@ -47,7 +47,7 @@ def _without_parts(names: Iterable[Any]) -> tuple[str, ...]:
 
 
 def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction | None:
-    """Return the groups that reduce a sharded layer's amaxes; None if it has no delayed scaling.
+    """Return the groups that reduce a sharded layer's amaxes; None for a layer without delayed scaling.
 
     ``sharding`` says how the layer's weight is sharded.
     """
@@ -141,7 +141,7 @@ def attach(layers: Sequence[Any], module: nn.Module, inputs: Any) -> None:
 def consume(layer: Any, x: Tensor) -> AmaxCarrier:
     """Return the amax carrier (see `assign`) for a call of a layer; ``x`` is its input.
 
-    The first call gets the attached carrier, each later call a new one: autograd would add the gradients of two uses.
+    The first call gets the attached carrier, each later call a new one, because autograd adds gradients of two uses.
     """
     state = layer.graph_fsdp
     if torch.compiler.is_dynamo_compiling():

@@ -107,7 +107,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
 
 
 def _stacks_of_whole_experts(module: nn.Module, state: ModuleState) -> frozenset[str]:
-    """Return the names of a module's stacks of experts whose codes its GEMMs gather themselves.
+    """Return the names of a module's stacked weights of experts whose codes the GEMMs gather.
 
     ``state`` says how parameters are sharded. A stack sharded within experts is gathered as a DTensor instead, and FP8
     GEMMs raise for it.
@@ -135,7 +135,7 @@ def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]
 
 
 def _tie(model: Any) -> None:
-    """Set up that a parameter that several modules share is gathered once in a forward.
+    """Prepare a model so that a parameter that several modules share is gathered once in a forward.
 
     Weights of FP8 layers are left out, because the layers' ops gather them.
     """
@@ -161,10 +161,10 @@ def graph_fsdp(
 ) -> Model:
     """Shard all parameters of a model over ranks, in place, with collectives as nodes of its graph.
 
-    ``torch.compile(model, fullgraph=True)`` is then one graph. Weights of ``fp8compile.Linear`` and 3-D stacks of
-    experts in FP8 travel as the codes that forward or backward needs. Other parameters, such as those of Conv1D and of
-    DBRX's experts, travel in the dtype in which they are used. Gradients travel in ``reduce_dtype``. Compiled code
-    keeps nothing that was gathered for the backward. Results have the same bits as with ``fully_shard``.
+    ``torch.compile(model, fullgraph=True)`` is then one graph. Weights of ``fp8compile.Linear`` and stacked (3-D)
+    weights of experts in FP8 travel as the codes that forward or backward needs. Other parameters, such as those of
+    Conv1D and of DBRX's experts, travel in the dtype in which they are used. Gradients travel in ``reduce_dtype``.
+    Compiled code keeps nothing that was gathered for the backward. Results have the same bits as with ``fully_shard``.
 
     Parameters become DTensors with ``Shard(0)``, placed as ``fully_shard`` places them; shards may be uneven or empty.
     While the model's forward runs, its modules see whole parameters. Each rank keeps its rows of the values that it
@@ -174,9 +174,9 @@ def graph_fsdp(
         model: A model that is converted already, and parallelized already if it is tensor parallel. Compile it
             afterwards.
         mesh: A mesh with one dim, over which rows are sharded, or with two dims, the first of which replicates. With
-            tensor parallelism, take other dims of the same named mesh than the tensor parallel one.
-        mp_policy: Dtypes, as ``fully_shard`` takes them. The model's inputs and outputs are cast; those of modules
-            inside are not.
+            tensor parallelism, these are dims of the same named mesh, without the tensor parallel dim.
+        mp_policy: Dtypes, as ``fully_shard`` takes them. The model's inputs and outputs are cast; inputs and outputs
+            of modules inside are not.
         ignored_params: Parameters that stay as they are, such as experts that `ExpertParallel` has spread over the
             ranks of ``mesh``. The caller reduces their gradients.
 

@@ -1,8 +1,8 @@
-"""The class of a module with sharded parameters: inside the model's forward they are whole.
+"""The class of a module with sharded parameters, which are whole inside the model's forward.
 
-Each parameter becomes a property of the module's new class, which gathers it while a forward runs. Initialization,
-optimizers and state dicts find the shards. The weights of FP8 layers are not gathered by the property, because the
-layer's op gathers them as codes.
+Each parameter becomes a property of the module's new class that gathers the parameter while a forward runs.
+Initialization, optimizers and state dicts find the shards. The weights of FP8 layers are not gathered by the property,
+because the layer's op gathers them as codes.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used
 
 
 def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack:
-    """Wrap a shard of a stack of experts' weights, so that its module sees the whole stack's shape.
+    """Wrap a shard of stacked weights of experts, so that the module sees the shape of all weights.
 
-    The grouped GEMMs gather the codes of the stack. ``sharding`` says how it is sharded.
+    The grouped GEMMs gather the codes. ``sharding`` says how the weights are sharded.
     """
     local = weight.to_local()
     used = used_dtype(sharding, local.device.type)
@@ -156,7 +156,7 @@ def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack
 
 
 def _checked(layer: Any, x: Tensor, bias: Tensor | None, sharding: ParameterSharding) -> tuple[Tensor, Tensor | None]:
-    """Check a linear layer's input ``x``, and cast ``x`` and the bias to autocast's dtype if that is on.
+    """Check a linear layer's input; return ``x`` and bias, cast to autocast's dtype if autocast is on.
 
     ``sharding`` says how the layer's weight is sharded.
     """

@@ -42,7 +42,7 @@ class TensorParallelLayout:
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """Which rows of a parameter each rank has, the dtype in which it is used, and its tensor parallelism."""
+    """Which rows of a parameter each rank has, the dtype it is used in, and its tensor parallel layout."""
 
     dtype: torch.dtype  # dtype in which the parameter is used
     rows: Rows  # rows that each rank has
@@ -52,14 +52,11 @@ class ParameterSharding:
 
     @property
     def experts(self) -> int:
-        """Number of experts that FSDP's ranks have together, if the parameter is a stack of experts."""
+        """Number of experts that FSDP's ranks have together, for stacked weights of experts."""
         return sum(self.rows.sizes)
 
     def tensor_parallel_groups(self) -> list[str]:
-        """Return the names of the parameter's tensor parallel groups, one for each dim of their mesh.
-
-        Empty without tensor parallelism.
-        """
+        """Return the names of tensor parallel groups, one for each dim of the tensor parallel mesh, if any."""
         mesh = None if self.tensor_parallel is None else self.tensor_parallel.mesh
         return [] if mesh is None else [mesh.get_group(index).group_name for index in range(mesh.ndim)]
 
@@ -68,7 +65,7 @@ class ParameterSharding:
 
 
 def used_dtype(sharding: ParameterSharding, device_type: str) -> torch.dtype:
-    """Return the dtype in which a layer uses its weight: autocast's if that is on, else the sharding's.
+    """Return the dtype a weight is used in: autocast's if autocast is on, else ``sharding.dtype``.
 
     ``device_type`` is the type of the weight's device, such as ``"cuda"``.
     """
@@ -105,7 +102,7 @@ def _whole_placements(
 ) -> tuple[DeviceMesh, Sequence[Placement]]:
     """Return the mesh of a sharded parameter, with tensor parallel dims, and its placements on the mesh.
 
-    ``mesh`` is FSDP's. ``tensor_parallel`` says how tensor parallelism placed the parameter before, if it did.
+    ``mesh`` is FSDP's. ``tensor_parallel`` is the parameter's placement before FSDP; None without tensor parallelism.
     """
     replicate = (Replicate(),) * (mesh.ndim - 1)
     if tensor_parallel is None:

@@ -1,4 +1,4 @@
-"""Exchange amaxes of sharded weights: all layers' in one message at the start of a model's forward.
+"""Exchange amaxes of all layers' sharded weights in one message at the start of a model's forward.
 
 If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message.
 """
@@ -37,7 +37,7 @@ class WeightAmaxPlan:
 
 
 def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) -> WeightAmaxPlan:
-    """Return which amaxes of a layer's weight ranks exchange; ``local`` is this rank's shard of it.
+    """Return which amaxes of a layer's weight ranks exchange; ``local`` is this rank's shard.
 
     Amaxes are exchanged for blocks that span several ranks. ``sharding`` says how the weight is sharded.
     """

@@ -128,15 +128,15 @@ def check_contracts(
         contracts: Functions named after what they check. Each raises a BrokenContract at its first breach.
         arguments: Arguments that each contract is called with.
         skip: Names of contracts to leave out.
-        foundation: Name of a contract that later ones rely on; if it is broken, the contracts after it are not run.
-        state: Returns what no contract may change; its results before and after each contract have to be equal.
+        foundation: Name of a contract. If this contract is broken, the contracts after it are not run.
+        state: Function that is called before and after each contract; both results have to be equal.
 
     Returns:
         What was not checked, in words, by the name of the contract. Skipped contracts are included.
 
     Raises:
-        TypeError: ``skip`` is a string and no list of names.
-        ValueError: ``skip`` has a name that is no contract's.
+        TypeError: ``skip`` is a single string, not a list of names.
+        ValueError: ``skip`` contains a name that no contract has.
         AssertionError: One or more contracts are broken.
     """
     if isinstance(skip, str):

@@ -25,7 +25,7 @@ MEND = (
 
 
 def _updated(op: Op) -> list[int]:
-    """Positions of the arguments that the op's backward writes to, those named in ``op.updates``."""
+    """Positions of the arguments that are named in ``op.updates``: the op's backward writes to them."""
     return [place for place, name in enumerate(inspect.signature(op.impl).parameters) if name in op.updates]
 
 
@@ -63,7 +63,7 @@ def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves
 
 
 def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
-    """The backward gives gradients of the arguments' shapes and dtypes, or says that the op has none."""
+    """Gradients have the arguments' shapes and dtypes; an op without a derivative raises in a backward."""
     for args in looked_at(some_samples(op, device)):
         given, leaves = differentiable(op, args)
         if not leaves or not all(leaf.numel() for leaf in leaves):
@@ -93,10 +93,10 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
 
 
 def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
-    """Describe how ``actual`` gradients differ by more than half of their dtype's digits; None if not.
+    """Describe how gradients differ by more than half of their dtype's digits; None if they agree.
 
     The tolerance is sqrt(eps) times the largest finite element of ``expected``. A correct derivative computed
-    differently has other roundings; a wrong derivative is farther off.
+    differently is within this tolerance; a wrong derivative is not.
     """
     finite = expected.isfinite()
     if not finite.any():
@@ -111,7 +111,7 @@ def _weights_like(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of ``leaves`` by autograd through ``call(*args)``; None for a leaf that isn't reached."""
+    """Gradients of ``leaves`` by autograd through ``call(*args)``; None for leaves it doesn't reach."""
     outputs = [out for out in results(call(*args)) if out.requires_grad]
     if not outputs:
         return [None] * len(leaves)
@@ -121,12 +121,12 @@ def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tens
 def _by_autograd(
     op: Op, args: tuple[Any, ...], reference: Callable[..., Any] | None
 ) -> tuple[str, list[Tensor | None]] | None:
-    """Gradients of an op's arguments by autograd through ``reference`` or, if it is None, the op's code.
+    """Gradients of an op's arguments by autograd through ``reference``; if None, through the op's code.
 
-    The op's code is ``op.impl`` or, if autograd can't differentiate that, ``op.decompose``.
+    The op's code is ``op.impl``, or ``op.decompose`` if autograd can't differentiate ``op.impl``.
 
     Returns:
-        A name for the function that autograd went through, and the gradients; None if it got through neither.
+        Name of the function that autograd differentiated, and the gradients; None if it can differentiate none.
     """
     calls = {"impl": op.impl, "decompose": op.decompose} if reference is None else {"the reference": reference}
     for what, call in calls.items():
@@ -147,7 +147,7 @@ def _by_autograd(
 def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
     """Slopes of a weighted sum of ``op.impl``'s results if the arguments move along ``direction``.
 
-    They are central differences, one for each step size in ``STEPS``; ``direction`` has a tensor per leaf.
+    The slopes are central differences, one for each size in ``STEPS``; ``direction`` has a tensor for each leaf.
     """
 
     def value(step: float) -> float:
@@ -162,10 +162,10 @@ def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[floa
 
 
 def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
-    """Compare an op's gradients at these arguments with finite differences of ``op.impl`` in float64.
+    """Raise a BrokenContract if an op's gradients differ from finite differences of ``op.impl``.
 
     Returns:
-        Whether ``op.impl`` takes float64 and is smooth here. If so and the gradients differ, BrokenContract is raised.
+        Whether ``op.impl`` takes float64 and is smooth at these arguments; if not, nothing was compared.
     """
     args = tuple(arg.double() if _is_leaf(op, place, arg) else arg for place, arg in enumerate(args))
     given, leaves = differentiable(op, args)
@@ -190,10 +190,10 @@ def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable[..., Any] | None = None) -> None:
-    """The op's gradients equal those that autograd computes through a function with the same derivative.
+    """The op's gradients equal autograd's gradients of ``reference``, or else of the op's code.
 
-    That function is ``reference`` if given, else ``op.impl`` or ``op.decompose``. If autograd can differentiate
-    neither, gradients are compared with finite differences.
+    Without ``reference``, the code is ``op.impl`` or ``op.decompose``. If autograd can differentiate neither of the
+    two, gradients are compared with finite differences.
     """
     if op.backward is None:
         return

@@ -72,14 +72,14 @@ def _start(value: Constant, path: list[str], modules: list[str]) -> tuple[subpro
 def fresh_texts(value: Constant, module: ModuleType) -> tuple[ConstantElsewhere, ConstantElsewhere, ConstantElsewhere]:
     """A constant's text in three fresh processes: two with unchanged code, one with ``module`` edited.
 
-    Two unedited processes are compared, because this process may have read files before they changed.
+    Two processes run unchanged code, because this process may have imported older versions of the files.
 
     Args:
         value: A constant whose class can be imported by name.
-        module: Module of a quantizer's class, or of an op's implementation.
+        module: The module to edit: that of a quantizer's class, or of an op's implementation.
 
     Returns:
-        The reports: unedited, unedited, edited.
+        The reports of the two unedited processes, and of the edited one.
     """
     modules = sorted({*SALTED_MODULES, module.__name__} - {"__main__"})
     with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ def _compare(
 
 
 def samples_cover_it(op: Op, device: torch.device) -> None:
-    """The op has samples, among them an empty and a non-contiguous tensor."""
+    """The op has samples; at least one tensor is empty, and at least one is not contiguous."""
     samples = samples_on(op, device)
     tensors = [tensor for args in samples for tensor in tensors_of(args)]
     for what, holds in {
@@ -141,7 +141,7 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
 def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
     """Value of the tensor's ``aspect``: "shape", "dtype", "device" or "strides".
 
-    Shape and strides leave out sizes that depend on data; ``fake`` is the op's fake result, where they are symbolic.
+    Shape and strides leave out sizes that depend on data. These are symbolic in the op's fake result ``fake``.
     """
     known = [not is_unbacked(size) for size in fake.shape]
     if aspect == "shape" and len(known) == tensor.ndim:
@@ -256,7 +256,7 @@ def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
 
 
 def sharded_gives_the_bits_of_whole(op: Op, device: torch.device) -> None:
-    """Results on shards, split by the op's sharding rule, combine to the whole result (bitwise if exact)."""
+    """Shards, cut by the op's sharding rule, give the whole result: bitwise, or up to reordered sums."""
     if op.sharding is None:
         return
     ran = 0
@@ -327,9 +327,9 @@ def check_op(
     compiled graphs are dropped.
 
     The op's derivative is compared with autograd's derivative of ``impl`` or of ``decompose``, to half of the digits.
-    If autograd can differentiate neither, it is compared with finite differences in float64, provided that ``impl`` is
-    smooth. An op that quantizes is not smooth; without ``gradient`` only shapes and dtypes are checked then, and the
-    result says so.
+    If autograd can differentiate neither function, the derivative is compared with finite differences of ``impl`` in
+    float64. An op that quantizes is not smooth, so it needs ``gradient``; else only its gradients' shapes and dtypes
+    are checked, and the result says so.
 
     Args:
         op: The op that ``register_op`` returned, or its name.
@@ -342,8 +342,8 @@ def check_op(
         What was not checked, in words, by the name of the contract.
 
     Raises:
-        TypeError: No such op was registered, its samples are no tuples of arguments, or ``skip`` is a single string.
-        ValueError: ``skip`` has a name that is no contract's.
+        TypeError: The op is not registered, its samples are no tuples of arguments, or ``skip`` is a single string.
+        ValueError: ``skip`` contains a name that no contract has.
         AssertionError: The op breaks one or more contracts. The text says for each what was expected, what was found
             and how to fix it.
     """

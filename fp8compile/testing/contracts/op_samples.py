@@ -39,7 +39,7 @@ def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
 
 
 def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
-    """Whether ``args`` are enough for a function: every parameter after them has a default.
+    """Whether a function can be called with ``args``: each further parameter has a default.
 
     ``defaults`` has the default of each parameter, or ``inspect.Parameter.empty``.
     """
@@ -73,10 +73,7 @@ def _with_dtypes(args: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tupl
 
 
 def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield nonempty arguments for each combination of dtypes that occurs in empty samples only.
-
-    They are nonempty samples of the op, cast to these dtypes. Results of empty samples would show nothing.
-    """
+    """Yield a nonempty sample, cast to fit, for each combination of dtypes that only empty samples have."""
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))
     for dtypes in dict.fromkeys(map(_dtypes, samples)):
@@ -93,10 +90,7 @@ def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def some_samples(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
-    """Up to 8 samples of an op, and a nonempty one for each combination of dtypes that these lack.
-
-    Compiling all samples would take minutes.
-    """
+    """Up to 8 samples of an op, and a nonempty sample for each combination of dtypes that the 8 lack."""
     samples = samples_on(op, device)
     count = min(COMPILED_SAMPLES, len(samples))
     chosen = [samples[index * len(samples) // count] for index in range(count)]

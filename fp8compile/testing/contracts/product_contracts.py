@@ -44,7 +44,7 @@ def _as_left_operand(q: Quantizer) -> Quantizer | None:
 
 
 def _partner(q: Quantizer) -> Quantizer:
-    """Quantizer of a GEMM's other operand: the same, or e4m3 for e5m2, as no GEMM takes e5m2 twice."""
+    """Quantizer for a GEMM's other operand: ``q``, or an e4m3 quantizer if ``q`` is e5m2."""
     return CurrentScaling(block=q.block) if q.gemm_format() == E5M2 else q
 
 
@@ -113,7 +113,7 @@ def _check_layer(recipe: Recipe, x: Tensor, weight: Tensor) -> None:
 def _as_read(quantized: QuantizedTensor, read: Float8Format) -> Tensor:
     """Values that a GPU's GEMM reads from codes: numbers in float8 format ``read``, times block scales.
 
-    They are float64, with the shape of the codes as a matrix.
+    The values are float64, in the shape of the codes viewed as a matrix.
     """
     q = quantized.quantizer
     stored = E8M0.decode(quantized.scale) if q.stores_e8m0() else q.scale_values(quantized.scale)
@@ -134,7 +134,7 @@ def _gemms(q: Quantizer) -> Iterator[str]:
 
 
 def _check_four_bit_product(q: Quantizer) -> None:
-    """Raise unless a GPU's four-bit GEMM, in its eager form, equals the product of dequantized values."""
+    """Raise unless the CPU's version of a four-bit GEMM equals the product of dequantized values."""
     quantized = quantize(looking_at(_random(48, 48, 0, torch.device("cpu"))), q)
     codes, scale, outer = quantized.codes, quantized.scale, quantized.outer_scale
     a = Quantized(codes=codes, scale=scale, quantizer=q, outer_scale=outer)
@@ -168,7 +168,7 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
 
 
 def code_zero_is_zero(q: Quantizer, device: torch.device) -> None:
-    """Code 0 stands for zero; padding of odd sizes, and of shards that divide blocks, has this code."""
+    """Code 0 stands for zero, because odd sizes and shards that divide blocks are padded with code 0."""
     quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
     found = q.dequantize(torch.zeros_like(quantized.codes), quantized.scale)
     if found.any():

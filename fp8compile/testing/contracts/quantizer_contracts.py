@@ -126,7 +126,7 @@ def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.d
 
 
 def equal_after_copy_and_pickle(q: Quantizer, device: Device) -> None:
-    """A quantizer equals its copy, its unpickled copy and one with the same fields; hashes are equal too."""
+    """A quantizer and its hash equal those of a copy, a pickled copy and one with equal fields."""
     for how, make in {
         "copy.copy": copy.copy,
         "copy.deepcopy": copy.deepcopy,
@@ -208,7 +208,7 @@ def text_in_graphs_rebuilds_it(q: Quantizer, device: Device) -> None:
 
 
 def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
-    """A quantizer's text in a graph is the same in every process, and changes with its class's source."""
+    """A quantizer's text in a graph is equal in all processes, and changes if its class is edited."""
     module = sys.modules.get(type(q).__module__)
     if module is None or not getattr(module, "__file__", None) or module.__name__ == "__main__":
         raise BrokenContract(
@@ -269,7 +269,7 @@ def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
 
 
 def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None:
-    """``transposed()`` quantizes x.t() to the transposed codes and scales of x, and is its own inverse."""
+    """``transposed()`` quantizes x.t() to x's codes and scales, transposed; applied twice it gives ``q``."""
     turned = q.transposed()
     if type(turned) is not type(q) or turned.block != q.block[::-1] or turned.transposed() != q:
         raise BrokenContract(
@@ -292,7 +292,7 @@ def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None
 
 
 def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
-    """Values come back within 0.3 of the largest magnitude, and each block's scale is 1 / multiplier."""
+    """Dequantized values err by at most 0.3 times the largest magnitude; a scale is 1 / multiplier."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         steps = _steps(q, x)
         scale = q.scale_values(steps["scale"]).double()
@@ -367,7 +367,7 @@ def what_is_not_finite_shows(q: Quantizer, device: Device) -> None:
 
 
 def nothing_but_the_arguments_decides(q: Quantizer, device: Device) -> None:
-    """Quantization doesn't modify its input, and gives the same bits for the same values again."""
+    """Quantization doesn't modify its input, and gives the same bits if it is repeated."""
     x = looking_at(_blocky(q, device))
     before = x.clone()
     first, second = _steps(q, x), _steps(q, x)
@@ -400,7 +400,7 @@ def _specials(q: Quantizer, device: Device, dtype: torch.dtype) -> Tensor:
 
 
 def compiled_gives_the_bits_of_eager(q: Quantizer, device: Device) -> None:
-    """Quantization compiled by AOTAutograd or Inductor is bitwise that of eager mode; no graph break."""
+    """Quantizing compiles without a graph break, and gives bitwise the results of eager mode."""
     _, odd, _, *others = _inputs(q, device)
     samples = [_blocky(q, device, torch.bfloat16), _specials(q, device, torch.float32), odd, others[0]]
     for backend in BACKENDS:
@@ -450,7 +450,7 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
 
 
 def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
-    """A call with an equal quantizer compiles no new graph; with a different one it compiles one."""
+    """A call with an equal quantizer compiles no new graph; a call with a different quantizer does."""
     compiled, x = (
         compiled_afresh(_quantized, backend="aot_eager", dynamic=False),
         _random(_taken(q, (24, 40)) or (24, 40), torch.bfloat16, device),
@@ -547,8 +547,7 @@ def check_quantizer(
     Takes some ten seconds, because it compiles and starts processes. All earlier compiled graphs are dropped.
 
     Args:
-        quantizer: An instance of the quantizer. Call this for each combination of options that changes the
-            computation.
+        quantizer: A quantizer. Check one instance for each combination of options that changes the computation.
         device: Device to run on.
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
@@ -557,7 +556,7 @@ def check_quantizer(
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``skip`` is a single string.
-        ValueError: ``skip`` has a name that is no contract's.
+        ValueError: ``skip`` contains a name that no contract has.
         AssertionError: The quantizer breaks one or more contracts. The text says for each what was expected, what was
             found and how to fix it.
     """

@@ -51,7 +51,7 @@ def _taken(elements: Elements, rows: Tensor) -> Elements:
 
 
 def returns_a_number_of_each_element(total: Total) -> None:
-    """The statistic returns one number for each element, in a dtype that can be added or maximized."""
+    """The statistic returns a number for each element, in a dtype that ``total.combine`` allows."""
     for elements in looked_at(_samples()):
         found: Any = total.compute(elements)
         is_right = isinstance(found, Tensor) and found.shape == elements.values.shape

@@ -2,7 +2,7 @@
 
 A GEMM belongs to a layer if it multiplies data by a tensor computed from the layer's weight, or if its result leaves
 the graph as that weight's gradient. A GEMM of parameters only belongs to no layer, because it computes a weight or a
-property of one. If the weight is no parameter of the graph, the GEMM belongs to the module that was being called.
+weight's property. If the weight is no parameter of the graph, the GEMM belongs to the module that was being called.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Unknown:
 def _input_index(described: Any) -> int | None:
     """Index of the forward input that ``described``, an AOTAutograd descriptor, refers to; else None.
 
-    The descriptor of a gradient refers to the input whose gradient it is; the descriptor of an inner tensor, to its
-    tensor subclass.
+    The descriptor of a gradient refers to the gradient's input. The descriptor of an inner tensor refers to the
+    tensor subclass around it.
     """
     while hasattr(described, "base"):
         described = described.base
@@ -72,14 +72,14 @@ class Owners:
 
     Args:
         recorded: The graph, with the tensors that it was called with.
-        weights: For each parameter's ``id``, the layers whose weight it is, or is computed from it.
+        weights: Maps each parameter's ``id`` to the layers that use the parameter as weight, or to compute the weight.
         constants: The ``id`` of each of the model's buffers, which don't count as data.
         names: Names of layers and modules.
 
     Attributes:
         forward: Values of the forward graph.
         backward: Values of the backward graph; empty if there is none.
-        needs_grad: Values of the forward that depend on a leaf requiring grad, an input or a parameter.
+        needs_grad: Values of the forward that depend on an input or a parameter that requires grad.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Owners:
     def _asks_for_grad(self, value: Value, inputs: Sequence[Any]) -> bool:
         """Whether a forward value depends on one of ``inputs``, the graph's arguments, that requires grad.
 
-        The values before it must have been decided already.
+        Call this in the order of the graph: it looks up the values that ``value`` is computed from.
         """
         if value.op and value.op != "aten::detach":
             return not self.needs_grad.isdisjoint(value.inputs)
@@ -146,7 +146,7 @@ class Owners:
         return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
 
     def operands(self, value: Value) -> list[Value]:
-        """Operands of a GEMM that may be a weight: at most one for a layer's own op, both for another GEMM."""
+        """Operands of a GEMM that may be a weight: at most one for an FP8 layer's op, both for another GEMM."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
@@ -159,9 +159,9 @@ class Owners:
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """The layer whose call contains a GEMM, if one operand alone comes from its weight; else None.
+        """The layer whose call contains a GEMM, if exactly one operand is a form of the layer's weight.
 
-        Such a GEMM gives data even if its other operand is a parameter too, such as learned queries.
+        Else None. A GEMM with such a layer gives data, even if both operands are parameters (learned queries).
         """
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
@@ -170,7 +170,7 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """The forward values with a backward value's autograd sequence number; only GEMMs if there are any."""
+        """Forward values with the autograd sequence number of a backward value: the GEMMs, or else all."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
@@ -222,12 +222,12 @@ class Owners:
         return index is not None and index < len(self.parameters) and self.parameters[index]
 
     def _one_of(self, weight: Sequence[str], node: fx.Node) -> str:
-        """The layer, among those that share ``weight``, whose call contains a node; else the first of them."""
+        """The layer named in ``weight`` whose call contains a node; else the first layer named there."""
         called = layer_of_stack(node, self.names) if len(weight) > 1 else None
         return called if called is not None and called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
-        """The layer whose call contains a node; None without one, or if that layer's weight is a graph input."""
+        """The layer whose call contains a node, unless the layer's weight is a graph input; else None."""
         called = layer_of_stack(node, self.names)
         return None if called in self.known else called
 

@@ -5,7 +5,7 @@
 
 The model runs once, forward and backward, and each message is recorded when it is sent. Placements decide what is
 sent, so a fake process group without other ranks gives the same list. `fp8compile.ops.layer.multiply_over_ranks` tells
-which operand a GEMM gathers. In compiled code layers may share messages; the list has those that each layer asks for.
+which operand a GEMM gathers. Compiled code may send one message for several layers; the list has it for each.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Send:
             "input".
         op: "all_gather", "all_reduce max", "all_reduce sum", "reduce_scatter sum", or another operator's name.
         dtype: Dtype of the tensor that is sent, such as "uint8".
-        bytes_per_element: Bytes of each element of that dtype.
+        bytes_per_element: Bytes of each element.
         bytes: Bytes of the collective's inputs or of its results on one rank, whichever are more.
         backward: Whether the message is sent in the backward.
         times: Number of times that the message is sent.
@@ -134,7 +134,7 @@ def _cells(row: Send) -> tuple[str, ...]:
 class _Place:
     """A phase of a layer's call: its own op, or the plan's redistribution of its input or output.
 
-    ``tensor`` is "input", "output", "grad_input" or "grad_output" if the plan redistributes it, else None.
+    ``tensor`` is what the plan redistributes: "input", "output", "grad_input", "grad_output"; None for the op.
     """
 
     layer: str
@@ -142,7 +142,7 @@ class _Place:
 
 
 def _nodes(start: Any, end: set[Any]) -> Iterator[Any]:
-    """Yield the nodes of the autograd graph from ``start`` down to the nodes in ``end``, without these."""
+    """Yield nodes of the autograd graph from ``start`` down to the nodes in ``end``, which are excluded."""
     pending, seen = [start], set(end)
     while pending:
         node = pending.pop()

@@ -21,17 +21,16 @@ __all__ = ["emulation_note"]
 def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool:
     """Whether a device emulates one of a recipe's GEMMs, grouped (for experts) if ``grouped``.
 
-    A CPU multiplies groups of rows one by one, so the GEMM for a single group decides.
+    For a CPU, which multiplies groups of rows one by one, the GEMM of a single group decides.
     """
     kinds = {gemm.kind for gemm in recipe_support(recipe, device, grouped=grouped)}
     return EMULATED.name in kinds or (ONE_BY_ONE.name in kinds and _is_emulated(recipe, device, grouped=False))
 
 
 def emulation_note(model: nn.Module) -> str:
-    """Text with a line for each recipe that is only emulated: "nvfp4 is emulated here in 2 layers: ...".
+    """Text with a line for each recipe that the model's device can only emulate; empty if there is none.
 
-    Empty if there is none. The lines contain no slowdown factor, because it depends on the device's bfloat16 GEMMs and
-    on the model.
+    Such a line begins with "nvfp4 is emulated here in 2 layers:".
 
     Args:
         model: A converted model; layers on the meta device are skipped.

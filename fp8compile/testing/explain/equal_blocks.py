@@ -2,12 +2,12 @@
 
     N blocks     first, middle x (N - 2), last
     2 blocks     first, last
-    3 blocks     first, middle, last               numbers of N = those of 2 + (N - 2) (those of 3 - those of 2)
-    4 blocks     first, middle x 2, last           has to have the numbers of the formula for N = 4
+    3 blocks     first, middle, last               count(N) = count(2) + (N - 2) (count(3) - count(2))
+    4 blocks     first, middle x 2, last           has to agree with the formula for N = 4
 
 The graphs prove that the blocks are equal: each operator, with its shapes and constants, has to be in the graphs of
-the whole model as often as the formula says. Code is generated for the whole model if an operator isn't, or if the
-code of 4 blocks contradicts the formula, because a compiler may choose differently in a longer graph.
+the whole model as often as the formula says. If an operator's count differs, or if the code of 4 blocks contradicts
+the formula, nothing is extrapolated, and code is generated for the whole model.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
 def _differs(
     model: nn.Module, blocks: EqualBlocks, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
 ) -> str:
-    """Reason why the whole model's graphs don't follow from those with 2 and 3 blocks; "" if they do.
+    """Reason why the whole model's graphs don't follow from graphs with 2 and 3 blocks; "" if they do.
 
     ``args`` and ``kwargs`` are the arguments of the model's call.
     """

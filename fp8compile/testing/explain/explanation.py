@@ -98,7 +98,7 @@ class Explanation:
 
     @property
     def runs_in_fp8(self) -> bool:
-        """Whether the verdict is YES, which needs converted layers and GEMMs in FP8."""
+        """Whether `verdict` begins with "YES"."""
         return self.verdict.startswith("YES")
 
     @property
@@ -162,7 +162,7 @@ def _by_graphs(
 ) -> tuple[Explanation, list[Recorded]]:
     """Explain a model from its graphs only, without generating GPU code; also returns the graphs.
 
-    ``gpu`` is the key of the GPU, ``peaks`` has its rates, and ``names`` the names of the model's modules.
+    ``gpu`` is the GPU's key, ``peaks`` are the GPU's rates, and ``names`` has the names of the model's modules.
     """
     log.info("compiling the model and calling it twice")
     report, recorded = reported(model, args, kwargs)
@@ -204,7 +204,7 @@ def _needs_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Whether the model has to be called with real values, not with fake tensors.
 
     Raises:
-        ValueError: It needs real values, but is on the meta device.
+        ValueError: The model needs real values, but is on the meta device.
     """
     if is_spread(model):  # what is sent is listened to
         return True
@@ -228,21 +228,20 @@ def explain_in_steps(
     gpu: str | None = "h200",
     values: bool | None = None,
 ) -> Generator[Explanation, None, None]:
-    """Yield the explanation by graphs, then the one with code for a GPU, which may take minutes more.
+    """Yield an explanation from graphs, and then, maybe minutes later, one with GPU code too.
 
     Args:
         model: As `explain` takes it; its state is restored at the end.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
-        gpu: The GPU, or None.
-        values: Whether the call needs real values, if the caller knows that; None finds it out by a call with fake
-            tensors.
+        gpu: The GPU, a key of `PEAKS`; None for no code.
+        values: Whether the call needs real values; None if unknown, to find it out by a call with fake tensors.
 
     Yields:
-        An explanation whose ``gpu`` has no costs and no casts; then, if there is code to generate, the whole one.
+        An explanation whose ``gpu`` has no costs and casts; then the complete one, if there is code to generate.
 
     Raises:
-        ValueError: No such GPU; or the forward reads values, and the model is on the meta device.
+        ValueError: There is no such GPU; or the forward reads values, and the model is on the meta device.
         TypeError: The model is not a module, or is compiled.
     """
     check_model("explain", model)

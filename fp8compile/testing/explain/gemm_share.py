@@ -2,9 +2,9 @@
 
     model --Dynamo, AOTAutograd--> forward graph, backward graph --inspect each node--> GemmShare
 
-The graphs come from after autograd, but before this package's ops are decomposed. Each GEMM of a layer is one node in
-them, whose recipe tells whether the operands are FP8. A layer that fell back to bf16 is an `mm` node, and counts as
-such. `fp8compile doctor` reports how a device multiplies FP8 operands; a CPU may emulate.
+The graphs come from after autograd, but before this package's ops are decomposed. Each GEMM of a layer is one node of
+these graphs, and the node's recipe tells whether the operands are FP8. A layer that fell back to bf16 is an `mm` node,
+which counts as bf16. `fp8compile doctor` reports how a device multiplies FP8 operands; a CPU may emulate.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LOOKS_LIKE_PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear)(_|$)|attention|convo
 class GemmShare:
     """Counts of the matrix products in graphs, and of those whose operands are FP8 or FP4 codes.
 
-    ``str`` gives them in one line.
+    ``str`` gives the counts in one line.
 
     Attributes:
         fp8: Number of products of codes, with eight bits or four.
         linear: Number of products of two matrices: those of linear layers, converted or not, and of similar layers
             that are no ``nn.Linear`` (``Conv1D``, routers).
-        total: Number of all products, with those of attention, stacked experts and convolutions.
+        total: Number of all products, including attention, stacked weights of experts, and convolutions.
         fp8_flops: Floating-point operations of products of codes.
         fp8_linear_flops: Floating-point operations of products of two matrices of codes.
         linear_flops: Floating-point operations of products of two matrices.
@@ -86,7 +86,7 @@ class _Product:
 def flop_formulas() -> dict[str, Callable[..., int]]:
     """FLOP formulas by operator name: PyTorch's registry, and formulas that some versions lack.
 
-    The registry includes ours for PyTorch's grouped GEMMs and ``_scaled_mm_v2``, see
+    The registry includes this package's formulas for PyTorch's grouped GEMMs and ``_scaled_mm_v2``, see
     `fp8compile.ops.layer.flop_formulas`.
     """
     from torch.utils.flop_counter import flop_registry
@@ -154,8 +154,8 @@ def _products(graph: fx.GraphModule) -> Iterator[_Product]:
 def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
     """Count the matrix products in graphs, and those among them that multiply FP8 operands.
 
-    Pass the graphs that AOTAutograd passes to a backend, without decompositions of our ops. ``Recording`` records
-    them:
+    Pass the graphs that AOTAutograd passes to a backend, without decompositions of this package's ops.
+    ``Recording`` records such graphs:
 
         recording = Recording()
         torch.compile(model, backend=recording, dynamic=False)(x).sum().backward()

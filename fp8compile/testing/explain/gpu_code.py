@@ -47,8 +47,8 @@ class Cast:
         layer: Name of the layer; None if unknown.
         gemm: "output", "grad_input" or "grad_weight".
         operand: "a" or "b" of the GEMM (m, k) by (k, n).
-        kernel: The Triton kernel that writes the codes; empty if none in this graph does, as for codes that the
-            forward saved.
+        kernel: The Triton kernel that writes the codes; empty if no kernel of this graph does, as for codes that
+            the forward saved.
         fused_with: Operators other than quantization that the same kernel computes, such as "aten.silu".
         serves: Number of GEMMs that read these codes.
     """
@@ -93,11 +93,11 @@ class GpuExplanation:
 
     Attributes:
         gpu: Name of the GPU.
-        problem: Why no code could be generated; empty if it was.
+        problem: Why no code could be generated; empty if code was generated.
         no_gemm: A layer that the GPU has no GEMM for, and what to do; empty if there is none.
         costs: Launches of the forward, and of the backward if there is one.
         bf16_costs: Launches of the same model unconverted; empty if there are none to compare with.
-        bf16_problem: Why the unconverted model has no code; empty if it has, or if nothing is converted.
+        bf16_problem: Why the unconverted model has no code; empty if it has code, or if nothing is converted.
         casts: Casts of the operands of each FP8 GEMM.
         gemms: Kinds of GEMM kernels that the GPU would use for converted layers, each with the number of GEMMs.
         counted: Equal blocks to which the numbers were extrapolated, such as "model.layers.{1..30}"; empty if code was
@@ -125,7 +125,7 @@ def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
 
 
 def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
-    """How a device would run each GEMM of a layer; experts have the GEMMs of each of their weights."""
+    """How a device would run each GEMM of a layer; for experts, the GEMMs of each weight parameter."""
     if not isinstance(layer, ConvertedExperts):
         return list(recipe_support(layer.recipe, device, layer.weight.dtype))
     found = recipe_support(layer.recipe, device, next(layer.parameters()).dtype, grouped=True)
@@ -249,7 +249,7 @@ def _counted(blocks: EqualBlocks, two: Found, three: Found) -> Found:
 
 
 def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
-    """Launch counts and casts without kernels' names and order, which vary between compilations."""
+    """Copy launch counts and casts without kernels' names and order, which vary between compilations."""
     costs, casts = found
     return costs, Counter(
         replace(cast, kernel="some" if cast.kernel else "", fused_with=tuple(sorted(cast.fused_with)))

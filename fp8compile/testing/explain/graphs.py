@@ -38,7 +38,7 @@ class GraphGemm:
         layer: Name of the layer; None if it belongs to no layer.
         gemm: "output", "grad_input" or "grad_weight".
         op: The operator.
-        runs: Formats and scales of the operands, as `describe` formats them; for other GEMMs the operands' dtype.
+        runs: Formats and scales of the operands, as `describe` formats them; in high precision, their dtype.
         is_fp8: Whether both operands are codes, of FP8 or FP4.
         m: Rows of the result.
         k: Size of the summed dim.
@@ -47,7 +47,7 @@ class GraphGemm:
         out_bytes: Bytes of each element of the result.
         code_bits: Bits of each code; the larger number if operands have two formats.
         sum_to: For codes, a GPU pads ``k`` to a multiple of this number.
-        by_mx: Whether a GPU with a GEMM for MX codes (a power-of-two scale per 32) would use it.
+        by_mx: Whether a GPU that has a GEMM for MX codes (a power-of-two scale per 32) would use the MX GEMM.
         casts: Source, quantizer and number of elements of each quantized operand. Equal entries are one cast.
         parameters: For each of ``casts``, whether its source is a parameter.
         shared_by: Number of layers whose weights this GEMM multiplies.
@@ -92,7 +92,7 @@ def _codes_of(quantizer: Quantizer) -> str:
 
 
 def multiplied(recipe: Recipe, gemm: Gemm) -> tuple[Quantizer, Quantizer]:
-    """Quantizers of the operands (m, k) and (k, n) that a GEMM multiplies in this recipe, left and right."""
+    """Quantizers in this recipe of a GEMM's left operand (m, k) and of its right operand (k, n)."""
     a, b = cast("tuple[Quantizer, Quantizer]", recipe.quantizers(gemm))  # callers know that it has them
     return a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b
 
@@ -216,7 +216,7 @@ def graph_gemms(
 
     Args:
         recorded: The graphs, as `record` returned them.
-        weights: For each parameter's ``id``, the layers whose weight it is, or is computed from it.
+        weights: Maps each parameter's ``id`` to the layers that use the parameter as weight, or to compute the weight.
         constants: The ``id`` of each of the model's buffers, which don't count as data.
         names: Names of layers and modules.
 

@@ -42,7 +42,7 @@ class _Launch:
     options: dict[str, int]
 
     def compiled(self, gpu: Gpu) -> CompiledKernel:
-        """Compile the launched kernel for a GPU, specialized as Triton does: arguments of 1 are constants."""
+        """Compile the launched kernel for a GPU; as in Triton, arguments equal to 1 become constants."""
         is_constant = {each.name: each.is_constexpr for each in self.fn.params}
         constants, kinds, aligned = {}, {}, []
         for name, value in self.arguments.items():
@@ -59,7 +59,7 @@ class _Launch:
 
 @contextmanager
 def _recorded() -> Iterator[list[_Launch]]:
-    """Context that yields a list, and records launches of ``triton.jit`` functions in it; none runs."""
+    """Context that yields a list, to which launches of ``triton.jit`` functions are added, not run."""
     from triton.runtime.jit import JITFunction
 
     found: list[_Launch] = []
@@ -74,7 +74,7 @@ def _recorded() -> Iterator[list[_Launch]]:
 
 
 def _on_the_cpu(value: Any) -> Any:
-    """Replace a tensor by an uninitialized one on the CPU, where no CUDA is needed; pass other values."""
+    """Uninitialized CPU tensor with a tensor's sizes and strides; other values are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)

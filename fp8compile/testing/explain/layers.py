@@ -46,7 +46,7 @@ class GemmExplanation:
         runs: Formats and scales, or the dtype, of the operands in the graph; empty if the GEMM is in no graph.
         detail: A remark; may be empty.
         ops: Operators of the graph that prove the status, one for each call.
-        places: Operators that contradict the recipe, or that prove nothing, each with its file and line.
+        places: Operators that contradict the recipe, or whose computation is unknown, with file and line.
         m: Rows of the result; 0 if the GEMM is in no graph.
         k: Size of the summed dim.
         n: Columns of the result.
@@ -90,7 +90,7 @@ class LayerExplanation:
         fqn: Name in the model, of the module or of a parameter whose module is no ``nn.Linear``.
         module: Name of the class.
         converted: Whether the linear is converted to FP8.
-        reason: Why it is not converted; empty if it is.
+        reason: Why the linear is not converted; empty if it is converted.
         recipe: Name of the recipe, "custom", or empty if it is not converted.
         in_features: Number of input features, K.
         out_features: Number of output features, N.
@@ -178,7 +178,7 @@ def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphRepor
 
 
 def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple[str, str]:
-    """Status and detail of a layer's GEMM: compares its calls ``found`` in the graphs with the recipe.
+    """Status and detail of a layer's GEMM, from its calls ``found`` in the graphs and the recipe.
 
     ``row`` is the layer's row of the conversion report.
     """
@@ -217,9 +217,9 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
 
 
 def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
-    """Set a GEMM's status to "no proof", because the operators ``unknown`` read the layer's weight.
+    """Copy a GEMM's explanation with status "no proof": the operators ``unknown`` read its weight.
 
-    A GEMM that fell back keeps its status.
+    The explanation of a GEMM that fell back is returned unchanged.
     """
     if part.status == FELL_BACK:
         return part
@@ -264,9 +264,9 @@ def explain_layers(
     Args:
         model: The model.
         report: Report on the model's graphs.
-        gemms: The GEMMs in its graphs.
+        gemms: The GEMMs in the model's graphs.
         unknown: Opaque operators that may be a layer's GEMM.
-        peaks: Peaks of the GPU, for least times; None omits these.
+        peaks: Peaks of the GPU, for least times; None for no times.
     """
     explained = []
     for row in conversion_report(model).rows:

@@ -106,7 +106,7 @@ class MeshExplanation:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends to others."""
+        """Bytes that this rank sends to other ranks."""
         return sum(each.bytes for each in self.messages)
 
     @property

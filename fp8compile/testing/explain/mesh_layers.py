@@ -1,7 +1,7 @@
 """Finds converted layers on a mesh whose FP8 GEMMs are missing from the graphs.
 
-GEMMs are assigned to layers by their weights. So if checkpointing repeats a forward, or a layer is called twice, the
-additional GEMMs do not hide that another layer's GEMMs are missing.
+GEMMs are assigned to layers by their weights. So additional GEMMs of one layer, as by activation checkpointing, do
+not hide that another layer's GEMMs are missing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Weight:
     unknown: list[Unknown] = field(default_factory=list)
 
     def problems(self) -> Iterator[str]:
-        """Yield descriptions of how the weight's GEMMs differ from its recipe; nothing if they agree."""
+        """Yield descriptions of how the weight's GEMMs differ from its recipe; nothing if all agree."""
         yield from (f"{each.op} at {place_text(each.file, each.line)} takes it, unseen" for each in self.unknown)
         in_codes = [gemm for gemm in GEMMS if self.recipe.quantizers(gemm) is not None]
         if in_codes and not self.dtypes[OUTPUT.name]:
@@ -73,9 +73,9 @@ class _Weight:
 
 
 def _converted(model: nn.Module) -> tuple[dict[str, _Weight], dict[int, list[str]]]:
-    """Two mappings: names to weights of converted layers, and the ``id`` of each parameter to names.
+    """Weights of converted layers by name; and a map from each parameter's ``id`` to such names.
 
-    A weight has its layer's name; a stack of experts has its parameter's name.
+    A weight's name is the name of the layer; for stacked weights of experts, the name of the parameter.
     """
     weights: dict[str, _Weight] = {}
     names = layer_weights(model)

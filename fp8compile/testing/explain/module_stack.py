@@ -1,4 +1,4 @@
-"""Finds the module whose call traced a node of a graph."""
+"""Finds the module in whose call a node of a graph was traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Names:
 
     Attributes:
         layers: Names of all linears in `conversion_report`.
-        modules: Maps each path of a module to its first path; shared modules have several paths.
+        modules: Maps each path of a module to the module's first path; shared modules have several paths.
     """
 
     layers: Sequence[str]
@@ -34,10 +34,10 @@ class Names:
 
 
 def _module(path: str, modules: Mapping[str, str]) -> str | None:
-    """First name of the module at a path of a node's module stack; None if there is none or several.
+    """First name of the module that a path in a node's module stack means; None if none or ambiguous.
 
     ``modules`` maps each path to the module's first name. A path in the stack may begin with a function's variable.
-    Its beginning may also be missing, because after a graph break the frames of inner modules are traced on their own.
+    The path's beginning may be missing, because after a graph break inner modules' frames are traced on their own.
     """
     if path in modules:
         return modules[path]
@@ -49,13 +49,13 @@ def _module(path: str, modules: Mapping[str, str]) -> str | None:
 
 
 def module_of_stack(node: fx.Node, names: Names) -> str | None:
-    """Name of the innermost module whose call traced a node; None if unknown."""
+    """Name of the innermost module in whose call a node was traced; None if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     found = (_module(module_path(text), names.modules) for text, _ in reversed(list(stack.values())))
     return next((module for module in found if module is not None), None)
 
 
 def layer_of_stack(node: fx.Node, names: Names) -> str | None:
-    """Name of the layer whose call traced a node; None if the innermost module is no layer."""
+    """Name of the layer in whose call a node was traced; None if the innermost module is no layer."""
     module = module_of_stack(node, names)
     return module if module in names.layers else None

@@ -25,7 +25,7 @@ class Peaks:
     Attributes:
         name: Full name of the GPU.
         capability: Compute capability; for an AMD GPU, AMD's name of the architecture.
-        fp4: Operations per second of FP4 tensor cores; if the GPU has none, of the cores used instead.
+        fp4: Operations per second of FP4 tensor cores, or of the cores that are used instead if the GPU has none.
         fp8: Operations per second of FP8 tensor cores, with float32 sums.
         mx: Operations per second for FP8 codes with block scales, if it differs from ``fp8``; else None.
         bf16: Operations per second of bfloat16 and float16 tensor cores.

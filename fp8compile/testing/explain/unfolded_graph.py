@@ -1,4 +1,4 @@
-"""Flattens a graph with subgraphs to one list of values, including branches, loops and regions.
+"""Flattens a graph and its subgraphs (branches, loops, compiled regions) to one list of values.
 
     graph: x --invoke_subgraph(body, x, w1)--> y --invoke_subgraph(body, y, w2)--> z
     values: x, w1, [body: linear, relu], y, w2, [body: linear, relu], z
@@ -26,13 +26,13 @@ SAME = "the same"  # stands for the operator of a value that is equal to one of 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """The result of one call of an operator; a node of a subgraph has one for each call of the subgraph.
+    """The result of one call of an operator; a subgraph's node has a value for each call of the subgraph.
 
     Attributes:
         node: The node.
         op: Name of the operator; `SAME` if the value equals one of its inputs; empty for an input of the graph.
-        inputs: Values that it is computed from; for an operator, in the order of ``node.all_input_nodes``.
-        users: Values that are computed from it.
+        inputs: Values that this value is computed from, in the order of ``node.all_input_nodes`` for an operator.
+        users: Values that are computed from this value.
     """
 
     node: fx.Node
@@ -41,7 +41,7 @@ class Value:
     users: list[Value] = field(default_factory=list, repr=False)
 
     def operand(self, index: int) -> Value:
-        """The value of the node's argument at position ``index``; that argument has to be a node."""
+        """The value of the node's argument at position ``index``, which has to be a node."""
         argument: Any = self.node.args[index]
         return self.inputs[self.node.all_input_nodes.index(argument)]
 
@@ -61,7 +61,7 @@ class Unfolded:
     """An unfolded graph.
 
     Attributes:
-        values: All values; each comes after those that it is computed from.
+        values: All values; each value comes after its inputs.
         outputs: The values that the graph returns, each with AOTAutograd's description of the output (or None).
     """
 

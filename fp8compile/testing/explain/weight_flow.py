@@ -1,12 +1,12 @@
-"""Finds the values of a graph that are forms of a layer's weight: itself or computed from it.
+"""Finds the values of a graph that are forms of a layer's weight: the weight, or computed from it.
 
     weight --mul g--> weight * g --t--> --+
                                           +--mm--> data, no longer a form of the weight
     x ------------------------------------+
 
 Scaling, slicing, concatenation and multiplication by another parameter give a form of the weight again. A GEMM of
-weight and data gives data. So does an elementwise operator if its data has more elements than the form, such as y *
-weight.norm().
+weight and data gives data. An elementwise operator also gives data if its data has more elements than the form, as in
+y * weight.norm().
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _of_all(forms: Mapping[Value, Form], values: list[Value]) -> Form:
 
 
 def _mixes(value: Value, together: Form) -> bool:
-    """Whether an operator combines data with another input, except by concatenation or copying.
+    """Whether an operator combines data with another input, other than by concatenation or copying.
 
     ``together`` is the `Form` of all inputs taken together.
     """
@@ -74,7 +74,7 @@ def _mixes(value: Value, together: Form) -> bool:
 
 
 def form_of(value: Value, forms: Mapping[Value, Form]) -> Form:
-    """Form of a value (weights that it is computed from, and whether from data), given its inputs' forms."""
+    """Form of a value: the weights that it is computed from, and whether it also depends on data."""
     together = _of_all(forms, list(value.inputs))
     if value.op in LAYER_OPS:
         return DATA
@@ -90,7 +90,7 @@ def form_of(value: Value, forms: Mapping[Value, Form]) -> Form:
 def takes_weight_and_data(value: Value, forms: Mapping[Value, Form]) -> bool:
     """Whether an unknown operator that may be a GEMM takes both a form of a weight and data.
 
-    Such operators are those of other libraries, convolutions, and elementwise operators that combine every row of one
+    Candidates are operators of other libraries, convolutions, and elementwise operators that combine every row of one
     input with every row of another.
     """
     together = _of_all(forms, list(value.inputs))

@@ -60,7 +60,7 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 
 
 def _worker() -> AbstractContextManager[Any]:
-    """Context in which asking Triton's driver for the GPU raises, as in Inductor's compile processes.
+    """Context in which queries of Triton's driver for the GPU raise, as in Inductor's compile processes.
 
     Inductor forks its compile processes, and CUDA can't be initialized in a forked process.
     """
@@ -83,7 +83,7 @@ def _compiled(
 ) -> tuple[dict[str, str], int, str]:
     """Compile a ``triton.jit`` function; ``options`` has numbers of warps and stages.
 
-    ``kinds`` has the arguments' types, ``constants`` their constants, ``attributes`` the divisibility by position.
+    ``kinds`` has the types of arguments and ``constants`` their values, by name. ``attributes`` has divisibility.
 
     Returns:
         Types of the PTX's parameters by name, bytes of shared memory, and the PTX (for AMD, the assembly).
@@ -129,7 +129,7 @@ def _generated(
 
 
 def unpipelined(tuner: Any, config: Any) -> bool:
-    """Change a configuration as Inductor does when no configuration fits into the GPU's shared memory.
+    """Change a configuration in place as Inductor does if none fits into the GPU's shared memory.
 
     Source: ``CachingAutotuner.compile_by_disabling_pipelining`` in PyTorch 2.13 and 2.15.
 
@@ -147,10 +147,10 @@ def unpipelined(tuner: Any, config: Any) -> bool:
 
 
 def halved(tuner: Any, config: Any) -> bool:
-    """Halve the block of a reduction, as Inductor does on the GPU for a kernel that needs many registers.
+    """Halve a reduction's block in place, as Inductor does on the GPU for a kernel with many registers.
 
-    Inductor halves the block if the GPU's registers can't hold all programs at a time. Then it times both blocks, and
-    drops one that spills registers if the other doesn't. This function assumes that a thread needs all 255 registers.
+    Inductor halves the block if the GPU's registers can't hold all programs at a time. Then Inductor times both sizes,
+    but drops a size that alone spills registers. This function assumes that a thread needs all 255 registers.
 
     Source: ``CachingAutotuner._iter_rblock_scale_candidates`` in PyTorch 2.13.
 
@@ -206,7 +206,7 @@ def compiled_jit(
     Args:
         fn: The function.
         kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32".
-        constants: Values of ``tl.constexpr`` arguments. Arguments that are in neither mapping have their defaults.
+        constants: Values of ``tl.constexpr`` arguments. Arguments that are in neither mapping keep their defaults.
         num_warps: Number of warps, of 32 threads each.
         gpu: The GPU.
         num_stages: Number of stages of a pipelined loop; Triton's default is 3.

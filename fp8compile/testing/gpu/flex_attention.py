@@ -1,4 +1,4 @@
-"""Traces FlexAttention on the CPU as on a GPU, including its backward and the backward's log-sums."""
+"""Traces FlexAttention on the CPU as on a GPU: forward, saved log-sums of exponentials, backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Simulated GPUs: they answer queries of PyTorch, Inductor and Triton during code generation.
 
-Nothing can run on them. A simulated GPU also replaces a real one in the machine, so that generated code is the same
-everywhere.
+Nothing can run on a simulated GPU. While simulated, it also replaces a real GPU of the machine, so that generated code
+is the same everywhere.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _triton_driver(gpu: Gpu) -> Any:
 
 
 def _unguarded() -> dict[str, Callable[..., Any]]:
-    """Replacements for tensor methods with a device guard, which a PyTorch built without CUDA lacks."""
+    """Replacements for tensor methods that need a device guard, which PyTorch without CUDA lacks."""
     index = Tensor.__getitem__
     return {
         "__invert__": lambda tensor: torch.bitwise_not(tensor),
@@ -221,7 +221,7 @@ def _forget_devices() -> None:
 
 
 class _Pretended:
-    """Replacement of a PyTorch function: returns a fixed answer, but calls the function if ``is_over``.
+    """Replacement of a PyTorch function: returns a fixed answer; calls the function once ``is_over``.
 
     A module that PyTorch imports while the function is replaced may keep the replacement forever.
     """
@@ -237,7 +237,7 @@ class _Pretended:
 def pretend_triton(gpu: Gpu) -> Iterator[None]:
     """Context in which Dynamo finds this GPU in Triton, and therefore traces launches of Triton kernels.
 
-    From compute capability 9.0 on, the kernels may take TMA descriptors that the host makes.
+    For compute capability 9.0 or higher, the kernels may take TMA descriptors that the host makes.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

@@ -2,7 +2,7 @@
 
 fn, args on the CPU --Dynamo, AOTAutograd with Inductor's decompositions, min-cut partitioner--> forward, backward
 
-While graphs are traced, our ops make the same choices as on the GPU.
+While graphs are traced, this package's ops make the same choices as on the GPU.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class GpuGraph:
     Attributes:
         graph: The graph, with tensors on the CPU.
         inputs: The arguments that the graph was traced with.
-        returned: Positions of the outputs that go to the caller; Inductor keeps their strides. It may pad the strides
-            of the other outputs, which are saved for backward.
-        called_with: The tensors that a forward was called with, before subclasses are unwrapped. A caller identifies
-            its parameters among them by ``id``. Empty for a backward.
-        donated: For a backward, positions of the arguments that nobody else reads: Inductor may write other tensors
-            to their memory. None for a forward.
+        returned: Positions of the outputs that go to the caller; Inductor keeps their strides. Inductor may pad the
+            strides of other outputs, which are saved for backward.
+        called_with: The tensors that a forward was called with, before subclasses are unwrapped; parameters are
+            identified by ``id``. Empty for a backward.
+        donated: For a backward, positions of the arguments whose memory Inductor may reuse, because nobody else reads
+            them. None for a forward.
     """
 
     graph: fx.GraphModule
@@ -106,7 +106,7 @@ def change_joint(graph: fx.GraphModule, inputs: Any) -> None:
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition a joint graph into forward and backward as Inductor does.
 
-    ``inputs`` are its fake arguments; ``kwargs`` are passed on to the partitioner.
+    ``inputs`` are the graph's fake arguments; ``kwargs`` are passed on to the partitioner.
     """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor import config
@@ -199,7 +199,7 @@ def kept_bytes(forward: GpuGraph) -> int:
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:
-    """Raise a NotImplementedError if a graph calls ``invoke_subgraph``: reports would miss that code."""
+    """Raise a NotImplementedError if a graph calls ``invoke_subgraph``: reports would miss the subgraph."""
     if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
         raise NotImplementedError(
             "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "

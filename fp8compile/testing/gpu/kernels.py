@@ -31,7 +31,7 @@ class Launch:
         name: Name of the Triton kernel, or of the operator that is called.
         kind: "triton" for generated code, "gemm" for a library's matrix product, "opaque" for any other operator,
             whose launches Inductor doesn't know.
-        ops: The operators that it computes, in order, by their names before decomposition.
+        ops: Names of the operators that the launch computes, in order, before decomposition.
         bytes_read: Bytes read; each buffer counts once.
         bytes_written: Bytes written; each buffer counts once.
     """
@@ -125,8 +125,8 @@ def gpu_kernels(fn: Callable[..., Any], *args: Any, arch: str = "h200") -> list[
         The code of the forward and, if an output requires grad, of the backward.
 
     Raises:
-        ValueError: No such GPU is known.
-        ModuleNotFoundError: Triton is not installed; Inductor generates a GPU's kernels in it.
+        ValueError: There is no such GPU.
+        ModuleNotFoundError: Triton is not installed.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """
     gpu = gpu_called(arch)

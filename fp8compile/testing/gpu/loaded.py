@@ -57,13 +57,13 @@ class LoadedWrapper:
         self._scope["extern_kernels"] = stand_ins.products
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Run the generated code and return its results; it clears ``args``, to free arguments early."""
+        """Run the generated code and return its results; clears the list ``args``, to free arguments early."""
         with torch.no_grad(), self._runtime():
             return list(self._scope["call"](args))
 
     @contextmanager
     def _runtime(self) -> Iterator[None]:
-        """Context in which functions of the device's runtime are replaced, because generated code calls them."""
+        """Context in which functions of the device's runtime, which generated code calls, are replaced."""
         nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
         answers = (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),

@@ -38,11 +38,11 @@ class Instruction:
         line: Number of the line in the PTX, from 1.
         text: The text as printed, without the semicolon.
         opcode: The name with all modifiers, such as "div.full.f32".
-        guard: The predicate under which it runs; None if it always runs.
-        outputs: The registers that it writes.
+        guard: The predicate under which the instruction runs; None if it always runs.
+        outputs: The registers that the instruction writes.
         operands: The other operands as printed.
         inputs: The registers among the operands, including those in addresses.
-        source: The line of the Triton program that it belongs to, such as "triton_red__0.py:37:16"; may be empty.
+        source: The line of the Triton program that it comes from, such as "triton_red__0.py:37:16"; may be empty.
     """
 
     line: int

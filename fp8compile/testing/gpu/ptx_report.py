@@ -61,12 +61,12 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPtx:
-    """The result of the checks of one compiled kernel.
+    """The result of all checks of one compiled kernel.
 
     Attributes:
         kernel: The kernel in one configuration.
         findings: Instructions that fail a check.
-        code_stores: For each parameter through which codes are written, the number of bytes that a thread stores by
+        code_stores: Maps each parameter through which codes are written to the number of bytes that a thread stores by
             one instruction; the smallest number if stores differ.
     """
 
@@ -134,13 +134,13 @@ def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | N
     """Check the PTX of all kernels that Inductor generates for ``fn(*args)`` and its backward on a GPU.
 
     Args:
-        fn: A module or function in bfloat16 or float16; `fp8compile.testing.gpu.ptx_paths` says why.
+        fn: A module or function in bfloat16 or float16, see `fp8compile.testing.gpu.ptx_paths`.
         args: The arguments of ``fn``, on the CPU; fake tensors for sizes that don't fit in memory.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
         most: How many configurations of each kernel to check, starting with the first; None for all.
 
     Raises:
-        ValueError: No such GPU is known, or it is AMD's.
+        ValueError: There is no such GPU, or the GPU is AMD's.
         ModuleNotFoundError: Triton is not installed.
         NotImplementedError: A kernel has an unsupported instruction.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.

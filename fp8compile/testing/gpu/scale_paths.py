@@ -6,8 +6,8 @@
 
 A walk starts at the operands of GEMMs, at the states of delayed scaling and at returned codes. It goes back through
 every value that isn't a 16-bit float, because 16-bit floats are activations, weights and gradients, which the model
-computes. Values that a backward gets from its forward are followed there. The walk does not start at float32 outputs,
-because a scale looks like any other number.
+computes. Values that a backward gets from its forward are followed in the forward. The walk does not start at
+float32 outputs, because a scale looks like any other number.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
 
 
 def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[set[fx.Node]]:
-    """Find the nodes from which codes and scales are computed: a set for each schedule's lowered graph.
-
-    The backward is walked first, because it tells which outputs of the forward are followed.
-    """
+    """Find the nodes from which codes and scales are computed: a set for each schedule's lowered graph."""
     found: list[set[fx.Node]] = []
     asked_for: set[str] = set()  # names of the forward's outputs that the backward's path goes through
     for made, scheduled in zip(reversed(graphs), reversed(schedules), strict=True):
@@ -126,8 +123,8 @@ def written_parameters(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]
         schedules: The schedule of each graph.
 
     Returns:
-        For each graph, the positions of such arguments by the kernel's name. For a kernel that is launched several
-        times, positions of all launches are merged; a single launch may only read through some of them.
+        For each graph, the positions of such parameters by the kernel's name. For a kernel that is launched several
+        times, the positions of all launches are merged, so a single launch may only read at some of them.
 
     Raises:
         RuntimeError: This version of PyTorch prints launches in a form that isn't known here.

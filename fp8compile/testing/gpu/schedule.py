@@ -48,9 +48,9 @@ class ScheduledLaunch:
         kind: "triton", "gemm" or "opaque".
         bytes_read: Bytes read; each buffer counts once.
         bytes_written: Bytes written; each buffer counts once, even if nobody reads it.
-        made: The buffers that it makes, each with the node of the lowered graph whose value the buffer holds. The node
-            is None for a copy by which Inductor gives a GEMM's operand the required layout.
-        read: The buffers that it reads. For a GEMM these are the operands in order.
+        made: The buffers that the launch makes, each with the node of the lowered graph whose value the buffer holds.
+            The node is None for a copy by which Inductor gives a GEMM's operand the required layout.
+        read: The buffers that the launch reads; for a GEMM, the operands in order.
         arguments: Names of the buffers that a Triton kernel gets, by position; "" for any other argument.
         is_template: Whether the kernel is one of Inductor's templates, which multiply matrices in tiles.
     """
@@ -74,15 +74,15 @@ class Schedule:
         bytes: Bytes read and written, as Inductor counts them: each buffer once per kernel. Results of operators that
             nobody reads are added, because Inductor leaves them out.
         launches: The launches in order.
-        sources: Nodes of the given graph, the one that `schedule` took, by name.
-        placed: Buffers that no launch makes as a whole, each with the node whose value it holds. Such a buffer is one
-            of several results of an operator, or memory that several kernels write to.
+        sources: Nodes of the graph that was passed to `schedule`, by name.
+        placed: Buffers that no launch makes as a whole, each with the node whose value the buffer holds. Such a buffer
+            is one of several results of an operator, or memory that several kernels write to.
         no_cuda_graph: Why Inductor would not replay the graph as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that the graph writes to.
         constants: Objects that the source uses without defining them: types of opaque values, constant tensors.
-        lowered: The lowered graph: the given one, traced again on the GPU's tensors and changed by Inductor.
-        output_strides: Strides of each output; None if they aren't known. Inductor may pad outputs that are saved for
-            backward.
+        lowered: The graph that was passed to `schedule`, traced again on the GPU's tensors and changed by Inductor.
+        output_strides: Strides of each output; None for an output whose strides aren't known. Inductor may pad outputs
+            that are saved for backward.
         templates: The largest number of templates that Inductor would time for one GEMM.
     """
 
@@ -107,7 +107,7 @@ class Schedule:
     def _holders(self) -> dict[str, fx.Node | None]:
         """Map each buffer of the generated code to the node of the lowered graph whose value it holds.
 
-        Inductor has no node for a copy that it makes for a GEMM; such a buffer gets the GEMM's operand.
+        A copy that Inductor makes for a GEMM has no node; it is mapped to the node of the GEMM's operand.
         """
         holders = {name: node for launch in self.launches for name, node in launch.made.items()} | self.placed
         for launch in self.launches:
@@ -127,10 +127,9 @@ class Schedule:
         return self._holders.get(name)
 
     def computed(self, launch: ScheduledLaunch) -> list[fx.Node]:
-        """Nodes that a launch computes, in order; they are nodes of the scheduled graph, before lowering.
+        """Nodes of the scheduled graph (before lowering) that a launch computes, in order.
 
-        Inductor's own list for a kernel includes some nodes of its inputs. This list has everything between the
-        buffers that the launch reads and those that it makes.
+        The nodes are those between the buffers that the launch reads and the buffers that it makes.
         """
         edge = {self._holders.get(name) for name in launch.read}
         found: set[fx.Node] = set()
@@ -283,7 +282,7 @@ def _names(call: str) -> tuple[str, ...]:
 def _unread_bytes(node: Any) -> int:
     """Bytes that an operator, a node of Inductor's scheduler, writes to unread results.
 
-    Inductor doesn't count them.
+    Inductor doesn't count these bytes.
     """
     from torch._inductor import ir
 
@@ -316,8 +315,8 @@ def _is_replaced(node: Any) -> bool:
 def _kernels_of(node: Any) -> list[Any]:
     """Split a fused node of Inductor's scheduler into one node for each kernel that is printed for it.
 
-    There are two if one kernel reduces both along rows and along columns: it leaves partial sums of the columns, and a
-    second kernel computes what needs the complete sums.
+    Two kernels are printed for a reduction along both rows and columns: the first leaves partial sums of the columns,
+    and the second computes what needs the complete sums.
     """
     from torch._inductor import ir, scheduler
 
@@ -388,7 +387,7 @@ def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 def schedule(made_for: GpuGraph, gpu: Gpu, template: int | None = None) -> Schedule:
-    """Make Inductor compile a graph for a GPU, and take the generated code before it is loaded.
+    """Make Inductor compile a graph for a GPU, without loading the code, and return what it would launch.
 
     Args:
         made_for: A graph as `gpu_graphs` returns it.

@@ -16,7 +16,7 @@ class Choices:
     """Number of templates that Inductor would choose from.
 
     Attributes:
-        most: The largest number of templates that it would time for one GEMM.
+        most: The largest number of templates that Inductor would time for one GEMM.
     """
 
     most: int = 0
@@ -33,7 +33,7 @@ def chosen_templates(number: int | None) -> Iterator[Choices]:
             as it is: it calls a library for GEMMs, and FlexAttention uses its default template.
 
     Yields:
-        The choices; their ``most`` grows as GEMMs are compiled, and stays 0 with None.
+        The choices, whose ``most`` grows as GEMMs are compiled; it stays 0 if ``number`` is None.
     """
     from torch._inductor import config
     from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller

@@ -31,7 +31,7 @@ def _report(fn: Callable[..., Any] | GraphReport, args: tuple[Any, ...], options
 
 
 def check_report(report: object, assertion: str) -> None:
-    """Raise a TypeError unless ``report`` is a `GraphReport`; ``assertion`` names the caller in its text."""
+    """Raise a TypeError unless ``report`` is a `GraphReport`; ``assertion`` is the caller's name."""
     if not isinstance(report, GraphReport):
         raise TypeError(
             f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
@@ -49,7 +49,7 @@ def _fail_if(lines: Iterable[str], what: str) -> None:
 def assert_fullgraph(fn: Callable[..., Any] | GraphReport, *args: Any, **options: Any) -> GraphReport:
     """Assert that there is no graph break, and that something was compiled at all.
 
-    Breaks before the first tensor operation and after the last one count too, although they add no graph.
+    Breaks before the first and after the last tensor operation count too, although they add no graph.
 
     Args:
         fn: A module or function, or a report.
@@ -96,7 +96,7 @@ def assert_no_recompile(
         The report.
 
     Raises:
-        AssertionError: There are more recompilations. The text has each with its function and the guard that failed.
+        AssertionError: There are more recompilations. The text has each, with its function and the failed guard.
         TypeError: ``calls`` is no list of calls.
         ValueError: There are fewer than two calls, which can't show a recompilation.
     """
@@ -150,7 +150,7 @@ def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Ite
         absent: Names of forbidden operators, in the same form.
 
     Raises:
-        AssertionError: A required operator is missing, or a forbidden one is there.
+        AssertionError: A required operator is missing, or a forbidden operator is in a graph.
     """
     __tracebackhide__ = True
     check_report(report, "assert_ops")
@@ -184,7 +184,7 @@ def assert_comm(
         max_bytes: Largest number of bytes that these collectives may send together, on one rank; None for any.
 
     Raises:
-        AssertionError: There is no such collective, one sends another dtype, or they send more bytes.
+        AssertionError: There is no such collective, one sends another dtype, or all together send more bytes.
         TypeError: ``report`` is not a `GraphReport`, or ``dtype`` is not a dtype.
     """
     __tracebackhide__ = True

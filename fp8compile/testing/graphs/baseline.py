@@ -2,8 +2,8 @@
 
     DIR/torch-2.13/test_model_py_test_step.1a2b3c4d.json
 
-Minor versions of PyTorch break graphs at different places, so each has its own folder; a version without a baseline is
-compared with the nearest one.
+Minor versions of PyTorch break graphs at different places, so each version has its own folder. Without a baseline, a
+version is compared with the nearest version that has one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAKES = "takes it as it is"
 
 
 def _file_name(nodeid: str) -> str:
-    """File name of the baseline of the test ``nodeid``: readable, and unique by a hash of that id."""
+    """File name of the baseline of the test ``nodeid``: readable, and unique by a hash of ``nodeid``."""
     readable = re.sub(r"\W+", "_", nodeid).strip("_")[-80:]
     return f"{readable}.{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}.json"
 
@@ -47,7 +47,7 @@ def _version(folder: Path) -> tuple[int, ...] | None:
 
 
 def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
-    """Find the baseline file ``name`` that was made with the PyTorch version nearest to this one.
+    """Find the baseline file ``name`` that was made with the PyTorch version nearest to the running one.
 
     Returns the path, and a phrase for messages such as " of PyTorch 2.12"; None if there is no baseline.
     """
@@ -98,9 +98,9 @@ def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> N
 
 
 def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
-    """Counts that are worse than those ``known`` from the baseline, and counts that are better, as text.
+    """Counts that are worse than the baseline's counts ``known``, and counts that are better, as text.
 
-    Each has the form "breaks 0 -> 1".
+    Each count has the form "breaks 0 -> 1".
     """
     worse: list[str] = []
     better: list[str] = []
@@ -121,7 +121,7 @@ def _note(item: pytest.Item, text: str) -> None:
 
 
 def _made_with(counts: Counts) -> str:
-    """Phrase on a new baseline with the faults that it accepts: "made with 1 break", or just "made"."""
+    """Phrase for a new baseline that names the faults in its counts: "made with 1 break", or "made"."""
     faults = [numbered(getattr(counts, name), name) for name in FAULTS if getattr(counts, name)]
     return f"made with {', '.join(faults)}" if faults else "made"
 

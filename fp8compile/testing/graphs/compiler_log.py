@@ -1,7 +1,7 @@
 """Parses graph breaks, recompilations and bypassed caches from PyTorch's structured log.
 
 `fullgraph=True` stops at the first break, and PyTorch's counters lack locations. The structured log, which
-`TORCH_TRACE` writes to files, has everything with the user's file and line. This module reads its records in memory.
+`TORCH_TRACE` writes to files, has everything with the user's file and line. Here the records are read in memory.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ class GraphBreak:
         file: File of the user's code.
         line: Line in that file.
         gives_up: Whether PyTorch runs whole functions without a graph because of this break.
-        without_graph: Names of the functions that run without a graph, each with file and line; callers may be among
-            them.
+        without_graph: Names of the functions (perhaps also callers) that run without a graph, with file and line.
         stack: The user's frames at the first such break, outermost first, each ``file:line in function``.
     """
 
@@ -210,7 +209,7 @@ class CompilerLog:
 
 
 def _function(name: str) -> str:
-    """A function's name in quotes; or a description, if Dynamo made it from code after a graph break."""
+    """A function's name in quotes; for a function that Dynamo made after a graph break, a description."""
     resumed = RESUMED.fullmatch(name)
     return f"the rest of `{resumed['function']}` after line {resumed['line']}" if resumed else f"`{name}`"
 
@@ -250,7 +249,7 @@ def _user_frames(trace: str) -> Iterator[str]:
 
 
 def parse_break(text: str) -> GraphBreak:
-    """Parse the text that PyTorch logs for a graph break; if its format is unknown, line 1 is the reason."""
+    """Parse PyTorch's log text for a graph break; in an unknown format, line 1 is the reason."""
     match = BREAK.match(text)
     if match is None:
         reason = one_line(text.partition("\n")[0])
@@ -297,7 +296,7 @@ def _wants_everything(handler: logging.Handler) -> bool:
 
 @contextmanager
 def listen() -> Iterator[CompilerLog]:
-    """Context that collects the compiler's log records; yields the `CompilerLog` that they fill."""
+    """Context that parses the compiler's log records into a `CompilerLog`, which it yields."""
     logger = logging.getLogger("torch.__trace")  # PyTorch sets it up when imported
     level, propagate, log = logger.level, logger.propagate, CompilerLog()
     listener = _Listener(log)

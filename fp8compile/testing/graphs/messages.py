@@ -47,7 +47,7 @@ def sent_bytes(node: fx.Node) -> Sent:
 
 
 def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
-    """Bytes, by dtype, of a node's inputs ``given`` or of its results, whichever are more in total."""
+    """Bytes by dtype of the inputs ``given`` of a node or of the node's results, whichever are larger."""
     made = tensors_in(node.meta.get("val"))
     return {
         dtype: max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made))
@@ -61,7 +61,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def size_of(size: Any) -> int:
-    """A size as a number: of a symbolic size the value it was traced with, of a data-dependent size 0."""
+    """A size as a number: for a symbolic size its traced value, for a data-dependent size 0."""
     if is_unbacked(size):
         return 0
     found: Any = size.node.hint if isinstance(size, torch.SymInt) else size

@@ -61,7 +61,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """The arguments of a test's ``fullgraph`` marker, None without one; fails the test if they are wrong."""
+    """Arguments of a test's ``fullgraph`` marker, None without a marker; wrong arguments fail it."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
@@ -109,7 +109,7 @@ def _owned(breaks: list[GraphBreak], own: str | None) -> list[GraphBreak]:
 def _over(
     found: Sequence[Any], noun: str, most: int | None, lines: Callable[[Any], Iterable[str]], *, inside: str = ""
 ) -> list[str]:
-    """Error lines if there are more than ``most`` in ``found``, the first one's location first; else [].
+    """Error lines, the first location first, if ``found`` has more than ``most`` entries; else [].
 
     ``noun`` names a finding, ``lines`` formats it, and ``inside`` is added to the first line.
     """
@@ -172,8 +172,7 @@ def _is_our_assertion(call: pytest.CallInfo[None]) -> bool:
 def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Remove PyTorch's log lines from a test's report if one of the plugin's own checks failed the test.
 
-    Standard error and the captured log have such lines, and the check's text repeats them. If the test itself failed,
-    all lines stay.
+    These lines would repeat the check's text. If the test itself failed, all lines stay.
     """
     if not (item.stash.get(OURS, False) or _is_our_assertion(call)):
         return
@@ -189,7 +188,7 @@ def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report
 
 
 def recorded_graph_report(item: pytest.Item) -> Callable[..., GraphReport]:
-    """Make a ``graph_report`` for one test; its reports are also stored, to be part of the test's counts."""
+    """Make a `graph_report` function for a test that also stores each report for the test's counts."""
     reports = item.stash[REPORTS] = []
 
     def run(*args: Any, **options: Any) -> GraphReport:

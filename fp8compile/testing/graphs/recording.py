@@ -57,7 +57,7 @@ class Recording:
         return [graph for kept in self.graphs for graph in (kept.forward, kept.backward) if graph is not None]
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Record a graph from Dynamo and compile it; torch.compile calls this for each graph."""
+        """Record and compile a graph from Dynamo; torch.compile calls this for each graph."""
         compilation = torch._guards.CompileContext.try_get()
         kept = KeptGraph(str(compilation and compilation.compile_id), graph, _compilation=compilation)
         # a compilation that restarts passes its graph again, and the earlier graph never runs; compile_id can't

@@ -110,7 +110,7 @@ class GraphInfo:
         file: File that defines the function.
         line: First line of the function.
         forward: Operators of the forward in order, such as "aten.mm.default".
-        backward: Operators of the backward in order; None if no gradient was asked for.
+        backward: Operators of the backward in order; None if there is no backward.
         collectives: Messages between ranks.
         saved_bytes: Bytes that the forward keeps for the backward, without inputs and parameters.
     """
@@ -134,7 +134,7 @@ def place_text(file: str, line: int) -> str:
 
 
 def _counted(head: str, ops: Sequence[str]) -> list[str]:
-    """At most three lines that begin with ``head`` and list operators with counts, those of aten last."""
+    """At most three lines that begin with ``head`` and list operators with counts, aten operators last."""
     counts = Counter(ops)
     order = sorted(counts, key=lambda op: (op.startswith(("aten.", "prims.")), -counts[op]))
     shown = [f"{op} x{counts[op]}" if counts[op] > 1 else op for op in order]
@@ -462,9 +462,9 @@ def graph_report(
 ) -> GraphReport:
     """Compile and run a function or module, and report its graphs, graph breaks and recompilations.
 
-    It does not stop at the first break. The report has each break with its location and PyTorch's hints, each
-    recompilation with the guards that failed, cache bypasses, and for each graph its operators, its collectives and
-    the bytes that it saves for the backward. Gradients, modes and buffers of a module and random states are restored
+    The run does not stop at the first break. The report has each break with its location and PyTorch's hints, each
+    recompilation with the guards that failed, cache bypasses, and for each graph the operators, the collectives and
+    the bytes saved for the backward. Gradients, modes and buffers of a module and random states are restored
     afterwards; arguments that are changed in place stay changed. All earlier compiled graphs are dropped.
 
     Args:

@@ -26,7 +26,7 @@ def snapshot(report: GraphReport) -> str:
     """Format a report without paths, lines, sizes and views, which differ between machines and versions.
 
     In a test write ``expecttest.assert_expected_inline(snapshot(report), ...)``. Run the test with
-    ``EXPECTTEST_ACCEPT=1`` to write the text into it.
+    ``EXPECTTEST_ACCEPT=1`` to write the text into the test.
 
     Args:
         report: The report, from `graph_report`.

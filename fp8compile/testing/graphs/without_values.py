@@ -1,7 +1,7 @@
 """Runs a module without computing: parameters, buffers and arguments become fake tensors.
 
-A fake tensor has a shape and a dtype, but no values and no memory. So a report that reads only graphs is as fast for a
-model on the meta device, or in formats that a CPU emulates, as for any other.
+A fake tensor has a shape and a dtype, but no values and no memory. So a report that reads only graphs also works
+for a model on the meta device, and takes no longer for formats that a CPU emulates.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def without_values(
     """Context in which a module's parameters and buffers, and every new tensor, are fake.
 
     Args:
-        module: The module. Its tensors may be in memory, on the meta device (their fake ones are then CPU tensors), or
-            fake already.
+        module: The module. Its tensors may be in memory, on the meta device (the fake tensors are then on the
+            CPU), or fake already.
         args: Arguments of a call.
         kwargs: Keyword arguments of the call.
 
@@ -109,7 +109,7 @@ def without_values(
 
 
 def values_needed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Call a module with fake tensors; return the reason if that fails, else an empty text.
+    """Call a module with fake tensors; return the reason if the call fails, else an empty text.
 
     The call fails if the forward reads values (``if x.sum() > 0``, ``.item()``, ``.tolist()``, ``nonzero()``), and for
     any error that a call with values would raise too.

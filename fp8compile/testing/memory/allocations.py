@@ -32,7 +32,7 @@ META = torch.device("meta")
 
 
 class Wrapper(Protocol):
-    """Protocol of the Python file that Inductor generated for a graph, such as a `Schedule` has it."""
+    """Protocol of an object with the Python file that Inductor generated for a graph, as a `Schedule`."""
 
     @property
     def source(self) -> str:
@@ -96,7 +96,7 @@ class _Ledger:
         return self._alive[storage._cdata][1]
 
     def give(self, owner: str, tensors: Iterable[Any]) -> None:
-        """Set the category ``owner``, a field of `Moment`, for the tensors' storages; older categories stay."""
+        """Set the category ``owner``, a field of `Moment`, of the tensors' storages that have none yet."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._owners.setdefault(self.number(tensor), owner)
@@ -113,7 +113,7 @@ class _Ledger:
         return len(self._changes)
 
     def timeline(self, start: int, end: int) -> Timeline:
-        """What was held at ``start``, and the changes from there to ``end``; both are results of `mark`."""
+        """What was held at ``start``, and the changes until ``end``; `mark` returns such positions."""
         changes = [(self._owners.get(number, "temporaries"), size) for number, size in self._changes]
         held = dict.fromkeys(OWNERS, 0)
         for owner, size in changes[:start]:
@@ -161,7 +161,7 @@ class _Caller:
 
 @contextmanager
 def _strides_unchecked() -> Iterator[None]:
-    """Context in which wrappers accept arguments of any strides, because Inductor may pad saved tensors."""
+    """Context in which wrappers accept arguments of any strides, such as padded saved tensors."""
     from unittest import mock
 
     guards = torch._C._dynamo.guards
@@ -202,7 +202,7 @@ def run_wrappers(graphs: Sequence[GpuGraph], wrappers: Sequence[Wrapper], owners
 def _arguments(ledger: _Ledger, forward: GpuGraph, backward: GpuGraph, outputs: Sequence[Any]) -> list[Any]:
     """Arguments of the backward: ``outputs`` of the forward, matched by node name, and output gradients.
 
-    Their storages are recorded in ``ledger`` as "kept" or "results".
+    The arguments' storages are recorded in ``ledger`` as "kept" or "results".
     """
     (nodes,) = forward.graph.graph.find_nodes(op="output")[0].args
     saved = {getattr(node, "name", None): value for node, value in zip(nodes, outputs, strict=True)}

@@ -1,4 +1,4 @@
-"""Tensors that a forward saves for its backward: operators that make and read them, size as codes."""
+"""Tensors that a forward saves for its backward: who makes and reads them, and their size as codes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class KeptTensor:
     """A tensor that the forward makes and saves for the backward.
 
     Attributes:
-        module: Name of the innermost module that makes it; empty for the model itself, or if unknown.
-        made_by: The operator that makes it, by its name before decomposition, such as "aten.mm".
-        read_in: Names of the modules whose backward reads it, in the order of the backward.
-        read_by: The operators that read it there, by their names before decomposition.
+        module: Name of the innermost module that makes the tensor; empty for the model itself, or if unknown.
+        made_by: Name of the operator that makes the tensor, before decomposition, such as "aten.mm".
+        read_in: Names of the modules whose backward reads the tensor, in the order of the backward.
+        read_by: Names of the backward's operators that read the tensor, before decomposition.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        bytes: Bytes of its storage, which other tensors may share.
+        bytes: Bytes of the tensor's storage, which other tensors may share.
         saved: The tensor as a filter of `fp8compile.SavedAsCodes` sees it; None if it can't be saved as codes.
         block: Numbers of rows and columns that share a scale, if ``SavedAsCodes()`` makes the codes; None if the
             tensor can't be saved as codes.
@@ -56,7 +56,7 @@ class KeptTensor:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The node that allocated the storage of a node's value, found by going back through its inputs."""
+    """The node that allocated the storage of a node's value: the node itself, or an input further back."""
     storage = node.meta["val"].untyped_storage()._cdata
     while True:
         given = (each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor))
@@ -97,7 +97,7 @@ def _launches_by_input(scheduled: Schedule) -> list[list[ScheduledLaunch]]:
 
 
 def _packed(node: fx.Node, place: fx.Node, saved: SavedTensor | None) -> tuple[tuple[int, int] | None, int | None]:
-    """Block and bytes of the codes as which ``SavedAsCodes()`` would save a tensor; (None, None) if none.
+    """Block and bytes of the codes if ``SavedAsCodes()`` saves a tensor; (None, None) if it can't.
 
     ``node`` makes the tensor in the forward, and ``place`` is the backward's input for it.
     """

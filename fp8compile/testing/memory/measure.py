@@ -108,7 +108,7 @@ class _Call:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the plain tensors inside a tensor subclass, or the value itself if it is no such subclass."""
+    """Yield the plain tensors inside a tensor subclass; any other value is yielded itself."""
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         for name in names:
@@ -151,7 +151,7 @@ def _optimizer_bytes(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
 
 
 def _kept_in_all(blocks: EqualBlocks, three: Sequence[KeptTensor]) -> Iterator[KeptTensor]:
-    """Extrapolate saved tensors from ``three`` equal blocks to all; names of modules are adapted."""
+    """Extrapolate saved tensors from ``three`` equal blocks to all blocks, with the modules' new names."""
     for tensor in three:
         place = blocks.place(tensor.module)
         if place is None:
@@ -173,7 +173,7 @@ def _moved_name(blocks: EqualBlocks, name: str, by: int) -> str:
 
 
 def _counted(call: _Call, blocks: EqualBlocks) -> MemoryReport | None:
-    """Report on a model with equal blocks, extrapolated from 2, 3 and 4 blocks; None if that isn't exact."""
+    """Report on a model, extrapolated from 2, 3 and 4 of its equal blocks; None if not provably exact."""
     found = []
     for count in (2, 3, 4):
         with shortened(call.model, blocks, count):
@@ -279,11 +279,11 @@ def memory_report(
 
     Args:
         model: A module, not compiled, or a function that takes its parameters and buffers as arguments.
-        args: Arguments of the call. If they require grad, their gradients are counted.
+        args: Arguments of the call. Gradients of arguments that require grad are counted.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``; "cpu" for the code of this machine's CPU, for
             which bytes moved are unknown.
-        optimizer: Makes the optimizer from a list of parameters, such as a class of ``torch.optim``. Its state is
-            counted in the dtype of the parameters; None for no optimizer.
+        optimizer: Makes the optimizer from a list of parameters, such as a class of ``torch.optim``. The
+            optimizer's state is counted in the dtype of the parameters. None for no optimizer.
         saved: Which saved tensors are codes, as ``fp8compile.compile(model, saved=...)`` takes it.
 
     Returns:

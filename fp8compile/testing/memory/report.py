@@ -157,7 +157,7 @@ def _content(tensor: KeptTensor) -> tuple[str, ...]:
 def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
     """Yield header and rows of the table of saved tensors, largest first.
 
-    Tensors of equal layers share a row, with the MB of a single one. All tensors of less than 0.05 MB share the last
+    Tensors of equal layers share a row, with the MB of one tensor. All tensors of less than 0.05 MB share the last
     row.
     """
     yield "made in", "read by", "shape", "MB", "as codes", "moved"

@@ -1,10 +1,10 @@
 """Timelines of what a graph's run holds in memory, and the moment that holds the most.
 
 Equal blocks: a backward of N blocks that has done b of them holds the saved tensors of N - b blocks, the gradients of
-b blocks, and temporaries that are the same for each b. So the bytes held then grow, for each additional block, by its
-saved tensors, its gradients, or a size between both. At the run's start all saved tensors exist, and at its end all
-gradients. If the largest moment grows per block by no less than the start and the end, it is the largest for any
-number of blocks. The same holds for a forward.
+b blocks, and temporaries that are the same for each b. So an additional block adds to such a
+moment the bytes of the block's saved tensors, of its gradients, or a number in between. The run starts with all saved
+tensors, and ends with all gradients. If the largest moment grows per block by no less than start and end do, it is the
+largest moment for any number of blocks. The same holds for a forward.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Timeline:
         return found
 
     def largest(self) -> Moment:
-        """The moment that holds the most bytes; the first of these if there are several."""
+        """The moment that holds the most bytes; the first such moment if there are several."""
         return max(self.moments(), key=lambda each: each.bytes)
 
 

@@ -23,9 +23,9 @@ PRODUCTS = tuple(gemm.name for gemm in GEMMS)
 
 
 def least_of(errors: Errors) -> float:
-    """Smallest ratio in dB among a layer's GEMMs, None for a GEMM that was not measured.
+    """Smallest ratio in dB among a layer's GEMMs; entries of None (not measured) are ignored.
 
-    The result is ``inf`` if none was measured, and ``nan`` if one is NaN.
+    The result is ``inf`` if no GEMM was measured, and ``nan`` if a ratio is NaN.
     """
     known = [each for each in errors if each is not None]
     return math.nan if any(map(math.isnan, known)) else min(known, default=math.inf)
@@ -40,7 +40,7 @@ class LayerAdvice:
         matrices: Shape (out_features, in_features) of each weight that a row is multiplied by.
         rows: Number of rows that the layer multiplied in all calls together.
         sampled: Number of these rows that the errors were measured on.
-        groups: Number of experts that had rows, and of all experts; None for a linear.
+        groups: Number of experts that had rows, and number of all experts; None for a linear.
         errors: For each recipe's name, the signal-to-noise ratios of output, grad_input and grad_weight in dB, against
             float64: the smallest over calls and matrices; None for a GEMM that the backward does not compute or whose
             exact value is 0. The entry ``"unconverted"`` has the error of the operands' own dtype.
@@ -103,11 +103,11 @@ class Advice:
         return None if taken is None else self.recipes.get(taken)
 
     def total(self, name: str | None = None) -> Cost:
-        """The cost of all layers, as advised or with one recipe.
+        """The cost of all layers together, in the advised recipes or all in one recipe.
 
         Args:
-            name: Name of a recipe, or ``"unconverted"``; layers that can't run it stay unconverted. None for the
-                advice.
+            name: Name of a recipe, or ``"unconverted"``; layers that can't run the recipe stay unconverted. None for
+                the advised recipes.
         """
         total = Cost(0, 0)
         for layer in self.layers:
@@ -158,7 +158,7 @@ class Advice:
         return lines
 
     def table(self, *, products: bool = False) -> tuple[list[str], list[tuple[str, ...]]]:
-        """Headings and rows of the table; time and bytes are relative to those without FP8.
+        """Headings and rows of the table; time and bytes are relative to the model without FP8.
 
         Args:
             products: Whether each of the three GEMMs has a row; if not, a layer has one row, with the smallest ratio.

@@ -87,7 +87,7 @@ def _peaks(gpu: str) -> tuple[Gpu, Peaks]:
 
 
 def _worst(errors: Sequence[Errors]) -> Errors:
-    """Smallest ratio in dB among ``errors`` of several calls, for each of the three GEMMs; None without."""
+    """Smallest ratio in dB over several calls, for each of the three GEMMs; None if no call has a ratio."""
     found: list[float | None] = []
     for each in zip(*errors, strict=True):
         known = tuple(value for value in each if value is not None)
@@ -96,9 +96,9 @@ def _worst(errors: Sequence[Errors]) -> Errors:
 
 
 def _refusals(layer: nn.Module, recipes: Mapping[str, Recipe], gpu: Gpu) -> tuple[dict[str, str], dict[str, str]]:
-    """Reasons why the layer can't be converted to recipes, and why the GPU can't run others natively.
+    """Reasons why a layer can't be converted to recipes, and why a GPU can't run other recipes natively.
 
-    Both are dicts by the recipe's name.
+    Returns two dicts, by the recipe's name.
     """
     owner, name = weight_slots(layer)[0]
     dtype = getattr(owner, name).dtype
@@ -151,7 +151,7 @@ def _measured(
 
 
 def _fastest(layer: LayerAdvice, least: float) -> LayerAdvice:
-    """Copy the advice, and take the fastest recipe whose GEMMs all have ``least`` dB or more.
+    """Copy a layer's advice to take the fastest recipe whose GEMMs all have ``least`` dB or more.
 
     The layer stays unconverted if there is no such recipe.
     """
@@ -168,7 +168,8 @@ def _noise(layer: LayerAdvice, name: str) -> float:
 def _within(found: Sequence[LayerAdvice], share: float) -> list[LayerAdvice]:
     """Pick recipes with little noise whose time together is at most ``share`` of the time without FP8.
 
-    The search is greedy: from the fastest recipes, it takes the step with the largest gain for its time.
+    The search is greedy: it starts from the fastest recipes, and each step takes the change of one layer's recipe
+    that saves the most noise for the time that it adds.
     """
     limit = share * sum(layer.costs[HIGH_PRECISION].seconds for layer in found)
     taken = [_fastest(layer, -math.inf) for layer in found]
@@ -209,10 +210,7 @@ def advise_call(
     rows_factor: float = 1,
     sample: int = SAMPLE,
 ) -> Advice:
-    """Advise as `advise` does, for a model that is called with these positional and keyword arguments.
-
-    The options are those of `advise`.
-    """
+    """Advise as `advise` does with these options, for a call with positional and keyword arguments."""
     check_eager("advise", model)
     budget = BUDGET if budget is None else budget
     _check_budget(budget)
@@ -268,8 +266,8 @@ def advise(
 
     Args:
         model: The model, neither sharded, nor converted, nor compiled.
-        batch: Its arguments: a mapping is passed by names, a tuple or list by position, anything else as the only
-            argument.
+        batch: The model's arguments: a mapping is passed by names, a tuple or list by position, anything else as the
+            only argument.
         recipes: The candidates: names, recipes, or a mapping from names to recipes. By default the ready recipes that
             the GPU runs natively, without delayed scaling.
         budget: ``{"sqnr": dB}`` gives each layer the fastest recipe whose GEMMs all have this signal-to-noise ratio.
@@ -277,11 +275,11 @@ def advise(
             least time without FP8. By default 14 dB, slightly below what nvfp4 gives for bell-shaped values.
         loss: A function of the model's output that returns the scalar for the backward. None takes the output itself,
             its ``loss``, or its first entry.
-        filter: The layers to look at, as `fp8compile.convert` takes it. Pass the same to both.
-        gpu: The GPU whose peaks give least times, a key of ``fp8compile.testing.explain.PEAKS``. Recipes for which it
-            has no GEMMs are shown and never picked.
+        filter: The layers to look at. Pass the same filter to `fp8compile.convert`.
+        gpu: The GPU whose peaks give least times, a key of ``fp8compile.testing.explain.PEAKS``. Recipes without
+            GEMMs on this GPU are shown, but never picked.
         rows_factor: Number by which the rows of the batch are multiplied for bytes and times, if training batches are
-            larger than this one. With few rows the casts of weights cost more than FP8 gains.
+            larger than ``batch``. With few rows, casts of weights take more time than FP8 saves.
         sample: Number of rows per layer that errors are measured on, in runs of consecutive rows.
 
     Returns:

@@ -75,15 +75,15 @@ def compare(
     """Run a model and a reference on a batch, and compare what each module gets, computes and returns.
 
     Each module without children, and each layer that `convert` knows, is also run alone on the reference's input and
-    grad_output. So the table shows, for both passes, the accumulated difference and what each module adds.
+    grad_output. So the table shows, for forward and backward, the accumulated difference and what each module adds.
 
-    Both run in eager mode, from the same random state, and are restored afterwards. Activations of both are kept in
-    memory.
+    The two models run in eager mode, from the same random state, and are restored afterwards. The activations of both
+    models are kept in memory.
 
     Args:
         model: The model to examine, such as a converted one.
         reference: The model to compare with, such as a copy that was not converted. Modules are paired by their names.
-        batch: Arguments of both, as `advise` takes it.
+        batch: Arguments of both models, as `advise` takes it.
         loss: Function of the output that returns the scalar to differentiate, as in `advise`.
         seed: Seed of the random numbers, for dropout.
 
@@ -92,7 +92,7 @@ def compare(
 
     Raises:
         TypeError: A model is not a module, is compiled, or returns no scalar loss.
-        ValueError: The two have no module in common.
+        ValueError: The two models have no module in common.
     """
     for each in (model, reference):
         check_eager("compare", each)

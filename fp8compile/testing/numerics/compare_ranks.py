@@ -36,9 +36,9 @@ Key = tuple[str, str, int]  # layer, product, number of its call
 
 
 class _Watch:
-    """Records the operands of each GEMM of a model's FP8 layers while it runs, or compares them.
+    """Records or compares the operands of each GEMM of a model's FP8 layers while the model runs.
 
-    Without a reference the operands are recorded; else they are compared with those recorded before.
+    With ``reference`` None, operands are recorded; else they are compared with the operands in it.
     """
 
     def __init__(self, model: nn.Module, reference: dict[Key, tuple[Tensor, Tensor]] | None) -> None:
@@ -104,7 +104,7 @@ class _Watch:
         )
 
     def _arrived(self, key: Key, gemm: Gemm, a: Plain, b: Plain, operands: Operands) -> None:
-        """Compare the gathered values of a GEMM's operands ``a`` and ``b`` with those of the one-process run.
+        """Compare the gathered values of a GEMM's operands ``a`` and ``b`` with the values on one process.
 
         ``key`` identifies the GEMM: layer, GEMM name and number of the call.
         """
@@ -160,13 +160,13 @@ def _gathered_from(mesh: DeviceMesh, own: tuple[int, list[RankFinding]]) -> list
 def compare_ranks(build: Callable[[Any], Any], mesh: DeviceMesh, *, loss: Loss | None = None) -> RankComparison:
     """Find the first GEMM and operand of an FP8 layer for which ranks differ from one process.
 
-    Every rank of the mesh calls this. Each first runs ``build(None)``, the model on one process, and then
-    ``build(mesh)``, the same model distributed over the ranks. At each GEMM of a layer, forward and backward, ranks
-    gather their parts, and compare:
+    Every rank of the mesh calls this. Each rank first runs ``build(None)``, the model on one process, and
+    then ``build(mesh)``, the same model distributed over the ranks. At each GEMM of a layer, forward and backward,
+    ranks gather their parts, and compare:
 
-    - the values of operands, with those of one process: weights bitwise, activations and gradients up to roundings;
-    - scales and codes, with those of quantizing the gathered operand: bitwise;
-    - the result, with the GEMM of the gathered operands: up to the roundings of sums.
+    - the values of operands with the values on one process: weights bitwise, other operands up to roundings;
+    - scales and codes with a quantization of the gathered operand: bitwise;
+    - the result with a GEMM of the gathered operands: up to the roundings of sums.
 
     So a scale from one rank's part only, a missing reduction or a wrong weight is reported with its layer, GEMM and
     operand, and rounding differences are not. With data parallelism, a rank's part of the batch is not compared with

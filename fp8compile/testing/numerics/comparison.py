@@ -19,12 +19,12 @@ class ComparisonRow:
 
     Attributes:
         name: Fully qualified name; with a number from the module's second call on.
-        kind: Class of the module; if the model's class differs from the reference's, both.
+        kind: Class of the module; if the model and the reference have different classes, both.
         direction: ``"forward"`` or ``"backward"``.
         arriving: The ratio of what the module gets: input or grad_output. None if it gets no floating tensor.
         leaving: The ratio of what the module returns: output or grad_input. None if there is none.
-        own: The ratio of the module's output, or grad_input, when run on the reference's input and grad_output.
-        own_weight: In the backward, the smallest such ratio of the gradients of the module's parameters.
+        own: The ratio of the module's output or grad_input, if it is run on the reference's input and grad_output.
+        own_weight: The smallest ratio of the parameters' gradients from the same run; None in the forward.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ComparisonRow:
 
     @property
     def least_own(self) -> float:
-        """The smaller of ``own`` and ``own_weight``; ``inf`` if neither was measured, ``-inf`` if one is NaN."""
+        """The smaller of ``own`` and ``own_weight``; ``inf`` if neither was measured, ``-inf`` for a NaN."""
         known = [each for each in (self.own, self.own_weight) if each is not None]
         return -math.inf if any(map(math.isnan, known)) else min(known, default=math.inf)
 
@@ -54,7 +54,7 @@ class Comparison:
     Attributes:
         rows: The modules in the order in which they run: forward, then backward.
         losses: The losses of the model and of the reference.
-        missing: Names of modules that only one of the two has or calls.
+        missing: Names of modules that only the model or only the reference has or calls.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -63,12 +63,12 @@ class Comparison:
 
     @property
     def first(self) -> ComparisonRow | None:
-        """The first module, in execution order, whose own result differs from the reference's; or None."""
+        """The first module in execution order that, run alone, differs from the reference; None if none does."""
         return next((row for row in self.rows if not row.is_equal), None)
 
     @property
     def worst(self) -> ComparisonRow | None:
-        """The module that adds the largest difference itself; None if none adds one."""
+        """The module that adds the largest difference; None if no module adds a difference."""
         differing = [row for row in self.rows if not row.is_equal]
         return min(differing, key=lambda row: row.least_own, default=None)
 

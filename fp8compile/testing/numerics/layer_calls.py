@@ -2,8 +2,8 @@
 
 For the run, the layers are converted to FP8, because all FP8 layers call one known function, whatever library their
 class is from. A function mode intercepts these calls, records their operands and multiplies in high precision, so that
-the model computes the same as unconverted. The mode is active whenever a layer runs, also if a checkpointed region
-runs it again in the backward.
+the model computes the same as unconverted. The mode is active whenever a layer runs, also if activation
+checkpointing runs the layer again in the backward.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Awaited:
 def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
     """Indices of about ``wanted`` of ``rows`` rows, in evenly spaced runs of consecutive rows.
 
-    These are all rows if there are no more than ``wanted``.
+    All rows are taken if ``rows`` is at most ``wanted``.
     """
     if rows <= wanted:
         return torch.arange(rows, device=device)

@@ -24,7 +24,7 @@ Loss = Callable[[Any], Tensor]
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Split a batch into positional and keyword arguments.
 
-    A mapping becomes keyword arguments, a tuple or list positional ones, anything else is the only argument.
+    A mapping has keyword arguments, a tuple or list has positional arguments, anything else is the only argument.
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -105,7 +105,7 @@ def run_aside(model: nn.Module, arguments: Any, seed: int | None = None) -> Iter
     """Context that restores a model's modes, buffers and gradients, and random states at exit.
 
     Gradients of ``arguments`` are restored too. The backward runs in the calling thread, so that dispatch modes apply
-    to it. If ``seed`` is given, it seeds random numbers.
+    to it. ``seed`` seeds random numbers; None leaves their state.
     """
     with kept_state(model, arguments), untold(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         if seed is not None:

@@ -26,7 +26,7 @@ class ModuleCall:
         args: Arguments, tensors cloned.
         kwargs: Keyword arguments, tensors cloned.
         output: The first floating tensor that the module returned, cloned.
-        grad_output: The gradient of ``output``; None if none reached it.
+        grad_output: The gradient of ``output``; None if no gradient reached ``output``.
     """
 
     name: str

@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a layer's call: m rows, k inputs, n outputs, number of weights, bytes of an element."""
+    """Sizes of a layer's call: m rows, k inputs, n outputs, number of weight matrices, bytes per element."""
 
     m: int
     k: int
@@ -57,7 +57,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, call: LayerCall, rows_factor: float) -> _Sizes:
-        """The sizes of a call; its rows are multiplied by ``rows_factor``."""
+        """The sizes of a call, with ``rows_factor`` times the call's rows."""
         n, k = call.weight.shape[-2:]
         matrices = 1 if call.ends is None else call.weight.shape[0]
         return cls(round(call.rows * rows_factor), k, n, matrices, call.weight.element_size())
@@ -121,7 +121,7 @@ def cost_of(call: LayerCall, recipe: Recipe | None, peaks: Peaks, *, rows_factor
 
 
 def why_not_native(recipe: Recipe, gpu: Gpu, dtype: torch.dtype, *, grouped: bool) -> str | None:
-    """Reason why a GPU lacks a native GEMM for one of a recipe's three GEMMs; None if it has all.
+    """Reason why a GPU can't run one of a recipe's three GEMMs natively; None if it can run all three.
 
     ``dtype`` is the weight's dtype; ``grouped`` is whether the layer has experts.
     """

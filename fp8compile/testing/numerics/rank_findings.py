@@ -20,11 +20,11 @@ class RankFinding:
         op: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
         operand: The recipe's field for the operand, such as ``"input"`` or ``"weight_for_grad_input"``; ``"result"``
             for the GEMM's result.
-        what: ``"values"`` if the operand's values differ from those in one process; ``"scale"``, ``"outer scale"`` or
+        what: ``"values"`` if the operand's values differ from one process's values; ``"scale"``, ``"outer scale"`` or
             ``"codes"`` if ranks quantize the same values differently; ``"product"`` if the same codes give another
             result.
-        detail: The difference in words, as the first of ``ranks`` sees it.
-        ranks: The ranks that see it.
+        detail: The difference in words, as the first of ``ranks`` found it.
+        ranks: The ranks that found the difference.
     """
 
     order: int
@@ -57,7 +57,7 @@ class RankComparison:
 
     @property
     def first(self) -> RankFinding | None:
-        """The first difference, or None; look here first, because later ones may follow from it."""
+        """The first difference, or None; later differences may follow from the first."""
         return self.findings[0] if self.findings else None
 
     def __str__(self) -> str:

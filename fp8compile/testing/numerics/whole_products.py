@@ -1,8 +1,8 @@
 """Compares a GEMM that is distributed over ranks with the same GEMM computed by one process.
 
-Each rank gathers the operands, quantizes and multiplies them by the same code, and compares. Scales and codes have to
-be bitwise equal. The results may differ by rounding: partial sums of ranks are rounded, and a GEMM of other sizes may
-add in another order.
+Each rank gathers the operands, quantizes and multiplies them as one process would, and compares. Scales and codes have
+to be bitwise equal. The results may differ by rounding: partial sums of ranks are rounded, and a GEMM of other sizes
+may add in another order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
     Args:
         part: This rank's part.
         slot: The recipe's field for the tensor, such as ``"weight"``.
-        operands: The `Operands` of the GEMM, which know how FSDP shards the weight; None if FSDP does not shard the
-            tensor.
+        operands: The `Operands` of the GEMM, which know how FSDP shards the weight; None if FSDP does not shard
+            ``part``.
     """
     if operands is not None:
         part = _cut_by_fsdp(part, slot, operands)
@@ -79,9 +79,9 @@ def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | No
 
 
 def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
-    """Which part of a quantized operand differs from ``expected``, and how; None if nothing differs.
+    """Which field of a quantized operand differs from ``expected``, and how; None if none differs.
 
-    The part is "scale", "outer scale" or "codes"; ranks' parts of ``mine`` are gathered first.
+    The field is "scale", "outer scale" or "codes". All ranks' shares of ``mine`` are gathered first.
     """
     mine = whole(mine)
     if mine.outer_scale is not None and expected.outer_scale is not None:
@@ -94,9 +94,9 @@ def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
 
 
 def _gathered(product: Product, b: Plain, gemm: Gemm) -> tuple[Tensor, Tensor | None]:
-    """The gathered result in float64, and the sum of magnitudes of the terms that ranks add, else None.
+    """The gathered result, and, if ranks add partial sums, the sum of the partial sums' magnitudes.
 
-    ``b`` is the GEMM's right operand.
+    The second entry is None if ranks add nothing. ``b`` is the GEMM's right operand.
     """
     local, terms = product.local, None
     if gemm is not GRAD_WEIGHT:

@@ -46,7 +46,7 @@ def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
 
 
 def matrix_scales(matrices: Quantized) -> Tensor:
-    """Put scales of each group's matrix into 128 x 4 tiles; repeat one of 32 x 32 values for its rows."""
+    """Put scales of groups' matrices into 128 x 4 tiles; 32 x 32 blocks repeat a scale for their rows."""
     scale = for_each_row(matrices.scale, matrices.quantizer.block[0], matrices.codes.shape[1])
     return tiled(scale).flatten(1).view(torch.float8_e8m0fnu)
 

@@ -51,7 +51,7 @@ def _check_laid_out(operand: Quantized, *packed: str) -> None:
 def _codes_of_matrices(operand: Quantized) -> Tensor:
     """Codes (E, N, K / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes.
 
-    The operand is a stack of E matrices (N, K).
+    The operand is the stacked matrices of E groups, (E, N, K).
     """
     if _packed(operand) == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
@@ -59,10 +59,7 @@ def _codes_of_matrices(operand: Quantized) -> Tensor:
 
 
 def _scales_of_matrices(operand: Quantized) -> Tensor:
-    """Put the scales of E matrices into 128 x 4 tiles, (E, bytes).
-
-    A scale of 16 x 16 values is repeated for its rows.
-    """
+    """Put scales of E matrices into 128 x 4 tiles, (E, bytes); 16 x 16 blocks repeat scales for rows."""
     return tiled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[1])).flatten(1)
 
 

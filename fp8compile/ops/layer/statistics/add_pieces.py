@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """Partial results of one total: a number for each row or block of an operand.
 
     Attributes:
-        numbers: (E, pieces) for a stack of E matrices, with E = 1 for a matrix; (rows,) with groups.
+        numbers: (E, pieces) for E stacked matrices, with E = 1 for one matrix; (rows,) with groups.
         half: Which half of each number holds the result: 0 the lower, 1 the upper; -1: the whole number.
     """
 
@@ -44,9 +44,9 @@ class Pieces:
     """The partial counts of one operand on this rank.
 
     Attributes:
-        sums: A `Piece` for each total that is a sum; None if it is counted elsewhere. At least one of ``sums`` and
-            ``maxima`` is not None.
-        maxima: A `Piece` for each total that is a maximum; None if it is counted elsewhere.
+        sums: A `Piece` for each total that is a sum; None if another op or cast counts this total. At least one of
+            ``sums`` and ``maxima`` is not None.
+        maxima: A `Piece` for each total that is a maximum; None if another op or cast counts this total.
         group: The group of each row, E after the last of E groups; None if pieces are per matrix or per group.
         numel: Number of elements of each matrix; with groups, (E,) float64.
         has_values: Whether values are known, and not only codes.
@@ -88,11 +88,11 @@ def rows_of(
         found: Partial counts by field; two fields may share them.
         slots: The fields, such as ``"weight"``. A field without partial counts gets the totals of no elements.
         counts: Two ints: the number of totals that are sums, and of totals that are maxima.
-        matrices: Number of matrices, or of groups, E; 1 without.
+        matrices: Number E of stacked matrices, or of groups; 1 for one matrix.
         like: A tensor on the device.
 
     Returns:
-        (slots, 3 + sums + maxima, E) float64, `FIRST_SUMS` before the others.
+        (slots, 3 + sums + maxima, E) float64; the first three columns are `FIRST_SUMS`.
     """
     every = [each for slot in slots if (each := found.get(slot)) is not None]
     distinct = list({id(each): each for each in every}.values())
@@ -168,8 +168,7 @@ def _impl(
         matrices: Number of matrices of the result.
 
     Returns:
-        (rows, 3 + sums + maxima, matrices) float64, `FIRST_SUMS` before the others. One tensor makes one node in the
-        graph.
+        (rows, 3 + sums + maxima, matrices) float64; the first three columns are `FIRST_SUMS`.
     """
     every_group, every_size = iter(groups), iter(sizes)
     found: list[Tensor] = []

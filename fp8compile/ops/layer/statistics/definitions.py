@@ -17,7 +17,7 @@ the step below F, n the number of elements of the whole tensor.
     exponents       how many codes have each exponent field, a list of 32; elements that are NaN are left out
 
 A statistic is computed from totals. A total combines one number of each element as a sum (``"sum"``) or a maximum
-(``"max"``): over this rank's elements in the graph, over backwards in a buffer, and over ranks when it is read.
+(``"max"``): over this rank's elements in the graph, over backwards in a buffer, and over ranks when the total is read.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def register_statistic(
 
     ``compute`` is traced into the compiled graph beside the cast, so it is plain PyTorch, elementwise, and reads no
     value on the host. Its results are added up, or their maximum is taken, over ranks and micro-batches; so a mean is
-    a sum that ``finish`` divides by ``totals["numel"]``. ``fp8compile.testing.check_statistic`` checks both.
+    a sum that ``finish`` divides by ``totals["numel"]``. ``fp8compile.testing.check_statistic`` checks these rules.
 
     Args:
         name: The statistic's name, an identifier.
@@ -226,7 +226,7 @@ def register_statistic(
             ``.format``, ``.decoded()``, ``.dequantized()``. Returns a number of each element, in the shape of
             ``values``: bool or int32 to be counted, or float32.
         combine: ``"sum"`` or ``"max"``.
-        finish: Computes the statistic from a dict with ``name`` and ``"numel"``; by default it is the total itself.
+        finish: Computes the statistic from a dict with ``name`` and ``"numel"``; by default the total itself.
 
     Raises:
         ValueError: The name is taken or is no identifier, or ``combine`` is neither of the two.

@@ -72,7 +72,7 @@ class Elements:
         has_values: Whether the values that were cast are known. If not, because a weight is kept as codes, ``values``
             are the values of the codes.
         lanes: If two codes share a byte, the same elements in two halves: elements whose code is first in a byte, then
-            the others. Statistics are then computed on the lanes.
+            elements whose code is second. Statistics are then computed on the lanes.
     """
 
     values: Tensor
@@ -121,7 +121,7 @@ def elements_of(
     Args:
         part: The values on this rank.
         found: Codes of the values, before ranks gather codes.
-        shape: Shape of the values without the rows that pad each matrix of a stack to whole blocks.
+        shape: Shape of the values without the rows that pad each of stacked matrices to whole blocks.
         along_tokens: Whether codes of groups lie along tokens.
         by_rows: Whether the casting kernel traverses whole rows, whatever the blocks.
     """
@@ -173,7 +173,7 @@ def _lane(
 ) -> Elements:
     """The elements at every second position along ``dim``, from position ``place`` (0 or 1) on.
 
-    ``codes`` are the codes at these positions; ``values`` and ``scales`` are those at all positions.
+    ``codes`` are the codes at these positions; ``values`` and ``scales`` are for all positions.
     """
     own, factors = (
         each.movedim(dim, -1)[..., place::2].movedim(-1, dim) for each in (values, scales.expand(values.shape))
@@ -182,7 +182,7 @@ def _lane(
 
 
 def _run(quantizer: Quantizer, *, along_tokens: bool) -> int:
-    """Number of neighbours in a row that are counted together: those of one block, or -1 for a whole row.
+    """Number of neighbours in a row that are counted together: a block's length, or -1 for a whole row.
 
     ``along_tokens``: whether codes of groups lie along tokens. Blocks are counted by themselves only if one kernel
     computes their amax and codes; with an outer scale, codes first need the amaxes of all blocks.
@@ -278,7 +278,7 @@ def numbers_of(elements: Elements, compute: Callable[[Elements], Tensor], combin
 
 
 def pieces_of(elements: Elements, numbers: Tensor, combine: str) -> Tensor:
-    """Reduce a number of each element to one number for each row or block, as the cast goes.
+    """Reduce a number of each element to one number for each row or block, in the order of the cast.
 
     Args:
         elements: The elements.

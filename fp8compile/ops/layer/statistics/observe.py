@@ -56,7 +56,7 @@ class Observer(NamedTuple):
             sums; E is the number of matrices or groups.
         maxima: (slots, maxima, E) float32.
         totals: Names of the totals, as `totals_of` returns them.
-        first: Index of this rank's first matrix among the E.
+        first: Index of this rank's first matrix among the E matrices.
         recipe: The recipe whose quantizers are observed; None for the layer's.
     """
 
@@ -103,8 +103,7 @@ class ObserveOp(PlacedOp):
     of input and weight, names of the totals, and the recipe.
 
     Attributes:
-        gradient: Whether it is the backward's op, which observes grad_output, and input and weight if it is given
-            them.
+        gradient: Whether this is the backward's op, which observes grad_output, and also input and weight if given.
     """
 
     num_constants: ClassVar[int] = 4

@@ -1,7 +1,7 @@
 """Partial counts ("pieces") of what casts do to a layer's tensors, for `add_pieces` to combine.
 
 Partial counts are made beside the cast of each field of the recipe. Both casts of a tensor have the same amax, so the
-forward computes it also for the codes that the backward makes.
+forward computes this amax also for the codes that the backward makes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, 
 
 
 def _magnitudes_alone(found: Any, names: str) -> Pieces:
-    """Keep only totals of magnitudes in partial counts ``found``; ``names`` is from `totals_of`."""
+    """Return partial counts ``found`` with totals of magnitudes only; ``names`` is from `totals_of`."""
     if _are_magnitudes(names):
         return found
     sums, maxima = columns_of(names)

@@ -39,11 +39,11 @@ class Arithmetic:
     Attributes:
         contract: Whether a float32 multiplication followed by an addition is one fused multiply-add.
         approximate: Whether float32 division is ``div.full``, and exponentials and roots are ``ex2.approx`` and
-            ``rsqrt.approx``. A GPU's results are not specified: those here are off by up to 2 units in the last
-            place, as a GPU's may be.
+            ``rsqrt.approx``. Results are off by up to 2 units in the last place. A GPU may give other
+            results within this bound.
         float8_by_float16: Whether float32 is first truncated toward zero to float16 and then rounded to float8, as
-            Triton casts for compute capability 8.9 (triton#11753). That changes 0.4 % of e4m3 codes.
-        capability: The GPU's compute capability, which decides how ``tl.dot_scaled`` multiplies; None for none.
+            Triton casts for compute capability 8.9 (triton#11753). The truncation changes 0.4 % of e4m3 codes.
+        capability: The GPU's compute capability, which decides how ``tl.dot_scaled`` multiplies; with None, it raises.
     """
 
     contract: bool = False
@@ -64,7 +64,7 @@ def convert(bits: np.ndarray, source: str, target: str) -> np.ndarray:
 
     Args:
         bits: The values, or integers that hold their bits.
-        source: Triton's name of their type, such as "bf16".
+        source: Triton's name of the values' type, such as "bf16".
         target: Triton's name of the result's type.
 
     Returns:
@@ -93,17 +93,13 @@ def on_arrays(function: Function) -> Callable[..., np.ndarray]:
 
 
 def elementwise(function: Function, x: torch.Tensor) -> torch.Tensor:
-    """Apply a PyTorch function so that an element's result does not depend on its position.
-
-    PyTorch uses other implementations for strided tensors, and for elements after the last whole vector; their last
-    bits may differ (exp2 of float32).
-    """
+    """Apply a PyTorch function so that an element's result depends on neither position nor strides."""
     whole = torch.nn.functional.pad(x.contiguous().flatten(), (0, -x.numel() % VECTOR))
     return function(whole)[: x.numel()].view(x.shape)
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root; PyTorch's own is not if MKL computes it."""
+    """Correctly rounded square root; `torch.sqrt` is not correctly rounded if MKL computes it."""
     return torch.from_numpy(np.sqrt(x.numpy()))
 
 
@@ -136,7 +132,7 @@ def full_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def approximate_exp2(x: np.ndarray) -> np.ndarray:
-    """One result that ``ex2.approx`` may give for float32: the exact one, truncated."""
+    """A possible result of ``ex2.approx`` for float32: the exact power of 2, truncated."""
     return truncated(np.exp2(x.astype(np.float64))) if x.dtype == np.float32 else np.exp2(x)
 
 
@@ -146,7 +142,7 @@ def approximate_exp(x: np.ndarray) -> np.ndarray:
 
 
 def approximate_rsqrt(x: np.ndarray) -> np.ndarray:
-    """One result that ``rsqrt.approx`` may give for float32: the exact one, truncated."""
+    """A possible result of ``rsqrt.approx`` for float32: the exact inverse root, truncated."""
     return truncated(1 / np.sqrt(x.astype(np.float64))) if x.dtype == np.float32 else 1 / np.sqrt(x)
 
 

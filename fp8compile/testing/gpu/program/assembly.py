@@ -1,4 +1,4 @@
-"""Interprets inline assembly of our kernels by the PTX ISA; unknown instructions raise."""
+"""Interprets inline assembly of this package's kernels by the PTX ISA; unknown instructions raise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def inline_assembly(
 ) -> SimpleNamespace:
     """Interpret ``tl.inline_asm_elementwise`` on NumPy arrays; replaces a method of Triton's interpreter.
 
-    ``text`` is the assembly, ``values`` its operands, ``kinds`` its results' types, ``pack`` the elements at a time.
+    ``text`` is the assembly, ``values`` are its operands, ``kinds`` its results' types; ``pack`` is elements per call.
 
     Raises:
         NotImplementedError: The instruction isn't known, or takes several elements at once.

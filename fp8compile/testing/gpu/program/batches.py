@@ -6,8 +6,8 @@ A value of a kernel is one array for all programs of a `Batch`:
     a scalar                (P,), or (1,)
 
 So one call of NumPy computes what P programs compute, and Python's overhead is paid once. An ``if`` or the bounds of a
-loop need one value on the host. If the programs differ in that value, the batch is undone: memory is restored, and the
-programs run again in smaller batches, each with one value.
+loop need one value on the host. If the programs differ in this value, the batch is undone: memory is restored, and
+the programs run again in smaller batches, each with one value.
 
 Results are those of programs that run one after the other, unless programs race. `Access` finds every race.
 """
@@ -94,7 +94,7 @@ class Batch:
 
 
 def arrays(*handles: Handle) -> list[np.ndarray]:
-    """NumPy arrays of handles with equal block shapes, broadcast along dim 0, which is that of programs."""
+    """NumPy arrays of handles with equal block shapes, broadcast along dim 0, which counts programs."""
     return list(np.broadcast_arrays(*(each.data for each in handles)))
 
 
@@ -104,7 +104,7 @@ def stored(array: np.ndarray) -> np.ndarray:
 
 
 def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
-    """The array, and the dim of the array that is dim ``axis`` of a block; dim 0 is that of programs.
+    """The array, and which of its dims is dim ``axis`` of a block; dim 0 of the array counts programs.
 
     If ``axis`` is None, each program's block is flattened first.
     """
@@ -268,7 +268,7 @@ def _of_pointers() -> Iterator[tuple[Any, ...]]:
 def _elements(block: Any, offsets: Sequence[Handle], checked: Sequence[int]) -> tuple[Handle, Handle]:
     """Addresses of the elements that a block pointer or TMA descriptor covers, and a mask of valid ones.
 
-    ``offsets`` is the block's position; elements outside of the tensor in one of the dims ``checked`` are invalid.
+    ``offsets`` is the block's position. An element is invalid if it is outside of the tensor in a dim of ``checked``.
     """
     ndim = len(block.block_shape)
     width = max(1, block.base.get_element_ty().primitive_bitwidth // 8)

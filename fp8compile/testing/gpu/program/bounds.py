@@ -1,7 +1,7 @@
 """Error bounds for the results of Inductor's templates: GEMMs in tiles, attention block by block.
 
-A template adds in its own order, so no reference has the same bits. Its results are compared with exact ones, computed
-in float64. They may differ by twice this bound:
+A template adds in its own order, so no reference has the same bits. Its results are compared with exact results,
+computed in float64. The two may differ by twice this bound:
 
     a GEMM with K terms     K roundings in float32 of the sum of the terms' magnitudes, the worst case of any order,
                             and one rounding of the result
@@ -94,7 +94,7 @@ def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _around(exact: Any, bound: Any) -> Bounded:
-    """Bounds at a distance of twice ``bound`` around ``exact``; a result that is None stays None."""
+    """Bounds at a distance of twice ``bound`` around ``exact``; None for a result that is None."""
     if isinstance(exact, tuple):
         sides = [_around(*each) for each in zip(exact, bound, strict=True)]
         return Bounded(*(tuple(getattr(each, side) for each in sides) for side in SIDES))
@@ -119,7 +119,7 @@ def bounded_attention(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _recast(args: Any, *, keep: bool) -> Any:
-    """Copy attention's arguments; casts in their graphs become ``aten._to_copy``, which supports vmap.
+    """Copy FlexAttention's arguments; casts in graphs among them become ``aten._to_copy``, for vmap.
 
     Unless ``keep``, casts to floats are removed from the graphs.
     """
@@ -169,7 +169,7 @@ def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
     Args:
         where: Description of the result.
         got: The program's result.
-        wanted: The exact result, and the furthest ones that are allowed.
+        wanted: The exact result, and the lowest and highest allowed results.
     """
     sides = (getattr(wanted, side).reshape(got.shape) for side in SIDES)
     exact, low, high, single = (each.double() if each.is_floating_point() else each for each in sides)
@@ -188,7 +188,7 @@ def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
 
 
 def _beyond(got: Tensor, exact: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Mask of elements of ``got`` that are too far from ``exact``, and the distance allowed for each.
+    """Mask of elements of ``got`` that are too far from ``exact``, and each element's allowed distance.
 
     ``spread`` is the allowed distance before the result is rounded to its dtype.
     """

@@ -96,19 +96,19 @@ def eager_run(
     """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, with GEMMs rounded once.
 
     `run_gpu_program` with ``precision_casts`` has the same bits, except where Inductor adds a bias after the GEMM's
-    result was rounded. As in that function, operators that Inductor decomposes are decomposed, sums are rounded once,
-    and functional collectives are emulated.
+    result was rounded. As in `run_gpu_program`, operators that Inductor decomposes are decomposed, sums are rounded
+    once, and functional collectives are emulated.
 
     Args:
         fn: A module or function.
         args: The arguments of ``fn``, on the CPU.
         arch: The GPU for which FP8 layers choose their GEMMs, a key of ``fp8compile.testing.gpu.gpus.GPUS``; None for
-            those of a CPU. The choice changes bits if scales are applied after the GEMM (rowwise in float32 and
+            a CPU's GEMMs. The choice changes bits if scales are applied after the GEMM (rowwise in float32 and
             float16).
         grad_outputs: Gradients of the outputs, as `run_gpu_program` takes them.
 
     Raises:
-        ValueError: No such GPU is known, or the GPU's GEMM would refuse its operands.
+        ValueError: There is no such GPU, or the GPU's GEMM would refuse its operands.
         ModuleNotFoundError: Triton is not installed, and ``arch`` is given.
     """
     gpu = None if arch is None else gpu_called(arch)

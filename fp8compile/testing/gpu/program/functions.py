@@ -43,7 +43,7 @@ def unknown(name: str) -> Callable[..., Any]:
 def applied(function: Callable[..., np.ndarray], *handles: Any) -> Any:
     """Apply a function of NumPy arrays to the interpreter's handles; returns a handle.
 
-    Its type is that of the first operand, or bool for a predicate.
+    The handle's type is the first operand's type, or bool for a predicate.
     """
     result = function(*(each.data for each in handles))
     return interpreter.TensorHandle(result, tl.int1 if result.dtype == bool else handles[0].dtype.scalar)
@@ -62,7 +62,7 @@ def _on_tensors(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
 
 
 def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Functions of CUDA's libdevice by name: those of ``chosen``, else PyTorch's; other functions raise."""
+    """Functions of CUDA's libdevice by name, from ``chosen`` or else from PyTorch; unknown ones raise."""
     known = {name: gpu.on_arrays(getattr(torch, name)) for name in LIBDEVICE}
     known |= {name: gpu.on_arrays(function) for name, function in OTHER_NAMES.items()} | dict(chosen)
     names = [name for name, value in vars(libdevice).items() if isinstance(value, FunctionType)]
@@ -72,8 +72,7 @@ def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, C
 def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int) -> Any:
     """Compute ``tl.dot`` of tiles: ``a @ b + total`` in float64, rounded once to the dtype of ``total``.
 
-    Float32 is not truncated to TF32, whatever ``input_precision`` and ``imprecise`` say. Triton's interpreter
-    multiplies the bits of bfloat16, and adds in numpy's order.
+    ``input_precision`` and ``imprecise`` are ignored: float32 is not truncated to TF32.
     """
     kind = total.dtype.scalar
     result = values_of(a) @ values_of(b) + values_of(total)
@@ -90,9 +89,9 @@ def reductions() -> Iterator[tuple[Any, ...]]:
 
 
 def _by_halves(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """Compute ``tl.reduce`` of the tensors ``inputs``: combine two halves, then the halves of the result.
+    """Compute ``tl.reduce`` of the tensors ``inputs`` by halves: combine two halves to one, repeatedly.
 
-    This is the order in which warps reduce. ``reduction`` is the interpreter's object with axis and combine function.
+    Warps reduce in this order. ``reduction`` is the interpreter's object with axis and combine function.
     """
     given, axes = zip(*(along(reduction.axis, each.handle.data) for each in inputs), strict=True)
     axis, keep = axes[0], reduction.keep_dims
@@ -127,7 +126,7 @@ def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
 
 
 def _extreme(reduction: Any, inputs: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-    """Compute ``tl.max`` or ``tl.min`` of ``inputs``, as ``val_reduce_op`` says; NaN are dropped.
+    """Compute ``tl.max`` or ``tl.min`` of ``inputs``; ``val_reduce_op`` says which. NaN are dropped.
 
     Argmax and argmin (an ``idx_reduce_op``) raise, because Inductor has functions of its own for them.
     """

@@ -51,7 +51,7 @@ def _copy(value: Any) -> Any:
 class _Compared:
     """A compiled graph that runs its programs and its reference at each call, and compares them.
 
-    There are several programs if matrix products are computed with several templates in turn.
+    It has several programs if several templates for matrix products are to be compared.
 
     Attributes:
         differences: Differences of the programs from the reference, in all runs.
@@ -68,7 +68,7 @@ class _Compared:
         self.differences: list[Difference] = []
 
     def _schedules(self, traced: GpuGraph) -> Iterator[Schedule]:
-        """Yield schedules of the graph, one for each template for its matrix products."""
+        """Yield the graph's schedules: one for each template number requested for matrix products."""
         from torch._inductor import config
 
         settings = self._settings
@@ -128,7 +128,7 @@ class _Compared:
         ``drawing`` is the state of the random generator from which the program draws.
 
         Returns:
-            The reference, its results, and its inputs, which it may have changed in place.
+            The reference, its results, and the copies, which the run may have changed in place.
         """
         settings, inputs = self._settings, [_copy(arg) for arg in given]
         reference = Reference(

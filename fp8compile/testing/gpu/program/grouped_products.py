@@ -56,7 +56,7 @@ def _check_strides(x: Tensor, name: str) -> None:
 def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Multiply each group in float64, rounded once to ``dtype``; what the GPU leaves unwritten is NaN.
 
-    With ``b`` (groups, k, n) groups are rows of ``a``, else columns; ``offs`` has their ends, ``name`` is for errors.
+    ``offs`` has the groups' ends: rows of ``a`` if ``b`` is (groups, k, n), else columns. ``name`` is for errors.
     """
     a, b = a.double(), b.double()
     if b.ndim == 3:
@@ -77,8 +77,7 @@ def grouped_mm(
     """Compute `torch._grouped_mm` after checking a GPU's requirements on the operands.
 
     ``offs`` has the end of each group. If ``b`` has three dims, each group's rows of ``a`` are multiplied by the
-    group's matrix. If it has two, each group gives one product, summed over the group's columns of ``a`` and rows of
-    ``b``.
+    group's matrix. If ``b`` has two dims, each group's columns of ``a`` are multiplied by the group's rows of ``b``.
     """
     name = f"_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(bias is None and a.ndim == 2, name, "no bias, and a left operand of two dims here.")
@@ -91,7 +90,7 @@ def grouped_mm(
 def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tensor:
     """Expand MX scales to the elements of codes (rows, k) with grouped rows, in float64.
 
-    Scales are read from tiles; each group, with its end in ``offs``, begins with a new tile. ``name`` is for errors.
+    Scales are in tiles; each group begins with a new tile. ``offs`` has the groups' ends, ``name`` is for errors.
     """
     blocks = k // MX_BLOCK
     width = -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
@@ -109,7 +108,7 @@ def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tenso
 def _mx_tokens(scale: Tensor, features: int, columns: int, offs: Tensor, name: str) -> Tensor:
     """Expand MX scales to the elements of codes (features, columns) with grouped columns, in float64.
 
-    Scales are read from tiles; each group, with its end in ``offs``, has tiles of its own. ``name`` is for errors.
+    Scales are in tiles; each group has tiles of its own. ``offs`` has the groups' ends, ``name`` is for errors.
     """
     tall = -(-features // TILE_ROWS) * TILE_ROWS
     demand(scale.ndim == 2 and scale.shape[0] == tall, name, f"scales of {tall} features in whole tiles.")
@@ -157,7 +156,7 @@ def scaled_grouped_mm(
 ) -> Tensor:  # fmt: skip
     """Compute `torch._scaled_grouped_mm`, a sum over dim -2 of ``b``, and check a GPU's requirements.
 
-    The other arguments are those of the operator.
+    The arguments after ``gpu`` are those of the operator.
     """
     name = f"_scaled_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}, strides {a.stride()} and {b.stride()}"
     demand(bias is None and scale_result is None and a.ndim == 2, name, "two operands without a bias here.")
@@ -221,8 +220,8 @@ def grouped_nvfp4_mm(
 ) -> Tensor:  # fmt: skip
     """Compute `fp8compile::grouped_nvfp4_mm` as on a GPU, and check the GPU's requirements.
 
-    There the operator calls `torch._scaled_grouped_mm_v2` on four-bit codes. If a group has no columns to sum over,
-    the GPU leaves its result unwritten, which is NaN here.
+    On a GPU the operator calls `torch._scaled_grouped_mm_v2` on four-bit codes. The result of a group without columns
+    to sum over, which the GPU leaves unwritten, is NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
     demand(bool(gates_of("nvfp4 groups", gpu.target)), name, "compute capability 10.0 or 10.3.")

@@ -147,7 +147,7 @@ class Interpreter:
     def _run(
         self, function: Callable[..., Any], values: dict[str, Any], programs: Sequence[int], grid: Sequence[int]
     ) -> int:
-        """Run the programs with these linear indices in ``grid`` together, or in parts if they diverge.
+        """Run programs of ``grid``, given by linear indices, together; in smaller batches if they diverge.
 
         Calls the kernel ``function`` with ``values``; returns the elements of the largest block of one program.
         """
@@ -303,7 +303,7 @@ class Interpreter:
         yield Builder, "create_inline_asm", inline_assembly
 
     def _look_for_nan(self, stored: Handle, mask: np.ndarray) -> None:
-        """Note whether ``stored`` has a NaN where ``mask`` is True; the programs then run again, watched.
+        """Note whether ``stored`` has a NaN where ``mask`` is True; if so, the programs run again, watched.
 
         Bytes that may be the code of a NaN count too, once the programs have loaded an infinity or a NaN.
         """

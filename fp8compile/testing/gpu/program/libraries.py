@@ -39,10 +39,10 @@ def make_known(library: Library) -> None:
 
 
 def operator_called(name: str) -> Callable[..., Any] | None:
-    """Python function that a GPU runs for the operator ``name`` of a registered library; None for others."""
+    """Python function that a GPU runs for an operator of a registered library; None if not registered."""
     return next(filter(None, (library.operator(name) for library in _KNOWN)), None)
 
 
 def gates_of(product: str, target: Target) -> list[Any]:
-    """Entries of the libraries' tables on how a target runs ``product``, such as "mx"; [] if it can't."""
+    """Entries of the libraries' tables on how a target runs ``product``, such as "mx"; [] if it doesn't."""
     return [gate for library in _KNOWN for gate in library.gates(product, target)]

@@ -41,7 +41,7 @@ class Accessed:
 
     Attributes:
         programs: Linear indices of the P programs, (P,).
-        pointers: Addresses of the elements; dim 0 is that of programs, with size 1 if all of them access the same.
+        pointers: Addresses of the elements; dim 0 counts programs, and has size 1 if all programs access the same.
         mask: True for each element that is accessed, of the same shape.
         place: File and line of the load, store or atomic.
         span: The first address, and the address after the last one.
@@ -70,7 +70,7 @@ class Access:
     Attributes:
         name: Name of the kernel.
         spans: First address and end address of each tensor, by the argument's name.
-        programs: Linear indices of the programs that run, (P,) int64.
+        programs: Linear indices of the P programs of the batch that runs, (P,) int64.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Access:
 
         Args:
             kind: "load", "store" or "atomic".
-            pointers: Addresses of the elements; dim 0 is that of programs, with size 1 if all of them load the same.
+            pointers: Addresses of the elements; dim 0 counts programs, and has size 1 if all programs access the same.
             mask: True for each element that is accessed, of the same shape.
             width: Bytes of each element.
             place: File and line of the access.

@@ -1,7 +1,7 @@
 """Emulates functional collectives; tensors of other ranks are computed from this rank's tensor.
 
 The tensor of rank ``r`` is this rank's tensor with elements rotated by ``r`` minus this rank's number. So ranks have
-different values, and a program and its reference get the same ones.
+different values, and a program and its reference get the same values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _ranks(group: Any) -> tuple[int, int]:
 def _of_rank(x: Tensor, other: int) -> Tensor:
     """The emulated tensor of the rank whose number is this rank's plus ``other``.
 
-    Its elements are those of ``x``, this rank's tensor, rotated by ``other``.
+    The tensor has the elements of ``x``, this rank's tensor, rotated by ``other``.
     """
     integers = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     return integers.flatten().roll(other).view(x.shape).view(x.dtype)

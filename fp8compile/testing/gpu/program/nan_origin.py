@@ -59,7 +59,7 @@ class NanSearch:
 
     Attributes:
         graph: "forward" or "backward".
-        origin: Result so far: the first step that produces a NaN, or else the first one that reads one.
+        origin: Result so far: the first step that produces a NaN, or else the first step that reads a NaN.
         shows: Whether a run has changed an argument to NaN.
     """
 
@@ -84,7 +84,7 @@ class NanSearch:
     def found(self, name: str, **about: Any) -> None:
         """Store the step in kernel or operator ``name`` as the origin, unless the stored origin is as good.
 
-        ``about`` has the other fields of `NanOrigin`. A step that produces a NaN is better than one that reads it.
+        ``about`` has the other fields of `NanOrigin`. A step that produces a NaN is better than a step that reads it.
         """
         new = NanOrigin(graph=self.graph, name=name, **about)
         if self.origin is None or (new.is_made and not self.origin.is_made):

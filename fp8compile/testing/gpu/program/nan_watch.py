@@ -126,7 +126,7 @@ class Watch:
 
     @property
     def first(self) -> Step | None:
-        """The first step that produced a stored NaN, else the first that read one; None if none was stored."""
+        """The first step that produced a stored NaN, else the first that read it; None if no NaN was stored."""
         ranked = sorted(self._stored, key=lambda number: (not self._steps[number - 1].is_made, number))
         return replace(self._steps[ranked[0] - 1], stored_to=self._stored[ranked[0]]) if ranked else None
 
@@ -201,7 +201,7 @@ class Watch:
     def _keep(
         self, result: Handle, numbers: np.ndarray, made: np.ndarray | None, operands: Any, *, is_made: bool = True
     ) -> None:
-        """Tag a result with the step number of each element, given in ``numbers``; ``made`` masks its NaN.
+        """Tag a result with step numbers, given in ``numbers`` by element; ``made`` is the mask of its NaN.
 
         A NaN without a number gets a new step, described by ``operands`` and ``is_made``.
         """

@@ -47,9 +47,9 @@ def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _sum(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Compute a sum or mean operator, ``target``: in float64, rounded once to float32, as in the program.
+    """Compute the sum or mean operator ``target`` as in a program: in float64, rounded once to float32.
 
-    A mean divides the rounded sum.
+    For a mean, the rounded sum is then divided.
     """
     x, dims = args[0], args[1] if len(args) > 1 else None
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)

@@ -52,7 +52,7 @@ class Product:
 
     Attributes:
         name: Name of the operator, such as "_scaled_mm".
-        operands: Copies of the tensors among the arguments, in order: the matrices, then scales.
+        operands: Copies of the tensors among the arguments: first the matrices, then their scales.
         result: A copy of the result.
     """
 
@@ -83,15 +83,14 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
     """Expand the scales of one operand of `_scaled_mm` to its elements, and check their layout.
 
     Args:
-        scale: The operand's scales. Those of a right operand are transposed, so that they run along its columns.
-        rows: The operand's rows; for a right operand its columns.
+        scale: The operand's scales, transposed for a right operand.
+        rows: Number of the operand's rows; for a right operand, of its columns.
         k: Size of the contracted dim.
         side: "a" or "b", for errors.
         gpu: The GPU.
 
     Returns:
-        Kind of scaling, such as "mx" or "tensorwise", and the scale of each of the operand's elements, (rows, k)
-        float64.
+        Kind of scaling, such as "mx" or "tensorwise", and the scale of each element, (rows, k) float64.
     """
     name, blocks = f"_scaled_mm, scale {side} {tuple(scale.shape)}, strides {scale.stride()}", -(-k // BLOCK)
     if scale.dtype == E8M0:
@@ -167,7 +166,7 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     """Compute `torch._scaled_mm` in float64, rounded once, and check a GPU's requirements.
 
-    The other arguments are those of the operator.
+    The arguments after ``gpu`` are those of the operator.
     """
     demand(bias is None and scale_result is None, "_scaled_mm", "no bias and no scale of its result here.")
     (m, k), n = a.shape, b.shape[1]
@@ -186,7 +185,7 @@ def nvfp4_mm(
 ) -> Tensor:  # fmt: skip
     """Compute `fp8compile::nvfp4_mm` (4-bit `torch._scaled_mm_v2`), and check a GPU's requirements.
 
-    The other arguments are those of the operator.
+    The arguments after ``gpu`` are those of the operator.
     """
     name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
     demand(bool(gates_of("nvfp4", gpu.target)), name, "four-bit codes on compute capability 10.0 to 12.1.")
@@ -202,7 +201,7 @@ def nvfp4_mm(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Make a tensor contiguous, and float64 if it is floating-point: equal values then give equal sums."""
+    """Make a tensor contiguous and, if it is floating-point, float64: then equal values give equal sums."""
     return tensor.contiguous().double() if tensor.is_floating_point() else tensor.contiguous()
 
 
@@ -276,7 +275,7 @@ class Products:
         return lambda *args, **kwargs: self.multiply(name, *args, **kwargs)
 
     def multiply(self, name: str, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Compute the matrix product ``name``, record the call, and write to ``out`` if that is given."""
+        """Compute the matrix product ``name``, record the call, and write the result to ``out`` if given."""
         with _disable_current_modes():  # operators that compute the product are no part of the program
             result = PRODUCTS[name](self.gpu, *args, **kwargs)
             given = [arg for arg in args if isinstance(arg, Tensor)]

@@ -1,8 +1,8 @@
 """Random numbers as Inductor's kernels draw them on a GPU: Philox 4x32-10, from seed and index.
 
-The index is that of an element. A kernel draws one word for each element, or four words for four consecutive elements,
-by Inductor's ``rand4x``. So two kernels that draw the same tensor may get different numbers; a reference draws as the
-first kernel does.
+The index counts elements. A kernel draws one word for each element, or four words for four consecutive elements,
+by Inductor's ``rand4x``. So two kernels that draw the same tensor may get different numbers; the reference draws
+like the first kernel.
 
 Sources: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; triton/language/random.py;
 torch/_inductor/runtime/triton_helpers.py.
@@ -63,7 +63,7 @@ def _uniform(words: np.ndarray) -> np.ndarray:
 
 
 def _normal(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Convert two uniform numbers to two normal ones, float32, by Triton's Box-Muller transform."""
+    """Convert two uniform numbers to two normal numbers, float32, by Triton's Box-Muller transform."""
     radius = square_root(-2.0 * torch.log(torch.from_numpy(np.maximum(np.float32(1e-7), first))))
     angle = torch.from_numpy(np.float32(2 * math.pi) * second)
     return (radius * torch.cos(angle)).numpy(), (radius * torch.sin(angle)).numpy()
@@ -81,8 +81,8 @@ class RandomNumbers:
         Args:
             name: The operator's name, without its namespace.
             args: The operator's arguments.
-            by_fours: Whether the kernel uses four words of each counter. The first kernel of a seed decides for all; a
-                later kernel that draws the other way differs from the reference.
+            by_fours: Whether the kernel uses four words of each counter. The reference draws like the first
+                kernel of a seed, so it differs from a later kernel that draws in the other way.
 
         Returns:
             Numbers in float32; whole numbers in int64.

@@ -88,7 +88,7 @@ class Reference(fx.Interpreter):
         self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
 
     def run_node(self, node: fx.Node) -> Any:
-        """Run one operator, once for each kernel that computes it.
+        """Run a node's operator, once for each kernel that computes the node.
 
         Results may differ between kernels: a kernel reads rounded values from memory, but does not round its own.
         """
@@ -135,13 +135,13 @@ class Reference(fx.Interpreter):
     def _bias_added_later(self, name: str, bias: Tensor, args: Sequence[Any]) -> Tensor:
         """Compute the GEMM or convolution ``name`` of ``args``, round it, and then add the bias.
 
-        Inductor adds such a bias in a kernel after the GEMM.
+        Used for a bias that Inductor adds in a kernel after the GEMM.
         """
         product = self.products.multiply(name, *args)
         return (bias.float() + product.float()).to(product.dtype)
 
     def _in_template(self, node: fx.Node, kernel: str) -> Bounded | None:
-        """Value of a node with its bound, if ``kernel`` is a template that computes the node; else None."""
+        """Value and bounds of a node, if ``kernel`` is a template that computes the node; else None."""
         if kernel not in self._templates:
             return None
         if node in self._sums:
@@ -162,7 +162,7 @@ class Reference(fx.Interpreter):
     def _fused(self, node: fx.Node, kernel: str, bounded: Mapping[fx.Node, Bounded], side: str) -> Any:
         """Compute a node fused after the template ``kernel``, for one ``side`` of the bound, such as "low".
 
-        Operands computed in the template have that side of ``bounded``; other operands are computed as usual.
+        Operands that the template computes are taken from this side of ``bounded``; others are computed as usual.
         """
         is_single = side == "single"
 
@@ -184,9 +184,9 @@ class Reference(fx.Interpreter):
         return None if found is None else found.at(place)
 
     def _settled(self, node: fx.Node, kernel: str, value: Bounded) -> Any:
-        """Check the results that the template ``kernel`` stored against their bounds, and return them.
+        """Compare the results that the template ``kernel`` stored with their bounds in ``value``.
 
-        Later nodes use them. ``value`` has the bounds; results that the template did not store are the exact ones.
+        Returns the results for later nodes: those that are stored, and else the exact results in ``value``.
         """
         self._bounded[node, kernel] = value
         result, where = value.exact, f"{self._templates[kernel]}, {node}"
@@ -217,7 +217,7 @@ class Reference(fx.Interpreter):
         return _rounded(node, self.env[node])
 
     def _sum_in_product(self, node: fx.Node) -> Tensor:
-        """Compute an addition node that Inductor fused with a GEMM: the GEMM plus the tensor, rounded once."""
+        """Compute an addition that Inductor fused with a GEMM: GEMM plus added tensor, rounded once."""
         return self.products.multiply("addmm", *map(self._memory, self._terms(node)))
 
     def _terms(self, node: fx.Node) -> tuple[fx.Node, ...]:
@@ -242,10 +242,7 @@ class Reference(fx.Interpreter):
         return name in PRODUCTS or is_library
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute the operator ``target`` with the results of generated code.
-
-        For example, values in a kernel are not rounded to 16 bits.
-        """
+        """Compute the operator ``target`` as generated code does, such as without rounding to 16 bits."""
         if target is triton_kernel_wrapper_functional:
             return launched(**kwargs)
         if not isinstance(target, torch._ops.OpOverload):
@@ -270,9 +267,9 @@ class Reference(fx.Interpreter):
 
 
 def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
-    """Replace the tensor at nested index ``place`` of ``value``, a node's results, by ``item``.
+    """Copy ``value``, a node's results, with ``item`` in place of the tensor at nested index ``place``.
 
-    The index () stands for the only result.
+    The index () stands for ``value`` itself, a single result.
     """
     if not place:
         return item.reshape(value.shape)

@@ -24,8 +24,8 @@ class Difference:
     Attributes:
         where: Description of the tensor: the graph, how the program was run, and the output or the GEMM's operand.
         element: Index of the first element that differs; None if dtypes, shapes or numbers of tensors differ.
-        expected: That element in the reference, or a description of what was expected.
-        got: That element in the program, or a description of what was found.
+        expected: The element's value in the reference, or a description of what was expected.
+        got: The element's value in the program, or a description of what was found.
         count: Number of elements that differ.
         total: Number of elements of the tensor.
     """
@@ -64,8 +64,8 @@ class GraphRun:
         source: The generated code.
         products: Calls of matrix products, in order.
         launches: Launches of generated kernels, in order.
-        library_calls: Operators that PyTorch's CPU kernels computed. On a GPU a library computes them, and may give
-            other bits.
+        library_calls: Operators that PyTorch's CPU kernels computed. On a GPU a library computes these operators,
+            and may give other bits.
         seconds: Time to generate the code, and time to run it in all requested ways.
     """
 
@@ -93,7 +93,7 @@ class GpuRun:
         outputs: The output tensors.
         gradients: Gradients by name: "args[0]" and the names of parameters.
         graphs: The runs of the forward and, if there is one, of the backward.
-        differences: Differences from the reference. They are empty if each GEMM's operands, each output of a graph
+        differences: Differences from the reference; empty if each GEMM's operands, each output of a graph
             and each tensor that is changed in place have the reference's bits.
         nan_origin: Where the first NaN comes from; None if no output, gradient or changed argument has one.
     """
@@ -140,7 +140,7 @@ def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Differenc
 def output_differences(where: str, got: Sequence[object], expected: Sequence[object]) -> Iterator[Difference]:
     """Yield differences between the results of a program (``got``) and of its reference (``expected``).
 
-    Both may also be the arguments after the run, to find changes in place. ``where`` describes them for messages.
+    Arguments after the run may be compared as well, to find changes in place. ``where`` is text for messages.
     """
     if len(got) != len(expected):
         yield Difference(where=where, element=None, expected=f"{len(expected)}", got=f"{len(got)}", count=1, total=1)

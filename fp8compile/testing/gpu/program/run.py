@@ -40,14 +40,14 @@ def run_gpu_program(
     a feed-forward block of 128 tokens takes seconds.
 
     Memory is filled with NaN before it is written. It is an error if a kernel accesses memory outside of its tensors,
-    if two programs of a launch write the same address, if one writes what another reads, or if the GPU's GEMM would
-    refuse an operand.
+    if two programs of a launch write the same address, if one program writes what another reads, or if the GPU's GEMM
+    would refuse an operand.
 
     ``fn`` is traced with ``fullgraph=True``; all earlier compiled graphs are dropped. Tensors that ``fn`` changes in
     place are changed once, as by one call. Gradients are returned and not accumulated.
 
     Random numbers are those that the GPU's kernels draw, from seeds that this CPU's generator draws
-    (``torch.manual_seed``); the reference evaluates the graphs with the same numbers. Eager mode draws others.
+    (``torch.manual_seed``); the reference evaluates the graphs with the same numbers. Eager mode draws other numbers.
 
     Args:
         fn: A module or function, with FP8 layers or without.
@@ -56,10 +56,10 @@ def run_gpu_program(
         grad_outputs: A gradient for each output that requires grad; None for normal numbers, the same each time.
         precision_casts: Whether to generate code with Inductor's ``emulate_precision_casts``. Each operator's result
             is then rounded to its dtype as in eager mode, so that outputs can be compared with `eager_run`.
-        orders: Orders in which each launch's programs run: "forwards", "backwards", "shuffled". All are run and
+        orders: Orders in which each launch's programs run: "forwards", "backwards", "shuffled". Each is run and
             compared.
         configurations: Numbers of the configurations to run, among those that Inductor would time; "largest" for the
-            configuration with the fewest programs, "all" for all. All are run and compared.
+            one with the fewest programs, "all" for all. Each is run and compared.
         templates: Numbers of Inductor's Triton templates for matrix products, used instead of the GPU's libraries, as
             with ``max_autotune_gemm``; "all" for each template that Inductor would time. A program is generated for
             each number. The results are compared within a bound, because a template adds in its own order.

@@ -9,7 +9,7 @@ Triton 3.7.1 and 3.9 compile it for these tensor cores (read from their PTX):
                                                                      values that are rounded to that format
 
 The last row is Triton's decomposition (lib/Dialect/TritonGPU/Transforms/DecomposeScaledBlocked.cpp): an E8M0 scale of
-2^-127 is 0 there, and one beyond fp16 is infinite in fp16. Tensor cores for block scales only support some tile sizes;
+2^-127 becomes 0, and a scale beyond fp16's range infinite. Tensor cores for block scales only support some tile sizes;
 for others Triton decomposes, with a different result if a scaled value is no bf16 number.
 """
 
@@ -54,7 +54,7 @@ def with_constant_formats(original: Callable[..., tl.tensor]) -> Callable[..., t
 
 
 def scaled_dot(capability: tuple[int, int] | None) -> Callable[..., Handle]:
-    """Make the interpreter's ``create_dot_scaled`` for a compute capability; with None its calls raise."""
+    """Make the interpreter's ``create_dot_scaled`` for a compute capability; for None, calls of it raise."""
 
     def call(
         _: Any, a: Handle, a_scale: Handle | None, a_format: Any, b: Handle, b_scale: Handle | None, b_format: Any,
@@ -75,7 +75,7 @@ def scaled_dot(capability: tuple[int, int] | None) -> Callable[..., Handle]:
 def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], scales: tuple[Any, Any]) -> bool:
     """Whether tensor cores multiply codes of these formats, such as "E2M1", with their scales directly.
 
-    If not, Triton decomposes the product into scaled values and a plain one.
+    If not, Triton scales the values first, and then multiplies without scales.
 
     Raises:
         NotImplementedError: ``capability`` is None.
@@ -97,7 +97,7 @@ def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], sca
 
 
 def _unpacked(operand: Handle, name: str, packed: int) -> np.ndarray:
-    """Numbers of an operand's codes in float64; ``name`` is their format.
+    """Decode an operand's codes to float64; ``name`` is the codes' format.
 
     For "E2M1" a byte has two codes, which are neighbours along dim ``packed``.
     """
@@ -111,7 +111,7 @@ def _unpacked(operand: Handle, name: str, packed: int) -> np.ndarray:
 def _scaled(values: np.ndarray, scale: Handle | None, compute: str | None, *, fast_math: bool) -> np.ndarray:
     """Multiply values (..., rows, k) by scales (..., rows, blocks of k), in float64.
 
-    If ``compute`` is "bf16" or "fp16", results are rounded to it, and with ``fast_math`` NaN scales don't give NaN.
+    If ``compute`` is "bf16" or "fp16", results are rounded to that format; ``fast_math`` makes NaN scales infinite.
     """
     if compute is not None:
         values = _rounded(values, compute)

@@ -31,7 +31,7 @@ def _default_grad(output: Tensor, number: int) -> Tensor:
 def step(
     call: Callable[..., Any], fn: Callable[..., Any], args: Sequence[Any], grad_outputs: Sequence[Tensor] | None
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Run one forward and backward.
+    """Run one forward and backward, and return outputs and gradients.
 
     Args:
         call: The function to call, such as ``fn`` compiled.

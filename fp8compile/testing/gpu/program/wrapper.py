@@ -4,8 +4,8 @@ name in the wrapper      replaced by
 async_compile.triton     `Kernel`, which interprets the kernel in one of its configurations
 extern_kernels.NAME      `Products`, which computes the matrix product
 empty_strided_cuda       memory that is filled with one byte, so that reads of it are noticed
-torch.ops.*              emulated collectives; this library's ops and custom operators by their interpreted GPU
-                         kernels; aten operators by PyTorch's CPU kernels, which is recorded; any other raises
+torch.ops.*              emulated collectives; interpreted GPU kernels of this library's ops and of custom
+                         operators; PyTorch's CPU kernels of aten operators, recorded; other operators raise
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Program:
         of_templates: Results of templates in the last run, by buffer name.
         library_calls: Operators of the last run that PyTorch's CPU kernels computed.
         nans: The search for the origin of a NaN, in all runs of the graph.
-        configurations: The largest number of configurations that Inductor would time for one of its kernels.
+        configurations: The largest number of configurations that Inductor would time for a kernel of the program.
         way: The order and the configuration in which the last run ran kernels.
         poison: The byte that fills memory when the wrapper allocates it.
     """
@@ -207,7 +207,7 @@ class Program:
             self._call = LoadedWrapper(found.source, found.constants, stand_ins)
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
-        """Run the generated code in one way (order and configuration); clears ``args``, to free them early."""
+        """Run the generated code in one way (order and configuration); clears the list ``args``."""
         self.way, self.launches, self.library_calls, self.of_templates = way, [], [], {}
         self.products.called = []
         target = pretend_target(self.gpu.target)
