@@ -17,6 +17,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -108,6 +109,9 @@ def experts_steps() -> dict[str, Callable[[], object]]:
         return lambda: torch.autograd.grad(compiled(*values, ends), values, grad)
 
     recipes = {name: f8.recipes.by_name(name) for name in ("rowwise_bf16_wgrad", "rowwise", "blockwise")}
+    recipes["rowwise, fast accumulation"] = replace(
+        recipes["rowwise"], fast_accumulation_grad_input=True, fast_accumulation_grad_weight=True
+    )
     return {"bf16": step_of(None)} | {name: step_of(recipe) for name, recipe in recipes.items()}
 
 
