@@ -1,5 +1,7 @@
 """benchmarks.pytorch_grouped_gemms: tile, schedule and accumulation are read from mangled names."""
 
+from __future__ import annotations
+
 from benchmarks.pytorch_grouped_gemms import rows_of
 
 HEAD = "_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalINS1_17GroupProblemShapeIN4cute5tupleIJiiiEEEEENS1_10"
