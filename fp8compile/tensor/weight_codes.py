@@ -200,7 +200,7 @@ def forget_codes(weight: Tensor | None) -> None:
 
 
 def _codes_of_parameters(optimizer: Optimizer) -> Iterator[WeightCodes]:
-    every = (known_codes(p) for group in optimizer.param_groups for p in group["params"])
+    every = (known_codes(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     return (codes for codes in every if codes is not None)
 
 

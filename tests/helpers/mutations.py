@@ -184,7 +184,7 @@ MUTATIONS = (
     Mutation(
         "calls are shared that the partitioner treats unlike",
         "fp8compile/inductor/partitioner_marks.py",
-        'return asked, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))',
+        'return asked, is_void, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))',
         "return ()",
         ("tests/ops/test_once_a_graph.py",),
     ),

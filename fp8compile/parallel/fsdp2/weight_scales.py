@@ -73,13 +73,13 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
 def _end_of_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count a write to all weights of an optimizer, whose kernels may count no version."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(local := _compat.local_itself(p), ShardedWeight):
+        if p.requires_grad and isinstance(local := _compat.local_itself(p), ShardedWeight):
             local.edits.count += 1
 
 
 @cache
 def _listen_to_optimizers() -> None:
-    """Register `_end` as a hook on the steps of all optimizers, once."""
+    """Register `_end_of_step` as a hook on the steps of all optimizers, once."""
     register_optimizer_step_post_hook(_end_of_step)
 
 
