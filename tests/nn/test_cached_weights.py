@@ -364,6 +364,7 @@ def test_beside_what_changes_saved_tensors(feature, way):
     assert same(*found)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_transforms_of_functions(transform):
     found = []
