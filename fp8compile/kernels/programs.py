@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 __all__ = [
     "PROGRAMS",
     "TILE",
+    "num_tile_programs",
     "packed_programs",
     "row_programs",
     "rows_of_program",
@@ -35,6 +37,11 @@ def tile_programs(shape: Sequence[int]) -> tuple[int, ...]:
     """Launch grid of a kernel whose programs each take a 128 x 128 tile of one or more matrices."""
     *matrices, m, k = shape
     return (-(-m // TILE), -(-k // TILE), *matrices)
+
+
+def num_tile_programs(shape: Sequence[int]) -> int:
+    """Number of programs in the grid of `tile_programs`."""
+    return math.prod(tile_programs(shape))
 
 
 def several_tile(block: int) -> int:

@@ -7,7 +7,6 @@ casts. Stacked matrices (E, M, K) are quantized one by one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,21 +15,19 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
-from fp8compile.kernels.programs import tile_programs
+from fp8compile.kernels.programs import TILE, num_tile_programs
 from fp8compile.ops import samples
-from fp8compile.ops.amax import amax
-from fp8compile.ops.cast import cast
 from fp8compile.ops.counting_kernels import counts_of_blocks, counts_of_steps, empty_counts
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
+from fp8compile.ops.quantize_columns import cast_along_columns, empty_columns, is_along_columns
 from fp8compile.ops.registry import register_kernel_op
-from fp8compile.ops.scale import scale
 from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
 __all__ = ["along_rows", "empty_outputs", "is_pair", "quantize_both", "quantize_both_counted", "two_casts"]
 
-LARGEST_BLOCK = 128
+LARGEST_BLOCK = TILE
 
 
 def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
@@ -38,12 +35,9 @@ def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
 
     The kernel takes `CurrentScaling` that rounds to nearest, with blocks (1, n) and (n, 1), where n divides 128.
     """
-    if type(rows) is not CurrentScaling or type(columns) is not CurrentScaling:
+    if type(rows) is not CurrentScaling or rows.rounding != "nearest":
         return False
-    if rows.rounding != "nearest" or columns.rounding != "nearest":
-        return False
-    n = rows.block[1]
-    return rows.block == (1, n) and columns.block == (n, 1) and n > 1 and LARGEST_BLOCK % n == 0
+    return is_along_columns(columns) and rows.block == columns.block[::-1]  # type: ignore[union-attr]
 
 
 def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -52,12 +46,10 @@ def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
     Scales along rows and codes along columns are column-major.
     """
     *stack, m, k = x.shape
-    row_blocks, column_blocks = rows.scale_shape((m, k))[1], columns.scale_shape((m, k))[0]
     return (
         x.new_empty(x.shape, dtype=torch.uint8),
-        x.new_empty((row_blocks, *stack, m), dtype=rows.scale_dtype()).movedim(0, -1),
-        x.new_empty((*stack, k, m), dtype=torch.uint8).transpose(-2, -1),
-        x.new_empty((*stack, column_blocks, k), dtype=columns.scale_dtype()),
+        x.new_empty((rows.scale_shape((m, k))[1], *stack, m), dtype=rows.scale_dtype()).movedim(0, -1),
+        *empty_columns(x, columns),
     )
 
 
@@ -75,21 +67,11 @@ def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, T
 
     Results are codes and scales along rows and along columns, in the layouts of `empty_outputs`.
     """
-    if x.ndim == 3:
-        codes, scales, *along_columns = zip(*(two_casts(matrix, rows, columns) for matrix in x), strict=True)
-        turned, column_scales = along_columns
-        return (
-            torch.stack(codes),
-            torch.stack([each.t() for each in scales], dim=1).movedim(0, -1),
-            torch.stack([each.t() for each in turned]).transpose(-2, -1),
-            torch.stack(column_scales),
-        )
-    column_multiplier, column_scale = scale(amax(x, columns), columns)
-    return (
-        *along_rows(x, rows, OPS_OF_STEPS),
-        cast(x, column_multiplier, columns).t().contiguous().t(),
-        column_scale,
-    )
+    along_columns = cast_along_columns(x, columns)
+    if x.ndim == 2:
+        return *along_rows(x, rows, OPS_OF_STEPS), *along_columns
+    codes, scales = zip(*(along_rows(matrix, rows, OPS_OF_STEPS) for matrix in x), strict=True)
+    return torch.stack(codes), torch.stack([each.t() for each in scales], dim=1).movedim(0, -1), *along_columns
 
 
 def _launch(x: Tensor, rows: Any, columns: Any, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,24 +92,20 @@ def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Ten
 # ---------------------------------------------------------------------------------- with counts
 
 
-def _programs(x: Tensor) -> int:
-    return math.prod(tile_programs(x.shape))
-
-
 def _counted_fake(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return *empty_outputs(x, rows, columns), empty_counts(x, 2, _programs(x))
+    return *empty_outputs(x, rows, columns), empty_counts(x, 2, num_tile_programs(x.shape))
 
 
 def _counted_steps(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     codes, scale, column_codes, column_scale = found = two_casts(x, rows, columns)
     each = (codes, scale, rows), (column_codes, column_scale, columns)
-    return *found, counts_of_steps([counts_of_blocks(x, *own) for own in each], _programs(x))
+    return *found, counts_of_steps([counts_of_blocks(x, *own) for own in each], num_tile_programs(x.shape))
 
 
 def _counted_kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if target_of(x.device).type == "cpu":
         return _counted_steps(x, rows, columns)
-    counts = empty_counts(x, 2, _programs(x))
+    counts = empty_counts(x, 2, num_tile_programs(x.shape))
     return *_launch(x, rows, columns, counts), counts
 
 

@@ -7,7 +7,6 @@ On a CPU, and as the reference, it runs the steps. A stack (E, M, K) is quantize
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
-from fp8compile.kernels.programs import TILE, tile_programs
+from fp8compile.kernels.programs import TILE, num_tile_programs
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
@@ -79,25 +78,21 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------- with counts
 
 
-def _programs(x: Tensor) -> int:
-    return math.prod(tile_programs(x.shape))
-
-
 def _counted_fake(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    return *empty_columns(x, quantizer), empty_counts(x, 1, _programs(x))
+    return *empty_columns(x, quantizer), empty_counts(x, 1, num_tile_programs(x.shape))
 
 
 def _counted_steps(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     codes, found = cast_along_columns(x, quantizer)
     stack = (x, codes, found) if x.ndim == 3 else (x[None], codes[None], found[None])
     each = [counts_of_blocks(*own, quantizer) for own in zip(*stack, strict=True)]
-    return codes, found, torch.cat([counts_of_steps([one], _programs(stack[0][0])) for one in each], -1)
+    return codes, found, torch.cat([counts_of_steps([one], num_tile_programs(stack[0][0].shape)) for one in each], -1)
 
 
 def _counted_kernel(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     if target_of(x.device).type == "cpu":
         return _counted_steps(x, quantizer)
-    counts = empty_counts(x, 1, _programs(x))
+    counts = empty_counts(x, 1, num_tile_programs(x.shape))
     return *_launch(x, quantizer, counts), counts
 
 
