@@ -16,11 +16,12 @@ from fp8compile.ops.layer.layer_ops import DELAYED, LINEAR, SHARED_SCALE
 from fp8compile.ops.layer.make_weight_codes import Sets, flat_sets
 from fp8compile.ops.layer.statistics.observe import Observer
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, check_serves, has_codes, not_dense, shown
 
 __all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear", "only_given"]
 
 TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
+PLAIN = (Tensor, torch.nn.Parameter)  # classes without codes and without ranks
 
 
 def check_recipe(function: str, recipe: object) -> None:
@@ -39,13 +40,9 @@ def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it is a tensor.")
-    if has_codes(tensor) and (name, function) not in TAKE_CODES:
-        raise TypeError(
-            f"{function}: {name} is a QuantizedTensor; {function} quantizes its operands itself. Pass .dequantize(), "
-            "or multiply quantized matrices by fp8compile.scaled_mm."
-        )
-    if (reason := not_dense(tensor)) is not None:
-        raise TypeError(f"{function}: {name} {reason}; it is a dense tensor. Densify it first.")
+    is_plain = type(tensor) in PLAIN and type(x) in PLAIN
+    if not is_plain or tensor.layout is not torch.strided or tensor.is_nested:
+        _check_class(function, name, tensor, x)
     if tensor.dtype not in SOURCE_DTYPES:
         raise TypeError(
             f"{function}: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it, or leave "
@@ -58,14 +55,24 @@ def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
             f"{function}: {name} is {tensor.dtype} and x is {x.dtype}; they have one dtype. Cast one of them, or run "
             "under torch.autocast."
         )
+    if tensor.device != x.device:
+        raise ValueError(f"{function}: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
+
+
+def _check_class(function: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    if has_codes(tensor) and (name, function) not in TAKE_CODES:
+        raise TypeError(
+            f"{function}: {name} is a QuantizedTensor; {function} quantizes its operands itself. Pass .dequantize(), "
+            "or multiply quantized matrices by fp8compile.scaled_mm."
+        )
+    if (reason := not_dense(tensor)) is not None:
+        raise TypeError(f"{function}: {name} {reason}; it is a dense tensor. Densify it first.")
     if is_dtensor(tensor) != is_dtensor(x):
         one, other = ("x", name) if is_dtensor(x) else (name, "x")
         raise TypeError(
             f"{function}: {one} is a DTensor and {other} is none; a layer is spread over ranks as a whole or not at "
             "all. Use parallelize_module, distribute_tensor or DTensor.from_local for all of it."
         )
-    if tensor.device != x.device:
-        raise ValueError(f"{function}: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
 
 
 def _check_castable(function: str, weight: object, dtype: torch.dtype) -> None:
@@ -201,7 +208,7 @@ def linear(
     x, weight, bias = checked_operands("linear", x, weight, bias)
     if state is not None:
         check_state(state)
-    if has_codes(weight):
+    if isinstance(weight, QuantizedTensor):
         check_serves("linear", weight, recipe)  # the op checks too, but torch.compile would wrap its error
     if outer_amax is not None:
         _check_outer_amax(outer_amax, weight, state)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import is_dtensor
-from fp8compile.nn.functional import check_recipe, check_tensor, in_dtype_of_autocast, only_given
+from fp8compile.nn.functional import PLAIN, check_recipe, check_tensor, in_dtype_of_autocast, only_given
 from fp8compile.nn.ungathered_experts import UngatheredStack
 from fp8compile.ops import fsdp_grouped_linear, known_codes_grouped_linear
 from fp8compile.ops import grouped_linear as grouped_linear_op
@@ -25,7 +25,7 @@ __all__ = ["checked_groups", "grouped_linear", "grouped_mm"]
 def _check_local(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"grouped_linear: {name} is a {type(tensor).__name__}; it is a tensor.")
-    if is_dtensor(tensor):
+    if type(tensor) not in PLAIN and is_dtensor(tensor):
         raise TypeError(
             f"grouped_linear: {name} is a DTensor; groups are those of one rank. Pass its local tensor, .to_local()."
         )

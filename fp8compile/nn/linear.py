@@ -20,7 +20,7 @@ from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.layer_registry import CONVERTED
 from fp8compile.nn.placed_like import on_all_ranks_of
 from fp8compile.nn.shared_outer_amax import shared_outer_amax
-from fp8compile.nn.warn_if_not_sharded import warn_if_not_sharded
+from fp8compile.nn.warn_if_not_sharded import MARK, warn_if_not_sharded
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
 
@@ -69,6 +69,7 @@ class Linear(CodesInState, nn.Linear):
     observed_weights: ClassVar[Sequence[str]] = ("weight",)
     amax_history: Tensor  # this and `multiplier` exist only if the recipe has delayed scaling
     multiplier: Tensor
+    _recipe_under_fsdp: Recipe | None = None  # the recipe for a weight that FSDP frees, if it is another one
     _plain: ClassVar[type[nn.Linear]] = nn.Linear  # the class that `revert` restores; made subclasses set their own
 
     def __init__(
@@ -148,7 +149,7 @@ class Linear(CodesInState, nn.Linear):
         check_recipe("Linear", recipe)
         self._set_caching(recipe)
         self._recipe = recipe
-        self._recipe_under_fsdp = _keeping_nothing(recipe)
+        self._recipe_under_fsdp = _keeping_nothing(recipe) if recipe.keep_weight_codes else None
         if self.scale_group:
             self.share_scale(self.scale_group)
 
@@ -160,13 +161,21 @@ class Linear(CodesInState, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
-        recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
-        warn_if_not_sharded(self)
-        observer = self.observer("weight")
+        recipe = self._recipe
+        beside: dict[str, Any] = {}  # what few layers have, and few steps
+        if self._recipe_under_fsdp is not None and is_fsdp_managed(self):
+            recipe = self._recipe_under_fsdp
+        if MARK in self.__dict__:
+            warn_if_not_sharded(self)
+        if torch.is_grad_enabled() and self._observers is not None:  # an evaluation is not read
+            beside["observer"] = self.observer("weight")
         if self.scale_group and (outer_amax := self.outer_amax()) is not None:
-            return linear(input, self.weight, self.bias, recipe=recipe, outer_amax=outer_amax, observer=observer)
-        given: Any = {"state": self.delayed_state(), "weight_codes": self.step_codes("weight")}
-        return linear(input, self.weight, self.bias, recipe=recipe, observer=observer, **given)
+            return linear(input, self.weight, self.bias, recipe=recipe, outer_amax=outer_amax, **beside)
+        if self._caches_weights:
+            beside["weight_codes"] = self.step_codes("weight")
+        if "amax_history" in self._buffers:
+            beside["state"] = self.delayed_state()
+        return linear(input, self.weight, self.bias, recipe=recipe, **beside)
 
     def cached_weights(self) -> dict[str, bool]:
         """Return the parameters whose codes may be kept for a step, as ``{name: is stored transposed}``."""
@@ -272,7 +281,7 @@ def _keeping_nothing(recipe: Recipe) -> Recipe:
 
     FSDP frees weights after the forward, and kept codes would stay in memory.
     """
-    return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
+    return replace(recipe, keep_weight_codes=False)
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:

@@ -9,22 +9,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fp8compile.ops import samples
+from fp8compile.ops import quantization_steps, samples
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding_rules import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.check_returned import is_own, returned, shape_said
+from fp8compile.quantizers.check_returned import shape_said
 
 __all__ = ["amax", "empty_grid"]
-
-
-def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
-    found = quantizer.amax(x)
-    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
-        return found
-    shape = shape_said(quantizer, "scale_shape", x.shape)
-    return returned(found, quantizer, "amax", shape, torch.float32, "what scale_shape says")
 
 
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
@@ -49,10 +41,10 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 amax: OpOverload = register_op(
     "fp8compile::amax",
-    _kernel,
+    quantization_steps.amax,
     fake=empty_grid,
     backward=None,
-    decompose=lambda x, quantizer: _kernel(rounded(x), quantizer),
+    decompose=lambda x, quantizer: quantization_steps.amax(rounded(x), quantizer),
     sharding=_sharding,
     samples=_samples,
 )

@@ -13,27 +13,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fp8compile.ops import samples
+from fp8compile.ops import quantization_steps, samples
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding_rules import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.check_returned import is_own, returned, shape_said
+from fp8compile.quantizers.check_returned import shape_said
 
 __all__ = ["cast", "cast_again", "empty_codes"]
-
-
-def _kernel(
-    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Tensor:
-    if rows is None or columns is None:
-        found = quantizer.cast(x, multiplier)
-    else:
-        found = quantizer.cast_at(x, multiplier, rows, columns)
-    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
-        return found.contiguous()
-    shape = shape_said(quantizer, "codes_shape", x.shape)
-    return returned(found, quantizer, "cast", shape, torch.uint8, "what codes_shape says").contiguous()
 
 
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
@@ -69,10 +56,10 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 def _register(name: str, *, apart: bool) -> OpOverload:
     return register_op(
         name,
-        _kernel,
+        quantization_steps.cast,
         fake=_fake,
         backward=None,
-        decompose=lambda x, *others: _kernel(rounded(x, apart=apart), *others),
+        decompose=lambda x, *others: quantization_steps.cast(rounded(x, apart=apart), *others),
         sharding=_sharding,
         samples=_samples,
     )

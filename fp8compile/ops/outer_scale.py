@@ -12,24 +12,16 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fp8compile.ops import samples
+from fp8compile.ops import quantization_steps, samples
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.check_returned import dtype_said, returned
+from fp8compile.quantizers.check_returned import dtype_said
 
 __all__ = ["outer_amax", "two_scales"]
 
-ONE = (1,)
-
 # ---------------------------------------------------------------------------------- outer_amax
-
-
-def _amax_kernel(amax: Tensor, quantizer: Quantizer) -> Tensor:
-    found = quantizer.outer_amax(amax)
-    found = returned(found, quantizer, "outer_amax", ONE, torch.float32, "of the whole tensor")
-    return found.clone() if found is amax or found._is_view() else found
 
 
 def _amax_samples() -> Iterator[tuple[Any, ...]]:
@@ -41,8 +33,8 @@ def _amax_samples() -> Iterator[tuple[Any, ...]]:
 
 outer_amax: OpOverload = register_op(
     "fp8compile::outer_amax",
-    _amax_kernel,
-    fake=lambda amax, quantizer: amax.new_empty(ONE),
+    quantization_steps.outer_amax,
+    fake=lambda amax, quantizer: amax.new_empty(quantization_steps.ONE),
     backward=None,
     decompose=lambda amax, quantizer: quantizer.outer_amax(amax),
     sharding=lambda amax, quantizer: [Split((Cut(dim), None), ("max",)) for dim in range(amax.ndim)],
@@ -52,37 +44,16 @@ outer_amax: OpOverload = register_op(
 # ---------------------------------------------------------------------------------- two_scales
 
 
-def _outer_scale(outer_amax: Tensor, quantizer: Quantizer) -> Tensor:
-    found = quantizer.outer_scale(outer_amax)
-    return returned(found, quantizer, "outer_scale", ONE, torch.float32, "of the whole tensor")
-
-
-def _block_scale(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> Tensor:
-    found, dtype = quantizer.block_scale(amax, outer_amax), dtype_said(quantizer)
-    return returned(found, quantizer, "block_scale", amax.shape, dtype, "that of amax, in scale_dtype()")
-
-
-def _multiplier(scale: Tensor, outer_scale: Tensor, quantizer: Quantizer) -> Tensor:
-    found = quantizer.block_multiplier(scale, outer_scale)
-    return returned(found, quantizer, "block_multiplier", scale.shape, torch.float32, "that of scale")
-
-
-def _scales_kernel(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    outer = _outer_scale(outer_amax, quantizer)
-    scale = _block_scale(amax, outer_amax, quantizer)
-    return _multiplier(scale, outer, quantizer), scale, outer
-
-
 def _scales_fake(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     dtype = dtype_said(quantizer)
     return torch.empty_like(amax), torch.empty_like(amax, dtype=dtype), torch.empty_like(outer_amax)
 
 
 def _scales_decompose(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    outer = realize(_outer_scale(outer_amax, quantizer))
-    scale = _block_scale(amax, outer_amax, quantizer)
+    outer = realize(quantization_steps.outer_scale(outer_amax, quantizer))
+    scale = quantization_steps.block_scale(amax, outer_amax, quantizer)
     # `realize`, as in fp8compile::scale: otherwise each element of the cast would repeat the division of its block
-    return realize(_multiplier(scale, outer, quantizer)), scale, outer
+    return realize(quantization_steps.block_multiplier(scale, outer, quantizer)), scale, outer
 
 
 def _scales_samples() -> Iterator[tuple[Any, ...]]:
@@ -92,7 +63,7 @@ def _scales_samples() -> Iterator[tuple[Any, ...]]:
 
 two_scales: OpOverload = register_op(
     "fp8compile::two_scales",
-    _scales_kernel,
+    quantization_steps.two_scales,
     fake=_scales_fake,
     backward=None,
     decompose=_scales_decompose,

@@ -18,10 +18,11 @@ from fp8compile import _compat, inductor
 from fp8compile.kernels.programs import TILE, num_tile_programs
 from fp8compile.ops import samples
 from fp8compile.ops.counting_kernels import counts_of_blocks, counts_of_steps, empty_counts
-from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
+from fp8compile.ops.quantization_steps import Steps
 from fp8compile.ops.quantize_columns import cast_along_columns, empty_columns, is_along_columns
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.sharding_rules import Cut, Split
+from fp8compile.ops.traced_steps import OPS_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

@@ -12,34 +12,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fp8compile.ops import samples
+from fp8compile.ops import quantization_steps, samples
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding_rules import along_every_dim
 from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.check_returned import dtype_said, is_own, returned
+from fp8compile.quantizers.check_returned import dtype_said
 
 __all__ = ["scale"]
-
-
-def _multiplier(amax: Tensor, quantizer: Quantizer) -> Tensor:
-    found = quantizer.multiplier(amax)
-    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
-        return found
-    return returned(found, quantizer, "multiplier", amax.shape, torch.float32, "that of amax")
-
-
-def _scale(multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    found = quantizer.scale_of(multiplier)
-    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
-        return found
-    what = "that of multiplier, in scale_dtype()"
-    return returned(found, quantizer, "scale_of", multiplier.shape, dtype_said(quantizer), what)
-
-
-def _kernel(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    multiplier = _multiplier(amax, quantizer)
-    return multiplier, _scale(multiplier, quantizer)
 
 
 def _fake(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
@@ -48,8 +28,8 @@ def _fake(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 def _decompose(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     # `realize`: otherwise each element of the cast would repeat the division of its block
-    multiplier = realize(_multiplier(amax, quantizer))
-    return multiplier, _scale(multiplier, quantizer)
+    multiplier = realize(quantization_steps.multiplier(amax, quantizer))
+    return multiplier, quantization_steps.scale_of(multiplier, quantizer)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -62,7 +42,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 scale: OpOverload = register_op(
     "fp8compile::scale",
-    _kernel,
+    quantization_steps.scale,
     fake=_fake,
     backward=None,
     decompose=_decompose,

@@ -226,7 +226,7 @@ def _observed(op: ObserveOp, *args: Any) -> Any:
 
     Totals are plain tensors, because they cover only this rank's elements.
     """
-    (first, x, weight, *_), _, place, _, later, names, recipe = op.split(args)
+    (first, x, weight, *_), ends, place, _, later, names, recipe = op.split(args)
     tokens, mesh = first if op.gradient else x, args[0].device_mesh
     gemm, multiplier = GRAD_INPUT if op.gradient else OUTPUT, _whole_state(place.given().get("multiplier"))
     observed = {"grad_output": first if op.gradient else None, "input": x}
@@ -245,9 +245,9 @@ def _observed(op: ObserveOp, *args: Any) -> Any:
     is_here = partial(op.is_here, later=later)
     found = counted(seen, Operands(recipe, phase, multiplier, **more), names, is_here)
     if op.gradient:
-        return op.results(args, parts["grad_output"].local, found, phase)
+        return op.results(ends, names, parts["grad_output"].local, found, phase)
     y = args[0]
-    local, rows = op.results(args, _compat.local_itself(y), found, phase)
+    local, rows = op.results(ends, names, _compat.local_itself(y), found, phase)
     return whole_of(local, mesh, y.placements, y.shape), rows
 
 

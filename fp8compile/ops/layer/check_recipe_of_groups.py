@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fp8compile import _compat
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 
 __all__ = ["check_cut_of_groups", "check_recipe_of_groups"]
@@ -19,14 +18,9 @@ def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> 
         )
 
 
+@lru_cache(maxsize=256)  # every call of an eager layer checks its recipe
 def check_recipe_of_groups(recipe: Recipe) -> None:
     """Raise a ValueError if the recipe can't quantize each group of tokens independently of other groups."""
-    if not _compat.is_stand_in(recipe):  # PyTorch 2.11 traces no method of a recipe
-        _check_recipe(recipe)
-
-
-@lru_cache(maxsize=256)  # every call of an eager layer checks its recipe
-def _check_recipe(recipe: Recipe) -> None:
     if recipe.history():
         raise ValueError(
             "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "
@@ -64,7 +58,7 @@ def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
 
     An outer scale, the scale of a whole matrix, would need the amaxes of several ranks.
     """
-    if ranks == 1 or _compat.is_stand_in(recipe):
+    if ranks == 1:
         return
     given = [getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)]
     if any(quantizer is not None and quantizer.has_outer_scale() for quantizer in given):

@@ -26,7 +26,7 @@ from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.cast import cast_again
 from fp8compile.ops.gemms.selection import PADDED_TO, multiply
-from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
+from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups, multiply_operands_of_groups
 from fp8compile.ops.inductor_hints import after, store
 from fp8compile.ops.layer.fsdp_gather_high_precision import gathered
 from fp8compile.ops.layer.fsdp_rows import Rows, rows_cut
@@ -247,7 +247,8 @@ class Operands:
             return run(*gemm.oriented(left, right), out_dtype, config)
         # grouped products take matrices (E, n, k) and both sides of tokens along their features
         right = right if gemm.b_transposed or gemm.a_transposed else right.t()
-        return multiply_groups(left, right, left.layout.ends, out_dtype, config)
+        run_groups = multiply_groups if self.phase is Phase.EAGER else multiply_operands_of_groups
+        return run_groups(left, right, left.layout.ends, out_dtype, config)
 
     # ------------------------------------------------------------------ steps
 
@@ -277,7 +278,10 @@ class Operands:
                 return _codes_of_stack(part.local, part.layout, quantizer)
         elif self._reads_once(part) and self._shares_read(slot):
             return by_one_read(part, slot, self.recipe, self._steps(part, slot), counts=self.counts)
-        return quantize_part(part, quantizer, self._steps(part, slot))
+        steps = self._steps(part, slot)
+        if not part.cuts and not part.layout.batch:
+            return steps.quantize(part, quantizer)
+        return quantize_part(part, quantizer, steps)
 
     def _reads_once(self, part: Plain) -> bool:
         """Whether kernels may read a part once for two purposes: in compiled code on a GPU, with gradients."""
@@ -390,7 +394,7 @@ def _without_padding(stack: Quantized, rows: int) -> Quantized:
 
     Codes that are packed along columns keep the padding.
     """
-    if packed_dim(stack.quantizer) == -2 or stack.codes.shape[1] == rows:
+    if stack.codes.shape[1] == rows or packed_dim(stack.quantizer) == -2:
         return stack
     blocks = stack.quantizer.scale_shape((rows, stack.codes.shape[2]))[0]
     return replace(stack, codes=stack.codes[:, :rows], scale=stack.scale[:, :blocks])

@@ -75,20 +75,23 @@ def check(x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe) -> N
 
 def output(
     phase: Phase,
-    x: Tensor,
-    weight: Tensor,
+    tensors: Sequence[Any],
     ends: Tensor | None,
-    bias: Tensor | None,
     place: Placement,
     recipe: Recipe,
     codes: dict[str, Any] | None = None,
 ) -> Any:
     """Compute the output; with delayed scaling also the multipliers used and the amaxes of x and weight.
 
-    ``phase`` says whether the code runs in eager mode or in which kind of graph. ``place`` says which shards are on
-    this rank; ``ends`` are the ends of the groups of rows. ``codes`` are keyword arguments of `Operands` for a weight
-    that is quantized already.
+    Args:
+        phase: Whether the code runs in eager mode, or in which kind of graph.
+        tensors: Input, weight, and bias or None.
+        ends: The ends of the groups of rows, or None.
+        place: Which shards are on this rank.
+        recipe: Quantizers for the operands.
+        codes: Keyword arguments of `Operands` for a weight that is quantized already.
     """
+    x, weight, bias = tensors
     check(x, ends, place, recipe)
     layouts = place.layouts(x.ndim, ends)
     operands, beside = operands_of(recipe, phase, ends, {**place.given(), **(codes or {})}), None
@@ -106,14 +109,14 @@ def output(
 
 def grad_input(
     phase: Phase,
-    grad_output: Tensor,
-    weight: Tensor,
+    tensors: Sequence[Any],
     ends: Tensor | None,
     place: Placement,
     recipe: Recipe,
     codes: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Compute the gradient of the input; arguments have the same meaning as in `output`."""
+    """Compute the gradient of the input from grad_output and the weight; other arguments are those of `output`."""
+    grad_output, weight = tensors
     if phase is Phase.BACKWARD:
         inductor.repeat_in_backward(grad_output)
     layouts = place.layouts(grad_output.ndim, ends)
@@ -122,10 +125,9 @@ def grad_input(
     return place.finish(multiply_parts(GRAD_INPUT, *parts, operands), layouts.input, grad_output.shape)
 
 
-def grad_weight(
-    phase: Phase, grad_output: Tensor, x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe
-) -> Tensor:
-    """Compute the gradient of the weight from the input; arguments have the same meaning as in `output`."""
+def grad_weight(phase: Phase, tensors: Sequence[Any], ends: Tensor | None, place: Placement, recipe: Recipe) -> Tensor:
+    """Compute the gradient of the weight from grad_output and the input; other arguments are those of `output`."""
+    grad_output, x = tensors
     layouts = place.layouts(x.ndim, ends)
     operands = operands_of(recipe, phase, ends, place.given())
     parts = part_of_tokens(grad_output, layouts.output), part_of_tokens(x, layouts.input)
@@ -133,27 +135,28 @@ def grad_weight(
 
 
 def grad_weight_of_codes(
-    phase: Phase, grad_output: Tensor, kept: Kept, ends: Tensor | None, place: Placement, recipe: Recipe
+    phase: Phase, tensors: Sequence[Any], ends: Tensor | None, place: Placement, recipe: Recipe
 ) -> Tensor:
-    """Compute the gradient of the weight from ``kept``, the codes of the input that `keep` made.
+    """Compute the gradient of the weight from grad_output and the codes and scales of the input that `keep` made.
 
-    Other arguments have the same meaning as in `output`.
+    Other arguments are those of `output`.
     """
+    grad_output, *kept = tensors
     layouts = place.layouts(grad_output.ndim, ends)
     grad = part_of_tokens(grad_output, layouts.output)
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
-    found = kept_input_as_quantized(kept, quantizer, layouts.input, grad.local.shape[0])
+    found = kept_input_as_quantized((kept[0], kept[1], kept[2]), quantizer, layouts.input, grad.local.shape[0])
     operands = operands_of(recipe, phase, ends, {**place.given(), "input": found})
     x = Plain(found.codes, layouts.input)
     return place.reduced(multiply_parts(GRAD_WEIGHT, grad, x, operands).local, phase)
 
 
-def keep(phase: Phase, x: Tensor, ends: Tensor | None, place: Placement, quantizer: Quantizer) -> Kept:
-    """Quantize the input for grad_weight; returns codes, scales of blocks and outer scales.
+def keep(phase: Phase, tensors: Sequence[Any], ends: Tensor | None, place: Placement, quantizer: Quantizer) -> Kept:
+    """Quantize the input, the only entry of ``tensors``, for grad_weight; other arguments are those of `output`.
 
-    An outer scale is that of the whole tensor or, with groups, of a group. Arguments have the same meaning as in
-    `output`.
+    Returns codes, scales of blocks, and the outer scale: one for the whole input, or one for each group.
     """
+    (x,) = tensors
     return keep_input(Plain(x, place.layouts(x.ndim, ends).input), quantizer, STEPS[phase])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, get_type_hints
 
 import torch
@@ -56,10 +55,6 @@ class PlacedOp:
 
     def constants(self) -> dict[str, Any]:
         """Names and annotations of the constants at the end of the op's schema, such as the recipe."""
-        raise NotImplementedError
-
-    def run(self, phase: Phase, args: tuple[Any, ...]) -> Any:
-        """Compute the op's results from its flat arguments, in eager mode or in the kind of graph ``phase``."""
         raise NotImplementedError
 
     def empty(self, args: tuple[Any, ...]) -> Any:
@@ -150,26 +145,36 @@ def _flat(
 
 
 def register_placed(
-    name: str, op: PlacedOp, gemm: Gemm | None, returns: Any, samples: Samples, **derivative: Any
+    name: str,
+    op: PlacedOp,
+    compute: Callable[..., Any],
+    gemm: Gemm | None,
+    returns: Any,
+    samples: Samples,
+    **derivative: Any,
 ) -> torch._ops.OpOverload:
     """Register an op for one placement as ``fp8compile::name``.
 
     Args:
         name: Name of the op without its namespace.
-        op: Description of the op, which computes its results.
+        op: Description of the op's arguments.
+        compute: Computes the op's results from the phase and from what ``op.split`` returns.
         gemm: The GEMM in whose phase (forward or backward) compiled code runs the op; None for the forward.
         returns: Annotation of the op's results.
         samples: Yields sample arguments.
         derivative: Further arguments of `register_op`, if the op has a derivative.
     """
 
+    def impl(args: tuple[Any, ...]) -> Any:
+        return compute(Phase.EAGER, *op.split(args))
+
     def decompose(args: tuple[Any, ...]) -> Any:
-        return op.run(Phase.FORWARD if gemm is None else Phase.compiled(gemm), args)
+        return compute(Phase.FORWARD if gemm is None else Phase.compiled(gemm), *op.split(args))
 
     parameters = op.parameters()
     return register_op(
         f"fp8compile::{name}",
-        _flat(parameters, partial(op.run, Phase.EAGER), returns),
+        _flat(parameters, impl, returns),
         fake=_flat(parameters, op.empty, returns),
         decompose=_flat(parameters, decompose, returns),
         sharding=None,  # `fp8compile.parallel.dtensor_layer` handles DTensors

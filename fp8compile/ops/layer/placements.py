@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8compile import _compat, inductor
+from fp8compile import inductor
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized, TensorLayout
 from fp8compile.ops.collectives import all_reduce, reduce_scatter
@@ -200,7 +200,7 @@ class Whole(Placement):
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
         """Raise a ValueError for delayed scaling, because this op takes no state."""
-        if not _compat.is_stand_in(recipe) and recipe.history():
+        if recipe.history():
             raise ValueError(
                 "linear: the recipe has delayed scaling, whose scales come from the steps before, and no state is "
                 "given. Keep one for each layer, fp8compile.DelayedState.initial(recipe), and pass state=; or use "
@@ -455,7 +455,7 @@ class CutOverGroup(_OverGroup):
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
         """Raise a ValueError for delayed scaling: users call this op by functions, which keep no state."""
-        if not _compat.is_stand_in(recipe) and recipe.history():
+        if recipe.history():
             raise ValueError(
                 "sharded_linear: the recipe has delayed scaling, whose state is kept by layers, and this one is a "
                 "function. Take a recipe with current scaling, or a fp8compile.Linear on DTensors."
@@ -594,7 +594,7 @@ class RowsOverFsdp(RowsOverFsdpBase):
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
         """Raise a ValueError for delayed scaling; the op fsdp_delayed_linear has arguments for its state."""
-        if not _compat.is_stand_in(recipe) and recipe.history():
+        if recipe.history():
             raise ValueError(
                 "fsdp_linear: the recipe has delayed scaling, whose state this op has no place for. Take "
                 "fsdp_delayed_linear."

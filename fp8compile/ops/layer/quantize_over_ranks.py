@@ -23,11 +23,10 @@ from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.groups.padding import group_to_read
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.layer.gather_operands import check_not_packed
-from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS, Scales, Steps
+from fp8compile.ops.traced_steps import OPS_OF_STEPS
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks
-
-Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and with two levels the outer scale
 
 __all__ = [
     "OPS_OF_STEPS",
@@ -257,14 +256,14 @@ def scales_of(
         batch: Number of leading dims over which matrices are stacked.
     """
     if not quantizer.has_outer_scale():
-        return *steps.scale(amaxes, quantizer), None
+        return steps.scales(amaxes, quantizer)
     if outer_amax is None:
         outer_amax = outer_amax_of(amaxes, quantizer, batch, steps)
         for cut in cuts:
             if cut is not None and cut.dim >= batch:
                 outer_amax = all_reduce_amax(outer_amax, cut.group)
     if not batch:
-        return steps.two_scales(amaxes, outer_amax, quantizer)
+        return steps.scales(amaxes, quantizer, outer_amax)
     return _two_scales_of_stack(amaxes, outer_amax, quantizer, steps)
 
 
@@ -373,37 +372,30 @@ def quantize_part(
         _check_transform(part, quantizer)
     if whole_amax is not None and any(part.cuts):
         return _by_whole_amax(part, quantizer, steps, whole_amax)
-    if not batch and not is_cut:
+    if not is_cut:
         known = local_amax if whole_amax is None else whole_amax
-        return _quantize_matrix(part, quantizer, steps, known, outer_amax)
-    if is_cut:
-        window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
-    else:
-        quantizer = _for_matrices(part, quantizer)
-        window, sides = part.local, _sides(part, quantizer)
-        given = whole_amax if whole_amax is not None else local_amax
-        found = _amax_of_matrices(window, quantizer, batch, steps.amax) if given is None else given
+        if batch:
+            return _quantize_stack(part, quantizer, steps, known, outer_amax)
+        return steps.quantize(part, quantizer, known, outer_amax)
+    window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
     multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts, outer_amax, batch)
     for dim, side in zip(SIDES, sides, strict=True):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
     where = () if batch and not quantizer.has_outer_scale() else _positions(sides, quantizer, part)
-    codes = _cast(window, multiplier, quantizer, batch, steps, where)
-    codes = _extracted(codes, part, sides) if is_cut else codes
+    codes = _extracted(_cast(window, multiplier, quantizer, batch, steps, where), part, sides)
     return _quantized(part, codes, scale, quantizer, outer_scale)
 
 
-def _quantize_matrix(
-    part: Plain, quantizer: Quantizer, steps: Steps, known: Tensor | None, outer_amax: Tensor | None = None
+def _quantize_stack(
+    stack: Plain, quantizer: Quantizer, steps: Steps, amaxes: Tensor | None, outer_amax: Tensor | None
 ) -> Quantized:
-    """Quantize a matrix that is whole on this rank, which is the usual case of eager layers.
-
-    ``known`` are the blocks' amaxes, or None to compute them; ``outer_amax`` is that of `quantize_part`.
-    """
-    quantizer = quantizer.for_shape(part.local.shape)
-    amaxes = steps.amax(part.local, quantizer) if known is None else known
-    multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps, outer_amax=outer_amax)
-    codes = steps.cast(part.local, multiplier, quantizer)
-    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer_scale, layout=part.layout)
+    """Quantize stacked matrices that are whole on this rank; amaxes that are not given are computed."""
+    quantizer = _for_matrices(stack, quantizer)
+    amaxes = _amax_of_matrices(stack.local, quantizer, 1, steps.amax) if amaxes is None else amaxes
+    multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps, outer_amax=outer_amax, batch=1)
+    where = positions(stack, quantizer) if quantizer.has_outer_scale() else ()
+    codes = _cast(stack.local, multiplier, quantizer, 1, steps, where)
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer_scale, layout=stack.layout)
 
 
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:

@@ -39,10 +39,19 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "grad_weight_of_codes": ("grad_output", "codes", "scale", "outer_scale", "offsets"),
 }
 
+# what computes each op from the phase, its tensors, the ends of groups, the placement and the constant
+COMPUTE: dict[str, Callable[..., Any]] = {
+    "output": output_and_gradients.output,
+    "grad_input": output_and_gradients.grad_input,
+    "grad_weight": output_and_gradients.grad_weight,
+    "kept_input": output_and_gradients.keep,
+    "grad_weight_of_codes": output_and_gradients.grad_weight_of_codes,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOp(PlacedOp):
-    """One op of a layer: turns flat arguments into a call of a function of `output_and_gradients`.
+    """One op of a layer: its arguments, and a call of a function of `output_and_gradients` with them.
 
     Attributes:
         kind: Which op this is, a key of ``TENSORS``: ``"output"``, ``"grad_input"``, ``"grad_weight"`` and others.
@@ -71,28 +80,15 @@ class LayerOp(PlacedOp):
 
         ``codes`` are keyword arguments of `Operands` for a weight that is quantized already.
         """
-        tensors, ends, place, last = self.split(args)
-        if self.kind == "output":
-            x, weight, bias = tensors
-            return output_and_gradients.output(phase, x, weight, ends, bias, place, last, codes)
-        if self.kind == "grad_input":
-            grad_output, weight = tensors
-            return output_and_gradients.grad_input(phase, grad_output, weight, ends, place, last, codes)
-        if self.kind == "grad_weight":
-            grad_output, x = tensors
-            return output_and_gradients.grad_weight(phase, grad_output, x, ends, place, last)
-        if self.kind == "kept_input":
-            (x,) = tensors
-            return output_and_gradients.keep(phase, x, ends, place, last)
-        grad_output, *kept = tensors
-        return output_and_gradients.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
+        return COMPUTE[self.kind](phase, *self.split(args), *(() if codes is None else (codes,)))
 
     def empty(self, args: tuple[Any, ...]) -> Any:
         """Make uninitialized tensors with the shapes and dtypes of the op's results, for its fake kernel."""
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
             x, weight, _ = tensors
-            output_and_gradients.check(x, ends, place, last)
+            if not _compat.is_stand_in(last):
+                output_and_gradients.check(x, ends, place, last)
             y = place.empty_output(x, weight, ends)
             stateful: Any = place
             return (y, *stateful.empty_beside()) if place.has_state else y
@@ -101,8 +97,7 @@ class LayerOp(PlacedOp):
         if self.kind == "grad_weight":
             return place.empty_grad_weight(tensors[0], tensors[1].shape[-1], ends)
         if self.kind == "kept_input":
-            (x,) = tensors
-            return output_and_gradients.keep(Phase.FORWARD, x, ends, place, last)
+            return output_and_gradients.keep(Phase.FORWARD, tensors, ends, place, last)
         layout = place.layouts(tensors[0].ndim, ends).input
         features = features_of(tensors[1].shape, last.quantizer_read(GRAD_WEIGHT.b), layout)
         return place.empty_grad_weight(tensors[0], features, ends)
@@ -204,7 +199,7 @@ def _register(name: str, op: LayerOp, gemm: Gemm | None, samples: Samples, **der
         returns = tuple[Tensor, Tensor, Tensor]
     elif op.kind == "output" and op.placement.has_state:
         returns = tuple[Tensor, Tensor, Tensor, Tensor]
-    found = register_placed(name, op, gemm, returns, samples, **derivative)
+    found = register_placed(name, op, COMPUTE[op.kind], gemm, returns, samples, **derivative)
     OPS_OF_LAYERS[found] = op
     if gemm is not None:
         LAYER_OPS[found] = gemm
@@ -337,7 +332,7 @@ class _Samples:
         for grad, x, offsets, place, quantizer in self._kept():
             recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
             ends = offsets[0] if offsets else None
-            kept = output_and_gradients.keep(Phase.EAGER, x, ends, place, quantizer)
+            kept = output_and_gradients.keep(Phase.EAGER, [x], ends, place, quantizer)
             yield grad, *kept, *offsets, *fields_of(place.for_grad_weight(x.dtype, None)), recipe
 
     def _kept(self) -> Iterator[tuple[Any, ...]]:

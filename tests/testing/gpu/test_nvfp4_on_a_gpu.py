@@ -93,7 +93,7 @@ def _groups(gemm, features, ends):
     tensors = {"output": (x, weight), "grad_input": (grad, weight), "grad_weight": (grad, x)}
     a, b = (each.bfloat16() for each in tensors[gemm.name])
     bias = (None,) if gemm.name == "output" else ()
-    return Phase.EAGER, a, b, offsets, *bias, WholeGroups(), RECIPE
+    return Phase.EAGER, (a, b, *bias), offsets, WholeGroups(), RECIPE
 
 
 @pytest.mark.parametrize("ends", [(40, 40, 200), (0, 3, 3), (130, 258, 259)], ids=str)

@@ -142,7 +142,20 @@ class ObserveOp(PlacedOp):
             args: The op's arguments.
             weight: The weight, if it is kept as codes.
         """
-        (tokens, x, values, *_), ends, place, _, later, names, recipe = self.split(args)
+        return self.observed(phase, *self.split(args), weight=weight)
+
+    def observed(
+        self,
+        phase: Phase,
+        tensors: Sequence[Any],
+        ends: Tensor | None,
+        place: Placement,
+        *constants: Any,
+        weight: Seen | None = None,
+    ) -> Any:
+        """Compute the op's results from its arguments, as `split` returns them; for ``weight`` see `run`."""
+        tokens, x, values, *_ = tensors
+        (_, later, names, recipe), y = constants, tokens
         operands = operands_of(recipe, phase, ends, place.given())
         is_here = partial(self.is_here, later=later)
         tokens = tokens if self.gradient else x
@@ -157,14 +170,16 @@ class ObserveOp(PlacedOp):
         found = counted(seen, operands, names, is_here)
         if weight is not None:
             found |= counted({"weight": weight}, operands, names, is_here, place.first_matrix())
-        return self.results(args, args[0], found, phase)
+        return self.results(ends, names, y, found, phase)
 
-    def results(self, args: tuple[Any, ...], y: Tensor, found: Mapping[str, Pieces | None], phase: Phase) -> Any:
+    def results(
+        self, ends: Tensor | None, names: str, y: Tensor, found: Mapping[str, Pieces | None], phase: Phase
+    ) -> Any:
         """Combine ``found``, partial counts by field, to totals; in the forward, return ``y`` and the totals.
 
-        ``args`` are the op's arguments, ``y`` is this rank's part of the first argument.
+        ``ends`` are the ends of groups, ``names`` those of the totals, ``y`` is this rank's part of the op's first
+        argument.
         """
-        _, ends, *_, names, _ = self.split(args)
         sums, maxima = columns_of(names)
         slots, matrices = SLOTS if self.gradient else FORWARD_SLOTS, 1 if ends is None else ends.shape[0]
         rows = rows_of(found, slots, (len(sums), len(maxima)), matrices, y)
@@ -179,7 +194,8 @@ class ObserveOp(PlacedOp):
 
     def empty(self, args: tuple[Any, ...]) -> Any:
         """Make the op's results as if nothing had been counted, for its fake kernel."""
-        return self.results(args, args[0], {}, Phase.EAGER)
+        _, ends, *_, names, _ = self.split(args)
+        return self.results(ends, names, args[0], {}, Phase.EAGER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +324,7 @@ def register_observe(
                         yield values, x, weight, *ends_given, *buffers, *fields, 0, later, names, recipe
 
     def register(name: str, op: ObserveOp, gemm: Any, returns: Any, **derivative: Any) -> torch._ops.OpOverload:
-        found = register_placed(name, op, gemm, returns, partial(examples, op), **derivative)
+        found = register_placed(name, op, op.observed, gemm, returns, partial(examples, op), **derivative)
         OBSERVE_OPS[found] = op
         return found
 
