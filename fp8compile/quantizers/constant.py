@@ -29,8 +29,8 @@ __all__ = ["Constant", "module_source", "salt_with", "source_salt"]
 PACKAGE = __name__.partition(".")[0]
 # the last two replace ops after the cache's key was computed
 SALTED = (
-    "formats.py", "target.py", "_compat", "inductor", "quantizers", "ops", "kernels", "tensor", "saved_tensors",
-    "parallel",
+    "formats.py", "target.py", "scale_layouts.py", "_compat", "inductor", "layout", "quantizers", "ops", "kernels",
+    "tensor", "saved_tensors", "parallel",
 )  # fmt: skip
 NAMED: Counter[str] = Counter()  # for each name in graphs, the number of classes that have it
 SALTED_MODULES: set[str] = set()  # modules of other packages whose ops or GEMMs are compiled into graphs

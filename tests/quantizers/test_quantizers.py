@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import fp8compile as f8
+from benchmarks.import_graph import imports_of
 from fp8compile import CurrentScaling, Quantizer
-from fp8compile.quantizers.constant import source_salt
+from fp8compile.quantizers.constant import SALTED, source_salt
 
 VALUES = [
     CurrentScaling(),
@@ -216,6 +218,16 @@ def modules():
     for name in set(sys.modules) - before:
         if name.startswith("foreign"):
             del sys.modules[name]
+
+
+def test_salt_has_the_source_of_all_that_ops_are_compiled_from():
+    traced_by_dynamo = {"parallel"}  # most of it, with what it imports of nn
+    imports, salted = imports_of(Path(f8.__file__).parent), {name.removesuffix(".py") for name in SALTED}
+    folder_of = {module: [*module.split("."), ""][1] for module in imports}
+    compiled = {module for module, folder in folder_of.items() if folder in salted - traced_by_dynamo}
+    read = {folder_of[other] for module in compiled for other in imports[module]}
+    assert len(compiled) > 100
+    assert read - {""} - salted == set(), "their sources are in no key of a compile cache"
 
 
 def test_salt_changes_with_a_foreign_class_source_only(tmp_path, modules):
