@@ -141,7 +141,8 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
 
     ``shape`` is the tensor's shape; ``per_block`` has shape ``grid_shape(shape, block)``.
     """
-    if block in WHOLE_SIDES and per_block.ndim == len(shape) == 2:
+    is_grid = len(shape) == per_block.ndim == 2 and statically_equal(per_block.shape, grid_shape(shape, block))
+    if is_grid and block in WHOLE_SIDES:
         return per_block  # one value, or one for each row or column, broadcasts as it is
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(rows, columns, block)

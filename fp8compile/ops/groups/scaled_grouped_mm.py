@@ -27,7 +27,7 @@ from fp8compile.ops.registry import register_op
 from fp8compile.ops.scaled_mm import as_sides, outer_scales_of
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, transposed
 
-__all__ = ["multiply_groups", "multiply_operands_of_groups", "sample_offsets", "scaled_grouped_mm"]
+__all__ = ["multiply_groups", "sample_offsets", "scaled_grouped_mm"]
 
 
 def _gemm(
@@ -35,16 +35,6 @@ def _gemm(
 ) -> GroupedGemm:
     pair = (a_quantizer, transposed(b_quantizer)) if b.ndim == 3 else (transposed(a_quantizer), b_quantizer)
     return selected_grouped_gemm(*pair, a.device, out_dtype, config)
-
-
-def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply two operands group by group, to a contiguous product in ``out_dtype``.
-
-    ``offsets`` are the ends of the groups of rows; ``config`` are the GEMM's options.
-    """
-    gemm = _gemm(a.codes, b.codes, a.quantizer, b.quantizer, out_dtype, config)
-    run = gemm.rows if b.codes.ndim == 3 else gemm.outer
-    return run(a, b, offsets, out_dtype, config).contiguous()
 
 
 def _kernel(
@@ -60,9 +50,10 @@ def _kernel(
     a_outer_scale: Tensor | None = None,
     b_outer_scale: Tensor | None = None,
 ) -> Tensor:
-    sides = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
-    left, right = sides
-    return multiply_groups(left, right, offsets, out_dtype, config)
+    gemm = _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config)
+    left, right = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
+    run = gemm.rows if b.ndim == 3 else gemm.outer
+    return run(left, right, offsets, out_dtype, config).contiguous()
 
 
 def _fake(*args: Any) -> Tensor:
@@ -140,9 +131,7 @@ scaled_grouped_mm: OpOverload = register_op(
 inductor.register_fallback(scaled_grouped_mm)
 
 
-def multiply_operands_of_groups(
-    a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """Call the op `scaled_grouped_mm` with the codes and scales of two `Quantized` operands.
 
     ``offsets`` are the ends of the groups of rows; ``config`` are the GEMM's options.

@@ -26,7 +26,7 @@ from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.cast import cast_again
 from fp8compile.ops.gemms.selection import PADDED_TO, multiply
-from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups, multiply_operands_of_groups
+from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.inductor_hints import after, store
 from fp8compile.ops.layer.fsdp_gather_high_precision import gathered
 from fp8compile.ops.layer.fsdp_rows import Rows, rows_cut
@@ -247,8 +247,7 @@ class Operands:
             return run(*gemm.oriented(left, right), out_dtype, config)
         # grouped products take matrices (E, n, k) and both sides of tokens along their features
         right = right if gemm.b_transposed or gemm.a_transposed else right.t()
-        run_groups = multiply_groups if self.phase is Phase.EAGER else multiply_operands_of_groups
-        return run_groups(left, right, left.layout.ends, out_dtype, config)
+        return multiply_groups(left, right, left.layout.ends, out_dtype, config)
 
     # ------------------------------------------------------------------ steps
 
