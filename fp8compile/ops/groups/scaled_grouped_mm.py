@@ -38,10 +38,7 @@ def _gemm(
 
 
 def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply two operands group by group, to a contiguous product in ``out_dtype``.
-
-    ``offsets`` are the ends of the groups of rows; ``config`` are the GEMM's options.
-    """
+    """Multiply two operands group by group, to a contiguous product; ``offsets`` are the ends of the groups."""
     gemm = _gemm(a.codes, b.codes, a.quantizer, b.quantizer, out_dtype, config)
     run = gemm.rows if b.codes.ndim == 3 else gemm.outer
     return run(a, b, offsets, out_dtype, config).contiguous()
@@ -90,7 +87,7 @@ def _portable(*args: Any) -> Tensor:
 
 
 def sample_offsets() -> Iterator[Tensor]:
-    """Ends of three groups of at most 12 rows: equal, skewed with rows left over, some or all empty."""
+    """Yield the ends of three groups of at most 12 rows: equal, skewed with rows left over, some or all empty."""
     for ends in ((4, 8, 12), (1, 1, 9), (0, 12, 12), (0, 0, 0)):
         yield torch.tensor(ends, dtype=torch.int32)
 
@@ -143,10 +140,7 @@ inductor.register_fallback(scaled_grouped_mm)
 def multiply_operands_of_groups(
     a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
 ) -> Tensor:
-    """Call the op `scaled_grouped_mm` with the codes and scales of two `Quantized` operands.
-
-    ``offsets`` are the ends of the groups of rows; ``config`` are the GEMM's options.
-    """
+    """Call the op `scaled_grouped_mm` with the codes and scales of two `Quantized` operands."""
     outer = outer_scales_of(a, b)
     how = a.quantizer, b.quantizer, out_dtype, config
     return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, *how, *outer)
