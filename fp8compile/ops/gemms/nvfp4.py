@@ -1,4 +1,4 @@
-"""The NVFP4 GEMM of Blackwell GPUs: four-bit codes, e4m3 scales for 16 values along k, one float32 scale per tensor."""
+"""The NVFP4 GEMM of Blackwell GPUs: four-bit codes, e4m3 scales for 16 values along k, a float32 scale per tensor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
 
 
 def _tiled_scales(operand: Quantized, rows: int, codes: Tensor) -> Tensor:
-    """Return one scale for each row and 16 values, in 128 x 4 tiles; ``rows`` is the number before ``codes`` was padded."""
+    """Return one scale for each row and 16 values, in 128 x 4 tiles; ``rows`` doesn't count padding of ``codes``."""
     scale = operand.scale
     if scale.ndim == 1:
         return scale  # already in tiles, whose padding covers the padding of the codes

@@ -76,7 +76,7 @@ def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
 
 
 def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Any, Any]:
-    """Return both quantizers; ``directions`` ``"rows"`` or ``"tokens"`` instead of ``"both"`` replaces the other by None."""
+    """Return both quantizers, but None for one that ``directions`` (``"both"``, ``"rows"``, ``"tokens"``) excludes."""
     return rows if directions != "tokens" else None, columns if directions != "rows" else None
 
 

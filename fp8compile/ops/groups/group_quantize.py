@@ -30,7 +30,7 @@ __all__ = ["empty_outputs", "group_quantize"]
 
 
 def empty_outputs(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Return uninitialized transposed codes (K, C) and scales (C / block, K), for R tokens (R, K) that padding makes C."""
+    """Return uninitialized transposed codes (K, C) and scales (C / block, K) for tokens (R, K), padded to C."""
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
     return (
         empty_codes(x, quantizer, columns),
