@@ -100,7 +100,7 @@ def _lacking(name: str, lacks: Callable[..., Any], problem: GemmProblem) -> str 
 
 
 def _is_contiguous(x: Tensor) -> bool:
-    """Return False if a tensor isn't contiguous; True also if its sizes or strides are symbolic."""
+    """Whether a tensor is contiguous, or may be contiguous because its sizes or strides are symbolic."""
     return not all(type(size) is int for size in (*x.shape, *x.stride())) or x.is_contiguous()
 
 
@@ -126,7 +126,7 @@ def _product(
 def _check_parts(
     function: str, name: str, taken: Container[str], functions: dict[str, Any], detail: str, calls: tuple[str, ...]
 ) -> None:
-    """Raise if an argument of a registration is invalid; else add the functions' modules to compile cache keys."""
+    """Raise an error if an argument of a registration is invalid; else add the functions to compile cache keys."""
     _check_name(function, name, taken)
     for argument, given in functions.items():
         _check_function(function, name, argument, given)

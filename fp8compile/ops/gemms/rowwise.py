@@ -1,11 +1,11 @@
-"""Two GEMMs for rowwise scales: `torch._scaled_mm` applies the scales, or multiplies codes that are scaled afterwards.
+"""Two GEMMs for rowwise scales: `torch._scaled_mm` applies the scales, or ``scaled_after`` applies them to the product.
 
 On a CPU a tensorwise scale is repeated for each row. With one scale oneDNN multiplies e4m3 by e4m3 in a slow reference
 loop, to the same bits (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only this loop, so fp8compile emulates
 there.
 
-``scaled_after`` is for GPUs without a rowwise kernel. It multiplies the codes to float32, and then the product by both
-scales: three float32 roundings before the rounding to the output's dtype.
+``scaled_after`` is for GPUs without a rowwise kernel. It rounds to float32 three times, for the sum and for each
+scale, before it rounds to the output's dtype.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small products that ``fp8compile doctor`` runs on a GPU and compares bit for bit with exact results.
 
-There is a case for each entry of `gpu_support.PRODUCTS`. The operands, of `self_test_operands`, make all correct GEMMs
-return the same bits.
+There is a case for each entry of `gpu_support.PRODUCTS`. The operands come from `self_test_operands`, with which all
+correct GEMMs return the same bits.
 """
 
 from __future__ import annotations

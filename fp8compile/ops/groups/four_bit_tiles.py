@@ -23,7 +23,7 @@ __all__ = ["scales_of_rows", "tile_columns", "tile_ends", "tile_spans"]
 
 
 def tile_columns(rows: int, groups: int) -> int:
-    """Return a number of columns that suffices for ``rows`` tokens in ``groups`` groups of whole tiles."""
+    """Return an upper bound of the columns that ``rows`` tokens in ``groups`` groups of whole tiles take."""
     return (rows // TILE_ROWS + groups) * TILE_ROWS
 
 

@@ -37,13 +37,13 @@ TOKEN_ALIGNMENT = 16  # in bytes, and so in codes: a grouped GEMM begins to read
 
 
 def alignment(quantizer: Quantizer) -> int:
-    """Return ``align``: the least common multiple of 16, for GEMMs, and of the rows of the quantizer's block."""
+    """Return the alignment of groups in columns: the least common multiple of 16 and of the block's rows."""
     rows = quantizer.block[0]
     return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
 
 
 def padded_length(rows: int, groups: int, align: int) -> int:
-    """Return a number of columns that ``groups`` aligned groups of together ``rows`` tokens never exceed."""
+    """Return an upper bound of the columns that ``rows`` tokens in ``groups`` aligned groups take."""
     return (rows + groups * (align - 1)) // align * align
 
 
@@ -77,7 +77,7 @@ def group_to_read(offsets: Tensor, rows: int) -> Tensor:
 
 
 def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return each column's row, -1 for padding, and each column's group, (columns,) int32 each.
+    """Return the row, -1 for padding, and the group of each column of transposed codes, (columns,) int32 each.
 
     Padding belongs to the group before it.
     """

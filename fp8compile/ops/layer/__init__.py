@@ -1,4 +1,4 @@
-"""The ops of linear layers, one set for each placement: which shard of each tensor is on this rank.
+"""The ops of linear layers, a set for each placement; a placement says which shard of each tensor is on this rank.
 
 layer_ops.py               registers the ops of every placement
 placed_op.py               registers one op: its schema, and what it saves for the backward

@@ -40,7 +40,10 @@ class _WithMultiplier:
 
     # ``self: Any``, because subclasses define the fields
     def begin(self: Any, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Return ``operands`` with a copy of the multipliers, and the op's other outputs: this copy and two amaxes."""
+        """Return ``operands`` with a copy of the multipliers, and the op's other outputs.
+
+        These are the copied multipliers, the amax of x and the amax of the weight.
+        """
         used = snapshot(self.multiplier)
         of_input, of_weight, _ = operands.recipe.delayed()
         amaxes = amax_of(x, of_input), self._amax_of_weight(x, weight, operands, of_weight)

@@ -44,7 +44,7 @@ def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
 
 
 def kept_amax(history: Tensor) -> Tensor:
-    """Return the amax of the values last written to a weight that is kept as codes, () float32: the history's column 0."""
+    """Return the amax of the values last written to a weight that is kept as codes, () float32."""
     return snapshot(history[ROW_OF_WEIGHT, 0])
 
 

@@ -47,13 +47,13 @@ def _formula(op: LayerOp) -> Callable[..., int]:
 
 
 def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
-    """Return the FLOPs of `scaled_mm`; packed codes have smaller shapes than their values, which count."""
+    """Return the FLOPs of `scaled_mm`, from the shapes of values: packed codes have smaller shapes."""
     _, _, a_quantizer, b_quantizer, *_ = rest
     return 2 * prod(a_quantizer.values_shape(a)) * b_quantizer.values_shape(b)[1]
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped GEMM; rows after the last group count too, because only the data tell which."""
+    """Return the FLOPs of a grouped GEMM; rows after the last group count too, because only the data say which these are."""
     return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
 
 

@@ -51,9 +51,9 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 
 
 def gather(part: Part, index: int) -> Part:
-    """All-gather ``part``, a shard, over the group of ranks of the sharding ``part.cuts[index]``.
+    """All-gather this rank's shard, ``part``, over the group of ranks in ``part.cuts[index]``.
 
-    If later groups shard the same dim, these shards are gathered first. Scales that differ between ranks are gathered
+    If later groups shard the same dim, their shards are gathered first. Scales that differ between ranks are gathered
     too.
     """
     cut: Any = part.cuts[index]  # not None
@@ -116,7 +116,7 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Narrow ``part`` to this rank's shard of the sharding ``cut``, which becomes ``part.cuts[index]``."""
+    """Narrow ``part``, which is not sharded over group ``index`` of ranks, to this rank's shard of the sharding ``cut``."""
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:

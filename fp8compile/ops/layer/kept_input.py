@@ -82,7 +82,7 @@ def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
 
 
 def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
-    """Quantize an input for grad_weight; returns codes, scales of blocks, and one outer scale or one for each group."""
+    """Quantize an input for grad_weight; returns codes, scales of blocks, and outer scales: one, or one per group."""
     along_rows = _is_along_rows(quantizer)
     if part.layout.ends is not None:
         rows, tokens = (quantizer, None) if along_rows else (None, quantizer)

@@ -41,7 +41,7 @@ def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
 
 
 def flat_sets(sets: Sets) -> tuple[Any, ...]:
-    """Return the fields of `KnownCodes`, in order, for the codes for the output and for grad_input."""
+    """Return the codes for the output and the codes for grad_input as the fields of `KnownCodes`, in order."""
     first, second = sets
     return (
         *(first.codes, first.scale, first.outer_scale, first.quantizer),

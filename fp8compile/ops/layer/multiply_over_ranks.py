@@ -77,7 +77,7 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
 
 
 def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
-    """Return the `Step` of group ``index``; ``a`` and ``b`` are the operands after the steps of earlier groups."""
+    """Return the `Step` of the group of ranks ``index``; ``a`` and ``b`` are the results of earlier groups' steps."""
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)

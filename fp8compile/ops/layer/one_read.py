@@ -96,7 +96,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool, counts: bool
 ) -> Quantized:
-    """Quantize stacked weights, by one read for both GEMMs if a kernel fits: ``first`` is for the output."""
+    """Quantize stacked weights for the output or for grad_input, by one read for both if a kernel fits."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts) and not is_first:
         return _along_columns(part, again, counts=counts)

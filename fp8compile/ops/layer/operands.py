@@ -200,7 +200,7 @@ class Operands:
     def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
         """Return the operand ``part`` for a GEMM in high precision; a weight that FSDP shards is gathered.
 
-        If the recipe wants dequantized codes for its field ``slot``, the result has their values, in ``dtype``.
+        If the recipe dequantizes its field ``slot``, the result has the values of the codes, in ``dtype``.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
@@ -344,7 +344,7 @@ def _is_aligned(codes: Tensor) -> bool:
 def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
     """Return ``quantizer`` with codes packed along the dim that the GEMM of ``slot`` sums, or with one code a byte.
 
-    Only four-bit codes of stacked weights on a GPU are packed.
+    Only four-bit codes on a GPU are packed, if ranks don't shard the matrices.
     """
     if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
         return quantizer.unpacked()

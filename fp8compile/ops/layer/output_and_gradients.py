@@ -160,7 +160,7 @@ def keep(phase: Phase, tensors: Sequence[Any], ends: Tensor | None, place: Place
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
     """Return the recipe for a backward that computes only the gradient of ``gemm``.
 
-    The other GEMM's quantizers are left out if one kernel would quantize grad_output for both.
+    The other GEMM's quantizers are left out if one kernel would quantize grad_output for both gradients.
     """
     if not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
         return recipe

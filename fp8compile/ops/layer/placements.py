@@ -66,7 +66,10 @@ def _with_ends(ends: Tensor) -> Layouts:
 
 
 def sum_of_tokens(grad_output: Tensor) -> Tensor:
-    """Sum grad_output, (..., N), over all leading dims: the gradient of a bias, (N,)."""
+    """Sum grad_output, (..., N), over all leading dims: the gradient of a bias, (N,).
+
+    The leading dims are not flattened, so that a DTensor need not be redistributed.
+    """
     tokens = grad_output if grad_output.ndim > 1 else grad_output.unsqueeze(0)  # -0.0 becomes 0.0, as in nn.Linear
     return tokens.sum(tuple(range(tokens.ndim - 1)))
 

@@ -1,8 +1,8 @@
 """Quantize a rank's shard of a tensor to the codes and scales that the whole tensor would have.
 
-Ranks that have elements of the same block exchange the block's amax first. Stacked matrices are quantized one by one.
-Amaxes, multipliers (1 / scale) and scales are grids with a value for each block: (block rows, block columns) for a
-matrix, (E, block rows, block columns) for E stacked matrices.
+Ranks that have elements of the same block exchange the block's amax first. Each of stacked matrices is quantized as if
+alone. Amaxes, multipliers (1 / scale) and scales are grids with a value for each block: (block rows, block columns)
+for a matrix, (E, block rows, block columns) for E stacked matrices.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ the step below F, n the number of elements of the whole tensor.
     range           log2 amax - log2 of the smallest |x| that is not 0
     exponents       how many codes have each exponent field, a list of 32; elements that are NaN are left out
 
-A total is a sum or a maximum of one number for each element. It combines this rank's elements in the graph, the
-backwards of a step in a buffer, and ranks when it is read. A statistic is computed from one or more totals.
+A total is a sum or a maximum of one number for each element. The graph combines this rank's elements, a buffer
+combines several backwards, and reading the total combines ranks. A statistic is computed from one or more totals.
 """
 
 from __future__ import annotations
