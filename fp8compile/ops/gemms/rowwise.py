@@ -1,4 +1,4 @@
-"""Two GEMMs for rowwise scales: `torch._scaled_mm` applies the scales, or ``scaled_after`` applies them to the product.
+"""Two GEMMs for rowwise scales: `torch._scaled_mm` applies the scales, or ``scaled_after`` scales its product.
 
 On a CPU a tensorwise scale is repeated for each row. With one scale oneDNN multiplies e4m3 by e4m3 in a slow reference
 loop, to the same bits (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only this loop, so fp8compile emulates

@@ -53,7 +53,7 @@ def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped GEMM; rows after the last group count too, because only the data say which these are."""
+    """Return the FLOPs of a grouped GEMM; rows without a group count too, because only the data say how many."""
     return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
 
 

@@ -116,7 +116,7 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Narrow ``part``, which is not sharded over group ``index`` of ranks, to this rank's shard of the sharding ``cut``."""
+    """Narrow ``part`` to this rank's shard of the sharding ``cut``, over the group of ranks ``index``."""
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:
