@@ -38,10 +38,7 @@ def _register(
     impl: Callable[..., Tensor] = _copy,
     samples: Callable[[], Iterator[tuple[Any, ...]]] = _samples,
 ) -> OpOverload:
-    """Register an op that returns a copy of its first tensor; ``lower`` is its Inductor lowering.
-
-    ``lower`` takes and returns IR. ``impl`` is the eager kernel; ``samples`` yields arguments for tests.
-    """
+    """Register an op that copies its first tensor; ``lower`` is its Inductor lowering, a function of Inductor's IR."""
     op = register_op(
         name,
         impl,

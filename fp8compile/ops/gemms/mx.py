@@ -1,7 +1,4 @@
-"""Blackwell's MX GEMM: `torch._scaled_mm` with an E8M0 scale, a power of two, for 32 values along k.
-
-A scale of a block of 32 x 32 values is repeated for each row of the block.
-"""
+"""The MX GEMM of Blackwell GPUs: `torch._scaled_mm` with one power-of-two scale (E8M0) for each 32 values along k."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _row_scales(operand: Quantized) -> Tensor:
-    """Put scales of an operand's rows into 128 x 4 tiles; 32 x 32 blocks repeat a scale for their rows."""
     return swizzled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[0]))
 
 

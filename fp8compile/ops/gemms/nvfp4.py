@@ -1,4 +1,4 @@
-"""Blackwell's NVFP4 GEMM: four-bit codes, e4m3 scales of 16 values along k, one float32 scale."""
+"""The NVFP4 GEMM of Blackwell GPUs: four-bit codes, e4m3 scales for 16 values along k, a float32 scale per tensor."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
-    """Codes (rows, k / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes.
-
-    ``rows_to``: the number of rows is padded to a multiple of it.
-    """
+    """Return codes packed in pairs along k, (rows, k / 2), zero-padded: rows to a multiple of ``rows_to``, k of 32."""
     quantizer: Any = operand.quantizer  # TwoLevelScaling
     codes, per_byte = operand.codes, 2 if quantizer.packed == "rows" else 1
     if quantizer.packed == "columns":
@@ -47,10 +44,7 @@ def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
 
 
 def _tiled_scales(operand: Quantized, rows: int, codes: Tensor) -> Tensor:
-    """Put scales of rows into 128 x 4 tiles; a scale of a 16 x 16 block is repeated for its rows.
-
-    ``rows`` is the number of rows before padding, ``codes`` are the padded codes.
-    """
+    """Return one scale for each row and 16 values, in 128 x 4 tiles; ``rows`` doesn't count padding of ``codes``."""
     scale = operand.scale
     if scale.ndim == 1:
         return scale  # already in tiles, whose padding covers the padding of the codes

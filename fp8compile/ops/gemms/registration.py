@@ -1,4 +1,4 @@
-"""Registration of other packages' GEMMs, with checks of their functions and of what these return."""
+"""Register GEMMs of other packages, and check the arguments and the results of their functions."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _lacking(name: str, lacks: Callable[..., Any], problem: GemmProblem) -> str 
 
 
 def _is_contiguous(x: Tensor) -> bool:
-    """Whether a tensor is contiguous; True if sizes or strides are symbols, so that it is unknown."""
+    """Whether a tensor is contiguous, or may be contiguous because its sizes or strides are symbolic."""
     return not all(type(size) is int for size in (*x.shape, *x.stride())) or x.is_contiguous()
 
 
@@ -126,11 +126,7 @@ def _product(
 def _check_parts(
     function: str, name: str, taken: Container[str], functions: dict[str, Any], detail: str, calls: tuple[str, ...]
 ) -> None:
-    """Check the arguments that GEMMs and grouped GEMMs share; add the functions to compile cache keys.
-
-    ``function`` names the caller in errors; ``taken`` has the names in use. Other arguments are those of
-    `register_gemm`.
-    """
+    """Raise an error if an argument of a registration is invalid; else add the functions to compile cache keys."""
     _check_name(function, name, taken)
     for argument, given in functions.items():
         _check_function(function, name, argument, given)
@@ -148,10 +144,6 @@ def _new_gemm(
     detail: str,
     calls: tuple[str, ...],
 ) -> GemmKernel:
-    """Check a new GEMM's arguments, add the GEMM to the table and its source to compile cache keys.
-
-    The arguments are those of `fp8compile.library.register_gemm`.
-    """
     functions = {"takes": takes, "lacks": lacks, "multiply": multiply}
     _check_parts("register_gemm", name, REGISTERED, functions, detail, calls)
     REGISTERED[name] = GemmKernel(
@@ -174,23 +166,22 @@ def register_gemm(
     detail: str = "",
     calls: tuple[str, ...] = (),
 ) -> GemmKernel:
-    """Add a GEMM for operands that no other GEMM takes, such as those of your own quantizer.
+    """Add a GEMM for operands that no other GEMM takes, such as the codes of your own quantizer.
 
-    The new GEMM is tried after the GEMMs of fp8compile and before emulation, so it changes no product that has a GEMM
-    already. Call this function in the module that defines the GEMM, when that module is imported. A graph that was
-    compiled before the call keeps the GEMM that it has.
+    The new GEMM is tried after the GEMMs of fp8compile and before emulation. Call this function in the module that
+    defines the GEMM, when that module is imported. A graph that was compiled before the call keeps the GEMM that it
+    has.
 
     Args:
         name: ``package::name``; `select_gemm`, ``fp8compile doctor`` and ``fp8compile explain`` show this name.
-        takes: ``(a, b) -> bool``. Takes the two quantizers and returns whether the GEMM reads their codes and scales,
-            whatever the device. ``type(a) is type(b) is YourQuantizer`` tests that the codes are your own. Check the
-            quantizers' blocks here too. The answer is cached.
+        takes: ``(a, b) -> bool``. Returns whether the GEMM can read the codes and scales of two quantizers, on any
+            device. Check the class, ``type(a) is type(b) is YourQuantizer``, and the blocks. The answer is cached.
         lacks: ``(problem) -> str | None``. Called only if the GEMM takes the operands. Returns None if the device can
-            run the GEMM; otherwise the reason and what to do, as the rest of a sentence about the operands. The
-            answer is cached.
-        multiply: ``(a, b, out_dtype, config) -> Tensor``. Returns the product of two operands (m, k) and (k, n), none
-            of them empty, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it. It
-            must agree with the product of the dequantized operands, up to float32 roundings.
+            run the GEMM; otherwise the end of an error message about the operands, such as ``"needs PyTorch 2.13 on a
+            CPU."``. The answer is cached.
+        multiply: ``(a, b, out_dtype, config) -> Tensor``. Returns the product of operands (m, k) and (k, n) in
+            ``out_dtype``, contiguous. Operands are never empty. Eager mode runs this function and Inductor traces it.
+            The result must agree with the product of the dequantized operands, up to float32 roundings.
         detail: How the GEMM runs, in a few words.
         calls: Names of the PyTorch operators that multiply, such as ``("_int_mm",)``; reports count them. Name only
             operators that multiply nothing but codes.
@@ -200,8 +191,8 @@ def register_gemm(
 
     Raises:
         ValueError: The name has no package or is taken.
-        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is
-            not text.
+        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is not
+            text.
     """
     given: dict[str, Any] = {"takes": takes, "lacks": lacks, "multiply": multiply}
     gemm = _new_gemm(name, **given, detail=detail, calls=calls)
@@ -229,10 +220,6 @@ def _new_grouped_gemm(
     calls: tuple[str, ...],
     is_opaque: bool,
 ) -> GroupedGemm:
-    """Check the arguments of a new grouped GEMM and make it; the caller adds it to the table.
-
-    The arguments are those of `fp8compile.library.register_grouped_gemm`.
-    """
     functions = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
     _check_parts("register_grouped_gemm", name, REGISTERED_GROUPED, functions, detail, calls)
     return GroupedGemm(
@@ -266,20 +253,19 @@ def register_grouped_gemm(
 
     Args:
         name: ``package::name``; ``fp8compile doctor`` and ``fp8compile explain`` show this name.
-        takes: ``(a, b) -> bool``, as for `register_gemm`. Takes two quantizers, over (m, k) and (k, n) of one group.
+        takes: ``(a, b) -> bool``, as for `register_gemm`. The quantizers are over (m, k) and (k, n) of one group.
         lacks: ``(problem) -> str | None``, as for `register_gemm`.
-        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each of R rows of a, (R, K), by the matrix
-            of its group in b, (E, N, K), one of E. Returns (R, N), zeros in rows after the last group. `Quantized`
-            documents the layout of codes and scales.
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies each row of a, (R, K), by its group's matrix
+            in b, (E, N, K). Returns (R, N), with zeros in rows after the last group. `Quantized` documents the layout
+            of codes and scales.
         outer: ``(a, b, offsets, out_dtype, config) -> Tensor``. Multiplies a, (N, C), and b, (K, C), and sums over the
-            tokens of each group; C is the number of tokens after padding. Returns (E, N, K), zeros for a group without
-            tokens.
+            tokens of each group; C is the number of tokens after padding. Returns (E, N, K), with zeros for a group
+            without tokens.
         detail: How the GEMM runs, in a few words.
         calls: Names of the operators that multiply codes; reports count them.
         is_opaque: Whether the GEMM reads the data of ``offsets`` on the host. Compiled code can't do that, so the op
             then stays one call.
-        before_ours: Whether the new GEMM is tried before fp8compile's GEMMs, and so replaces one where the new GEMM
-            runs. If False, the new GEMM is tried after fp8compile's, and changes no product that has a GEMM already.
+        before_ours: Whether the new GEMM is tried before fp8compile's GEMMs instead of after them.
 
     Returns:
         The registered GEMM.

@@ -1,12 +1,11 @@
-"""The rowwise GEMMs: `torch._scaled_mm` with scales of rows and columns, or scaled afterwards.
+"""Two GEMMs for rowwise scales: `torch._scaled_mm` applies the scales, or ``scaled_after`` scales its product.
 
-On a CPU a tensorwise scale is repeated for each row. With a single scale oneDNN would multiply e4m3 by e4m3 in a
-reference loop, which gives the same bits but is much slower (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only
-that loop, so this package emulates instead.
+On a CPU a tensorwise scale is repeated for each row. With one scale oneDNN multiplies e4m3 by e4m3 in a slow reference
+loop, to the same bits (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only this loop, so fp8compile emulates
+there.
 
-On a GPU without a rowwise kernel, ``scaled_after`` multiplies the codes without scales, in float32, and then the
-product by both scales. The product is rounded to float32 three times, for the sum and for each scale, before it is
-rounded to the output's dtype.
+``scaled_after`` is for GPUs without a rowwise kernel. It rounds to float32 three times, for the sum and for each
+scale, before it rounds to the output's dtype.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _row_scales(operand: Quantized, rows: int) -> Tensor:
-    """Make one scale for each row, (rows, 1), from a single scale or from a scale for each row.
-
-    ``rows`` is the padded number of rows; padding gets 1.
-    """
+    """Return one scale for each row, (rows, 1): a single scale is repeated, and padding rows get 1."""
     m, scale = operand.codes.shape[0], operand.quantizer.scale_values(operand.scale)
     if not _compat.statically_equal(scale.stride(), (1, 1)):
         scale = scale.reshape(-1).unsqueeze(1)  # a transposed (1, m) scale has strides that `_scaled_mm` refuses

@@ -1,7 +1,4 @@
-"""The product of two quantized matrices: selects a GEMM and calls it.
-
-If a GPU has no GEMM for two operands, the call raises an error that says which GPU has one.
-"""
+"""Select the GEMM for two quantized matrices, and multiply them."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype
 def selected_gemm(
     a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig | None = None
 ) -> GemmKernel:
-    """The GEMM that multiplies operands (m, k) and (k, n) of these quantizers on a device.
+    """Return the GEMM that multiplies operands (m, k) and (k, n) of two quantizers on a device.
 
-    ``config`` None means no emulation on a GPU.
+    Without ``config``, a GPU never emulates.
 
     Raises:
         ValueError: No GEMM on any device multiplies operands with these blocks.
@@ -52,20 +49,21 @@ def selected_gemm(
 def select_gemm(
     a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig | None = None
 ) -> str:
-    """The name of the GEMM that `selected_gemm` returns for these operands, device and options.
+    """Return the name of the GEMM that multiplies operands (m, k) and (k, n) of two quantizers on a device.
 
-    Names of fp8compile's own GEMMs are ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"scaled_by_mx"``,
-    ``"blockwise"``, ``"blockwise_by_mx"``, ``"mx"``, ``"nvfp4"`` and ``"emulated"``. Other names are those of GEMMs
-    that packages registered.
+    The name is ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"scaled_by_mx"``, ``"blockwise"``,
+    ``"blockwise_by_mx"``, ``"mx"``, ``"nvfp4"``, ``"emulated"``, or the name of a GEMM that another package
+    registered. Without ``config``, a GPU never emulates.
+
+    Raises:
+        ValueError: No GEMM on any device multiplies operands with these blocks.
+        RuntimeError: This device has no GEMM for these operands.
     """
     return selected_gemm(a, b, device, out_dtype, config).name
 
 
 def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Multiply quantized matrices (m, k) and (k, n) to a contiguous product in ``out_dtype``.
-
-    The product is zeros if k is 0. ``config`` are the options of the GEMM.
-    """
+    """Multiply quantized matrices (m, k) and (k, n) to a contiguous product in ``out_dtype``, of zeros if k is 0."""
     (m, k), (_, n) = a.shape, b.shape
     gemm = selected_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
     if _compat.any_is_zero((m, k, n)):
@@ -74,5 +72,5 @@ def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCon
 
 
 def forget_selected() -> None:
-    """Clear the cache of selected GEMMs, after the table has changed."""
+    """Clear the cache of selected GEMMs; call this after a change of the table of GEMMs."""
     _selected.cache_clear()

@@ -1,8 +1,7 @@
-"""Small cases of each product in `gpu_support.PRODUCTS`, run on a GPU and compared bit for bit.
+"""Small products that ``fp8compile doctor`` runs on a GPU and compares bit for bit with exact results.
 
-`fp8compile doctor` runs the cases that the GPU is said to support. With the operands of `self_test_operands`, every
-correct result has the same bits, so a case is right or wrong, without a tolerance. A test fails if a product has no
-case.
+There is a case for each entry of `gpu_support.PRODUCTS`. The operands come from `self_test_operands`, with which all
+correct GEMMs return the same bits.
 """
 
 from __future__ import annotations
@@ -42,14 +41,13 @@ def _shown(block: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCase:
-    """One case of a product of `gpu_support.PRODUCTS`, with formats, blocks and dtype.
+    """A test case of a GEMM: its quantizers, options and dtype.
 
     Attributes:
         product: The key in `gpu_support.PRODUCTS`.
         gemm: The GEMM that computes the product, for two matrices or for groups.
-        a: Quantizer of the left operand, over (m, k), or over (tokens, m) if the sum is over tokens of groups.
-        b: Quantizer of the right operand, over (n, k), or over (tokens, n).
-        out_dtype: Dtype of the result.
+        a: Quantizer of the left operand, over (m, k); over (tokens, m) if ``over_tokens``.
+        b: Quantizer of the right operand, over (n, k); over (tokens, n) if ``over_tokens``.
         fast_accumulation: Whether the GEMM may accumulate with reduced precision, as in `GemmConfig`.
         over_tokens: Whether a grouped product sums over the tokens of each group, as for grad_weight.
     """
@@ -70,22 +68,22 @@ class ProductCase:
         return f"{' by '.join(sides)} to {SHORT[self.out_dtype]}{options}"
 
     def _sides(self) -> tuple[Quantizer, Quantizer]:
-        """The quantizers of both operands as the GEMM reads them: over (m, k) and over (k, n)."""
+        """Return both quantizers as the GEMM reads them: over (m, k) and over (k, n)."""
         return (transposed(self.a), self.b) if self.over_tokens else (self.a, transposed(self.b))
 
     @property
     def config(self) -> GemmConfig:
-        """The options of the GEMM: fast accumulation, and whether an MX GEMM multiplies."""
+        """Return the options of the GEMM."""
         return GemmConfig(fast_accumulation=self.fast_accumulation, by_mx=self.product == BY_MX)
 
     def refusal(self, target: Target) -> str | None:
-        """Why this product can't run on a target, by the tables of GEMMs, as a text; None if it can."""
+        """Return why the GEMM can't run on a target, or None if it can."""
         a, b = self._sides()
         problem = GemmProblem(a=a, b=b, target=target, out_dtype=self.out_dtype, config=self.config)
         return self.gemm.lacks(problem)
 
     def expected(self) -> Tensor:
-        """The correct result, computed on a CPU: the sum of the exact values, rounded once to ``out_dtype``."""
+        """Compute the correct result on a CPU: the sum of the exact values, rounded once to ``out_dtype``."""
         a, b = (side.values for side in _operands(self))
         if isinstance(self.gemm, GemmKernel):
             return (a @ b.t()).to(self.out_dtype)
@@ -98,7 +96,7 @@ class ProductCase:
         return result
 
     def result(self, device: torch.device) -> Tensor:
-        """The result of the GEMM on a device, moved to the CPU."""
+        """Run the GEMM on a device; returns its result, moved to the CPU."""
         a, b = (exact.on(side.operand, device) for side in _operands(self))
         return self._multiplied(a, b, device).cpu()
 
@@ -166,7 +164,7 @@ def _lines_and_tiles(size: int) -> tuple[Blocks, ...]:
 
 @lru_cache(maxsize=1)
 def product_cases() -> tuple[ProductCase, ...]:
-    """All cases, in the order of `gpu_support.PRODUCTS`; cases of one product follow one another."""
+    """Return all cases, in the order of `gpu_support.PRODUCTS`."""
     rows = ((ROW, ROW), (TENSOR, TENSOR))
     tokens = ((COLUMN, COLUMN), (TENSOR, TENSOR))
     return (

@@ -1,10 +1,9 @@
-"""Operands whose products are exact until the final rounding, so all correct GEMMs give equal bits.
+"""Operands whose products are exact until the final rounding, so that all correct GEMMs return equal bits.
 
-Codes are whole numbers from -2 to 2, scales are powers of two. Each addend of a sum is then a multiple of one unit,
-and no partial sum has more than `SUM_BITS` binary digits in that unit, whatever the order of the addends. Tensor cores
-of compute capability 8.9 and 9.0 keep the fewest digits of a partial sum: 14 bits, which leave 13 after the largest
-one (DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2). So the sum is exact everywhere, also with fast
-accumulation, and its one rounding to the result's dtype is to nearest.
+Codes are whole numbers from -2 to 2 and scales are powers of two. So all addends are multiples of one unit, and every
+partial sum takes at most `SUM_BITS` bits in that unit. This is exact on every GPU, also with fast accumulation: tensor
+cores keep at least 14 bits of a partial sum, which leave 13 after the largest one (compute capability 8.9 and 9.0;
+DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ LARGEST_CODE = 6.0  # of e2m1; the amax of a block that has it decides the block
 
 
 def offsets() -> Tensor:
-    """Ends of three groups of rows, (3,) int32; the second is empty, and rows follow the last group."""
+    """Return the ends of three groups, (3,) int32; the second group is empty, and some rows follow the last group."""
     return torch.tensor(GROUP_SIZES, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
 class Exact:
-    """One operand on the CPU, with its exact values.
+    """A quantized operand on the CPU, with its exact values.
 
     Attributes:
-        operand: Its codes and scales.
-        values: The values of the codes, float64, exact: (rows, K) for a matrix, (E, N, K) for stacked matrices,
-            (tokens, features) for tokens of groups.
+        operand: Codes and scales.
+        values: Values of the codes, float64, exact: (rows, K) for a matrix, (E, N, K) for stacked matrices, (tokens,
+            features) for tokens of groups.
     """
 
     operand: Quantized
@@ -56,10 +55,7 @@ def _whole_numbers(seed: int, *shape: int) -> Tensor:
 
 
 def _exponents(shape: tuple[int, ...], summed: int) -> Tensor:
-    """Exponents of a grid of scales: 0 or 1 along the summed dim, -1, 0 or 1 along the other dim.
-
-    ``shape`` is the grid's shape; ``summed``, 0 or 1, is the dim that the product sums over.
-    """
+    """Return exponents of scales: 0 or 1 along dim ``summed``, over which the product sums, else -1, 0 or 1."""
     rows, columns = shape
     periods, first = ((2, 3), (0, -1)) if summed == 0 else ((3, 2), (-1, 0))
     down, along = (torch.arange(size) % period + at for size, period, at in zip(shape, periods, first, strict=True))
@@ -80,10 +76,7 @@ def _stored(quantizer: Quantizer, scales: Tensor) -> Tensor:
 
 
 def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Exact:
-    """A quantized matrix (rows, K), or (K, rows) if ``summed`` is 0; K is the module's constant.
-
-    ``summed`` is the dim that the product sums over; ``seed`` decides the values.
-    """
+    """Return a random quantized matrix (rows, K), or (K, rows) if ``summed``, the dim that the product sums, is 0."""
     shape = (rows, K) if summed == 1 else (K, rows)
     scales = _powers(_exponents(quantizer.scale_shape(shape), summed))
     outer = _outer(quantizer, seed % 3)
@@ -98,10 +91,7 @@ def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Ex
 
 
 def stack(quantizer: Quantizer, seed: int) -> Exact:
-    """Quantized stacked matrices (E, N, K), one for each group; ``quantizer`` is that of one matrix.
-
-    N and K are the module's constants; ``seed`` decides the values.
-    """
+    """Return random stacked matrices (E, N, K), one for each group; ``quantizer`` quantizes each matrix."""
     parts = [matrix(quantizer, N, seed + group) for group in range(len(GROUP_SIZES))]
     outer = [part.operand.outer_scale for part in parts if part.operand.outer_scale is not None]
     operand = Quantized(
@@ -114,10 +104,7 @@ def stack(quantizer: Quantizer, seed: int) -> Exact:
 
 
 def rows_of_groups(quantizer: Quantizer, seed: int) -> Exact:
-    """Rows (R, K) in groups, quantized along rows; ``quantizer`` is that of one group's rows.
-
-    R counts the rows of all groups and the rows after the last group; ``seed`` decides the values.
-    """
+    """Return random rows (R, K) of all groups, and some after the last group, quantized along rows."""
     ends, rows = offsets(), sum(GROUP_SIZES) + TAIL
     if isinstance(quantizer, TwoLevelScaling):
         x = _with_largest(_whole_numbers(seed, rows, K).t()).t()
@@ -135,9 +122,9 @@ def rows_of_groups(quantizer: Quantizer, seed: int) -> Exact:
 
 
 def tokens_of_groups(quantizer: Quantizer, features: int, seed: int) -> Exact:
-    """R tokens (R, features) in groups, quantized along tokens, with transposed codes.
+    """Return random tokens (R, features) of all groups, and some after the last group, quantized along tokens.
 
-    ``quantizer`` is that of one group; ``seed`` decides the values. R includes tokens after the last group.
+    The codes are transposed.
     """
     ends, rows = offsets(), sum(GROUP_SIZES) + TAIL
     x = _whole_numbers(seed, rows, features)
@@ -178,11 +165,7 @@ def _with_largest(x: Tensor) -> Tensor:
 
 
 def _two_levels(x: Tensor, quantizer: TwoLevelScaling, ends: Tensor, *, along_rows: bool) -> Exact:
-    """Quantize R tokens (R, features), of groups with these ``ends``, in two levels.
-
-    Blocks lie along rows if ``along_rows``, otherwise along tokens. Outer amaxes are chosen so that each group's outer
-    scale is a power of two.
-    """
+    """Quantize tokens (R, features) of groups with two levels of scales; each outer scale is a power of two."""
     exponents = torch.arange(len(GROUP_SIZES)) - 1
     values = x.clone()
     for group, (own, _) in enumerate(spans(ends, 1)):
@@ -197,6 +180,6 @@ def _two_levels(x: Tensor, quantizer: TwoLevelScaling, ends: Tensor, *, along_ro
 
 
 def on(operand: Quantized, device: torch.device) -> Quantized:
-    """The operand with its codes and scales moved to a device."""
+    """Return the operand with its codes and scales moved to a device."""
     move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device)  # noqa: E731
     return operand.each(move)

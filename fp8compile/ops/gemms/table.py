@@ -1,7 +1,6 @@
-"""The table of GEMMs, in the order in which they are tried, and the loop that searches it.
+"""The table of GEMMs, and the loop that selects the first one for a product.
 
-GEMMs of this package come first, so a GEMM that another package registers changes no product that has a GEMM already.
-Emulation comes last.
+fp8compile's GEMMs come first, then GEMMs of other packages, then emulation.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ REGISTERED: dict[str, GemmKernel] = {}  # GEMMs that other packages registered, 
 
 
 def gemm_table() -> tuple[GemmKernel, ...]:
-    """All GEMMs, in the order in which they are tried."""
+    """Return all GEMMs, in the order in which they are tried."""
     return (*NATIVE, *REGISTERED.values(), EMULATED)
 
 
 def multiplying_calls() -> frozenset[str]:
-    """Names of the PyTorch operators that multiply codes, such as ``"_scaled_mm"``."""
+    """Return the names of the PyTorch operators that multiply codes, such as ``"_scaled_mm"``."""
     return frozenset(call for gemm in gemm_table() for call in gemm.calls)
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """Name of an operand's codes for errors: the format, or the class of another package's quantizer."""
+    """Return a name of an operand's codes for errors: the format, or the class of another package's quantizer."""
     stored: Float8Format | Float4Format | None = quantizer.gemm_format()
     if stored is None and is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         stored = quantizer.element_format()
@@ -58,17 +57,17 @@ def _refused(function: str, problem: GemmProblem, reason: str) -> RuntimeError:
 def first_running(
     function: str, problem: GemmProblem, tiers: Sequence[Sequence[Any]], registered: Container[str]
 ) -> Any:
-    """The first GEMM of a table that takes the operands of a product and runs on its target.
+    """Return the first GEMM that takes the operands of a product and runs on its target.
 
     Args:
         function: Name of the function for error messages.
         problem: The product.
-        tiers: The GEMMs, all `GemmKernel` or all `GroupedGemm`, in tiers that are tried one after the other.
+        tiers: Lists of GEMMs, all `GemmKernel` or all `GroupedGemm`; one list is tried after the other.
         registered: Names of the GEMMs that other packages registered.
 
     Raises:
-        RuntimeError: No GEMM runs; the message is the reason of the first GEMM that takes the operands. Or two
-            registered GEMMs of one tier run.
+        RuntimeError: No GEMM runs; the message says why the first one that takes the operands doesn't. Or two
+            registered GEMMs of one list run.
     """
     reasons = {gemm.name: gemm.lacks(problem) for tier in tiers for gemm in tier if gemm.takes(problem.a, problem.b)}
     running = [[gemm for gemm in tier if reasons.get(gemm.name, "") is None] for tier in tiers]
@@ -83,13 +82,12 @@ def first_running(
 
 
 def gemm_for(problem: GemmProblem) -> GemmKernel:
-    """The first GEMM of the table that takes the operands and runs on the target.
+    """Return the first GEMM of the table that takes the operands of a product and runs on its target.
 
-    Args:
-        problem: The product. Its blocks must fit together, as `gemm_kind` checks.
+    The blocks of both operands must fit together, as `gemm_kind` checks.
 
     Raises:
-        RuntimeError: No GEMM runs; the message is the reason of the first GEMM that takes the operands. Or two
-            packages have registered a GEMM for these operands, and this package can't choose between them.
+        RuntimeError: No GEMM runs; the message says why the first one that takes the operands doesn't. Or GEMMs of two
+            packages run.
     """
     return first_running("scaled_mm", problem, (NATIVE, tuple(REGISTERED.values()), (EMULATED,)), REGISTERED)

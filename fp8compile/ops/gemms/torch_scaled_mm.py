@@ -1,7 +1,6 @@
-"""Shared by GEMMs that call `torch._scaled_mm`: views as float8, padding and the call.
+"""Call `torch._scaled_mm` on operands of any sizes, which are zero-padded to what the device needs.
 
 A GPU needs rows of codes that are multiples of 16 bytes, a row-major left operand and a column-major right operand.
-Other sizes are padded with zeros, and the product is cut to its own size.
 """
 
 from __future__ import annotations
@@ -23,29 +22,20 @@ ALIGNMENT = 16  # bytes of a row of codes, for cuBLASLt; Inductor's CPU code for
 
 
 def float8_kind(a: Quantizer, b: Quantizer) -> str | None:
-    """The kind of GEMM for float8 codes, as `gemm_kind` returns it; None if an operand is not float8.
-
-    ``a`` and ``b`` are the quantizers of the operands, over (m, k) and (k, n).
-    """
+    """Return the kind of GEMM, such as ``"rowwise"``, for operands (m, k) and (k, n); None if one isn't float8."""
     is_float8 = a.gemm_format() is not None and b.gemm_format() is not None
     return gemm_kind(a.block, b.block) if is_float8 else None
 
 
 def padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor:
-    """Append ``rows`` rows and ``columns`` columns of ``value`` to a matrix.
-
-    Returns the matrix itself if both numbers are known to be 0.
-    """
+    """Append ``rows`` rows and ``columns`` columns of ``value`` to a matrix."""
     if _compat.statically_equal((rows, columns), (0, 0)):
         return x
     return pad(x, (0, columns, 0, rows), value=value)
 
 
 def _padded_codes(a: Quantized, b: Quantized, rows_to: int, sum_to: int) -> tuple[Tensor, Tensor]:
-    """Float8 codes in the layout of `_scaled_mm`, padded: ``a`` row-major, ``b`` column-major.
-
-    m is padded to a multiple of ``rows_to``, k to a multiple of ``sum_to``.
-    """
+    """Return zero-padded float8 codes in the layout of `_scaled_mm`: ``a`` row-major, ``b`` column-major."""
     (m, k), n = a.codes.shape, b.codes.shape[1]
     on_gpu = target_of(a.codes.device).type == "cuda"
     extra_k = -k % sum_to
@@ -77,7 +67,7 @@ def scaled_mm(
         a: (m, k), float8 codes.
         b: (k, n), float8 codes.
         out_dtype: Dtype of the product.
-        scales: Function of the operands and the padded m and n; returns the scales in the GEMM's layout.
+        scales: Takes the operands and the padded m and n; returns both scales in the GEMM's layout.
         rows_to: m is padded to a multiple of this number; more than 1 if each row has its own scales.
         sum_to: k is padded to a multiple of this number.
         fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.

@@ -1,11 +1,10 @@
-"""The layout of groups for a GPU's four-bit grouped GEMM: each group has whole tiles of 128 columns.
+"""The layout of groups for a GPU's four-bit grouped GEMM: each group is padded to whole tiles of 128 columns.
 
     tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
-    columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
+    columns (C)             a a a 0 0 0 0 0 b b b b b 0 0 0      drawn with tiles of 4 columns
 
-A group has at least one tile. Scales are in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). A group
-without tokens has a tile of zeros, so that its grad_weight is zeros; without this tile, the GEMM would leave the
-result unwritten.
+Scales are in tiles of 128 rows by 4 blocks of 16 (`fp8compile.scale_layouts`). A group without tokens has a tile of
+zeros, because the GEMM would leave the result of an empty group unwritten.
 
 Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`.
 """
@@ -24,27 +23,21 @@ __all__ = ["scales_of_rows", "tile_columns", "tile_ends", "tile_spans"]
 
 
 def tile_columns(rows: int, groups: int) -> int:
-    """Number of columns of transposed codes that suffices for every split of ``rows`` tokens into groups.
-
-    Each of ``groups`` groups takes whole tiles of 128 columns.
-    """
+    """Return an upper bound of the columns that ``rows`` tokens in ``groups`` groups of whole tiles take."""
     return (rows // TILE_ROWS + groups) * TILE_ROWS
 
 
 def tile_ends(offsets: Tensor) -> Tensor:
-    """End of each of E groups among the columns of transposed codes in whole tiles, (E,) int32.
+    """Return where each of E groups ends, (E,) int32, among columns that are padded to whole tiles.
 
-    A group begins at the end of the previous group. ``offsets`` are the ends of the groups among the tokens.
+    ``offsets`` are the ends of the groups among the tokens.
     """
     tiles = ((sizes_of_groups(offsets) + (TILE_ROWS - 1)) // TILE_ROWS).clamp(min=1)
     return (tiles * TILE_ROWS).cumsum(0, dtype=torch.int32)
 
 
 def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield each group's slice of rows and slice of columns, with padding to whole tiles.
-
-    ``offsets``, the ends of the groups among the rows, are read on the host.
-    """
+    """Yield each group's slice of rows and slice of padded columns; reads the ends of groups on the host."""
     start, column = 0, 0
     for end, column_end in zip(offsets.tolist(), tile_ends(offsets).tolist(), strict=True):
         yield slice(start, end), slice(column, column_end)
@@ -52,10 +45,10 @@ def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Tensor:
-    """The scales of each row, (rows, blocks), read from the tiles of all groups.
+    """Return each row's scales, (rows, blocks), from the tiles of all groups; the host reads no sizes of groups.
 
-    ``tiles`` has the groups' scales, one group after another, as bytes: (rows padded to whole tiles, at least
-    ``blocks``). The host reads no size of a group. A row after the last group gets an arbitrary scale.
+    ``tiles`` has the scales of all groups as bytes, (padded rows, padded blocks). Rows after the last group get
+    arbitrary scales.
     """
     group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
     first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))

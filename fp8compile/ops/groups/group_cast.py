@@ -65,10 +65,7 @@ def _counted_fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Qua
 
 
 def _counted_kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Run `group_cast`, and also compute the groups' statistics, int64 (1, 3, E) for E groups.
-
-    See `fp8compile.ops.counting_kernels`.
-    """
+    """Run `group_cast` and count statistics of E groups, (1, 3, E) (`fp8compile.ops.counting_kernels`)."""
     how = x, offsets, multiplier, quantizer
     if target_of(x.device).type == "cpu":
         return _group_by_group(*how), counts_of_groups(x, offsets, (quantizer,), multiplier)

@@ -1,7 +1,7 @@
-"""fp8compile::group_outer_amaxes: amaxes of groups of tokens, with and without Hadamard transform.
+"""fp8compile::group_outer_amaxes: the amax of each group of tokens, for the outer scales of four-bit codes.
 
-Codes with two levels of scales first need the amax of their whole group, so tokens are read twice; this op is the
-first read. On a GPU it is one Triton kernel, into which Inductor can fuse the computation of the tokens.
+A transform of the quantizer is applied before the amax. On a GPU the op is one Triton kernel, into which Inductor can
+fuse the computation of the tokens. `group_quantize_two_levels` reads the tokens again.
 """
 
 from __future__ import annotations
@@ -42,18 +42,12 @@ def tokens_of_two_levels(quantizer: Quantizer | None) -> bool:
 
 
 def is_two_level_pair(rows: Any, columns: Any) -> bool:
-    """Whether one launch of the GPU kernel can quantize along rows and along tokens by these quantizers.
-
-    Both must have the same rule of scales.
-    """
+    """Whether one launch of the GPU kernel can quantize along rows by ``rows`` and along tokens by ``columns``."""
     return rows_of_two_levels(rows) and tokens_of_two_levels(columns) and rows.scale == columns.scale
 
 
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
-    """Raise a ValueError that names ``op``, unless the GPU kernels take these quantizers.
-
-    ``directions`` says which quantizers are used: ``"both"``, ``"rows"`` or ``"tokens"``.
-    """
+    """Raise a ValueError if the GPU kernels can't quantize in ``directions`` ("both", "rows" or "tokens")."""
     allowed = {
         "both": is_two_level_pair(rows, columns),
         "rows": rows_of_two_levels(rows),
@@ -82,18 +76,14 @@ def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
 
 
 def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Any, Any]:
-    """The quantizers along rows and along tokens; None for one that ``directions`` leaves out.
-
-    ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``.
-    """
+    """Return both quantizers, but None for one that ``directions`` (``"both"``, ``"rows"``, ``"tokens"``) excludes."""
     return rows if directions != "tokens" else None, columns if directions != "rows" else None
 
 
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
-    """Compute each whole group's amaxes for codes along rows and along tokens, (2, E) float32.
+    """Compute the amax of each of E groups for codes along rows and for codes along tokens, (2, E) float32.
 
-    ``offsets`` are the ends of E groups; later rows count in no amax. ``directions`` is ``"both"``, ``"rows"`` or
-    ``"tokens"``; amaxes that it leaves out are 0.
+    If ``directions`` is ``"rows"`` or ``"tokens"``, the other amaxes are 0; ``"both"`` computes all.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
     if target_of(x.device).type != "cpu":
@@ -108,7 +98,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
 
 
 def two_level_samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of `group_outer_amaxes`; other samples of groups are made from them."""
+    """Yield sample arguments of `group_outer_amaxes`."""
     noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
     line, pillar = TwoLevelScaling(**noisy), TwoLevelScaling(block=(GROUP, 1), packed="columns")
     for number, (x, offsets) in enumerate(tokens()):

@@ -1,11 +1,10 @@
-"""fp8compile::group_quantize: transposed codes and scales of blocks of tokens, for groups of tokens.
+"""fp8compile::group_quantize: quantize groups of tokens in blocks along tokens, to transposed codes.
 
     tokens, blocks of 4     a a a a a a b b b b b . .
     columns of codes        a a a a a a 0 0 b b b b b 0 0 0
     rows of scales          a       a       b       b            the second block of a has 2 tokens, of b 1 token
 
-Each group begins a new block. On a GPU the op is one Triton kernel. On a CPU it runs the steps of the quantizer on
-each group's rows.
+Each group begins a new block. On a GPU the op is one Triton kernel. On a CPU it quantizes group by group.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ __all__ = ["empty_outputs", "group_quantize"]
 
 
 def empty_outputs(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Make uninitialized transposed codes (K, C) and scales (C / block, K) for tokens ``x``, (R, K).
-
-    C is the number of tokens after each group is padded; ``offsets`` are the ends of the groups.
-    """
+    """Return uninitialized transposed codes (K, C) and scales (C / block, K) for tokens (R, K), padded to C."""
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
     return (
         empty_codes(x, quantizer, columns),

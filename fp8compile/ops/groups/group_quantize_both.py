@@ -1,7 +1,6 @@
-"""fp8compile::group_quantize_both: codes and scales of tokens along rows and along groups' tokens.
+"""fp8compile::group_quantize_both: quantize groups of tokens along rows and along tokens, by one kernel on a GPU.
 
-The version of `fp8compile.ops.quantize_both` for groups. Rows after the last group get codes along rows, but none
-along tokens.
+Rows after the last group get codes along rows, but none along tokens.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ __all__ = ["group_quantize_both", "group_quantize_both_counted", "is_group_pair"
 
 
 def is_group_pair(rows: Quantizer | None, columns: Any) -> bool:
-    """Whether the GPU kernel can quantize along rows by ``rows`` and along tokens by ``columns``.
-
-    Each is the quantizer of one group's matrix.
-    """
+    """Whether the GPU kernel can quantize a group along rows by ``rows`` and along tokens by ``columns``."""
     return is_pair(rows, columns) and has_block_kernel(columns)
 
 
@@ -95,10 +91,7 @@ def _counted_fake(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `group_quantize_both`, and also compute the groups' statistics, int64 (2, 3, E) for E groups.
-
-    See `fp8compile.ops.counting_kernels`.
-    """
+    """Run `group_quantize_both` and count statistics of E groups, (2, 3, E) (`fp8compile.ops.counting_kernels`)."""
     if target_of(x.device).type == "cpu":
         return *_two_casts(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows, columns))
     counts = no_counts_of_groups(offsets, 2)

@@ -1,7 +1,7 @@
 """fp8compile::group_quantize_rows: codes and scales of rows, and amaxes of each group's columns.
 
-The GEMM that sums over tokens has a scale for each column of a group, so the cast for it needs whole groups' amaxes.
-On a GPU this op is one Triton kernel that reads the tokens once. On a CPU it runs the quantizers' steps.
+From these amaxes a later cast makes grad_weight's operand, which has one scale for each column of a group. On a GPU
+the op is one Triton kernel that reads the tokens once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ __all__ = ["ROWS_ONCE", "group_quantize_rows", "group_quantize_rows_counted", "i
 
 
 def is_row_pair(rows: Quantizer | None, columns: Any, width: int) -> bool:
-    """Whether the GPU kernel can quantize by ``rows`` and compute groups' column amaxes for ``columns``.
-
-    ``width`` is the number of columns.
-    """
+    """Whether the GPU kernel can quantize rows of ``width`` values by ``rows`` and compute amaxes for ``columns``."""
     return is_weight_pair(rows, columns, width) and columns.block == COLUMNS and has_group_kernel(columns)
 
 
@@ -86,10 +83,7 @@ def _counted_fake(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `group_quantize_rows`, and also compute the groups' statistics, int64 (1, 3, E) for E groups.
-
-    See `fp8compile.ops.counting_kernels`.
-    """
+    """Run `group_quantize_rows` and count statistics of E groups, (1, 3, E) (`fp8compile.ops.counting_kernels`)."""
     if target_of(x.device).type == "cpu":
         return *_step_by_step(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows,))
     counts = no_counts_of_groups(offsets, 1)

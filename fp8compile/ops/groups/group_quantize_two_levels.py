@@ -3,9 +3,8 @@
     along rows      codes (R, K / 2), two codes of a row in a byte         scales in tiles of each group's rows
     along tokens    codes (K, C / 2), two codes of a column in a byte      scales in tiles of each group's tokens
 
-R is the number of tokens, C the number with padding (`fp8compile.ops.groups.four_bit_tiles`); K, the number of
-features, is rounded up to a multiple of 32. On a GPU this op is one Triton kernel. On a CPU it runs the steps of
-`group_two_levels`. The outer amaxes come from `fp8compile.ops.groups.group_outer_amaxes`.
+R is the number of tokens, and C the number with padding (`fp8compile.ops.groups.four_bit_tiles`). K, the number of
+features, is rounded up to a multiple of 32. On a GPU this op is one Triton kernel.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ def _empty_outputs(
 
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize one group's tokens: returns codes, one per byte, scales of blocks and the outer scale.
-
-    ``outer_amax`` is the amax of the whole group, (1,) float32.
-    """
+    """Return one group's codes (one per byte), scales of blocks and outer scale."""
     return by_outer_amax(x, outer_amax, quantizer.unpacked() or quantizer)
 
 
@@ -144,10 +140,10 @@ def _launched(
 def _kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns codes, scales in 128 x 4 tiles and outer scales along rows, then the same along tokens.
+    """Return four-bit codes, scales in 128 x 4 tiles and outer scales along rows, then the same three along tokens.
 
-    ``amaxes`` is the result of `group_outer_amaxes`. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``; results
-    that it leaves out have no elements. Rows after the last group are not read.
+    ``amaxes`` is the result of `group_outer_amaxes`. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``; the
+    three results of an excluded direction are empty. Rows after the last group are not read.
     """
     how = x, offsets, amaxes, rows, columns, directions
     return _group_by_group(*how) if target_of(x.device).type == "cpu" else _launched(*how)
@@ -166,11 +162,7 @@ def _counted_fake(
 def _counts(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> Tensor:
-    """Compute the statistics of each of E groups on a CPU, int64 (2, 3, E): along rows, along tokens.
-
-    ``amaxes``, (2, E), are amaxes of whole groups. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``;
-    statistics that it leaves out are 0.
-    """
+    """Compute the statistics of E groups on a CPU, int64 (2, 3, E): along rows, then along tokens."""
     counts = no_counts_of_groups(offsets, 2)
     for group, (own, _) in enumerate(tile_spans(offsets)):
         tokens = x[own]
@@ -185,10 +177,7 @@ def _counts(
 def _counted_kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `group_quantize_two_levels`, and also compute statistics of E groups, int64 (2, 3, E).
-
-    Arguments are those of `group_quantize_two_levels`; for the statistics see `fp8compile.ops.counting_kernels`.
-    """
+    """Run `group_quantize_two_levels` and count statistics of E groups (`fp8compile.ops.counting_kernels`)."""
     how = x, offsets, amaxes, rows, columns, directions
     if target_of(x.device).type == "cpu":
         return *_group_by_group(*how), _counts(*how)
@@ -220,10 +209,9 @@ _CODES = inductor.once_with_more(group_quantize_two_levels, group_quantize_two_l
 def quantize_groups_in_two_levels(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str, *, counts: bool = False
 ) -> tuple[Tensor, ...]:
-    """Compute amaxes of whole groups of tokens, then codes, scales in 128 x 4 tiles and outer scales.
+    """Run `group_outer_amaxes`, then `group_quantize_two_levels`; with ``counts``, also return statistics of groups.
 
-    Forward and backward of a graph share one call. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``. Results
-    are those of `group_quantize_two_levels`; with ``counts``, those of `group_quantize_two_levels_counted`.
+    The forward and the backward of a graph share one call.
     """
     amaxes = _OUTER_AMAXES(x, offsets, rows, columns, directions)
     found: tuple[Tensor, ...] = _CODES[counts](x, offsets, amaxes, rows, columns, directions)

@@ -1,11 +1,10 @@
-"""fp8compile::group_two_levels: codes and two levels of scales; each group is quantized by itself.
+"""fp8compile::group_two_levels: quantize each group of tokens with two levels of scales, one code a byte.
 
     blocks along rows, or square    codes (R, K)     scales (R / block, ...)     each group begins a new block
     blocks along tokens             codes (K, C)     scales (C / block, K)       padded columns, see `group_quantize`
 
-R is the number of tokens, C the number with padding, K the number of features. Each of E groups has its own outer
-scale, (E,), and a byte holds one code. A CPU runs the quantizer's steps group by group; a GPU runs
-`group_quantize_two_levels` instead.
+R is the number of tokens, C the number with padding, K the number of features. Each of E groups has one outer scale,
+(E,). The op runs on a CPU; a GPU runs `group_quantize_two_levels` instead.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ NO_GROUPS_OF_TWO_LEVELS = (
 
 
 def token_columns(columns: slice, quantizer: Quantizer) -> slice:
-    """The columns of a group's transposed codes; with a transform, extended to the end of the last block.
-
-    ``columns`` are the group's columns without padding.
-    """
+    """Return a group's columns of transposed codes; with a transform, up to the end of the last block."""
     missing = (columns.start - columns.stop) % quantizer.block[0] if quantizer.transform() else 0
     return slice(columns.start, columns.stop + missing)
 
@@ -55,7 +51,7 @@ def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize each group; returns codes, scales of blocks and an outer scale for each group.
 
-    If ``along_tokens``, codes are transposed, with each group's columns padded. If not, each group has to end at a
+    If ``along_tokens``, codes are transposed and each group's columns are padded. Otherwise each group has to end at a
     multiple of the block's rows.
     """
     if target_of(x.device).type != "cpu":
@@ -81,11 +77,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
 
 
 def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize all groups at once, each block with its group's outer amax: the op in exported programs.
-
-    Raises a RuntimeError if ``along_tokens``, which only a backward needs, or if the quantizer is not a
-    `TwoLevelScaling` that rounds to nearest.
-    """
+    """Quantize all groups at once in exported programs, which can't read sizes of groups on the host."""
     if along_tokens or type(quantizer) is not TwoLevelScaling or quantizer.rounding != "nearest":
         why = OF_BACKWARD if along_tokens else f"{quantizer!r} is no TwoLevelScaling that rounds to nearest"
         raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be taken apart: {why}.")

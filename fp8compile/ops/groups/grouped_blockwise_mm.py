@@ -1,11 +1,10 @@
-"""fp8compile::grouped_blockwise_mm: grouped GEMMs with a scale for 128 summed values or a whole sum.
+"""fp8compile::grouped_blockwise_mm: grouped GEMMs of codes with a scale for 128 summed values, or for the whole sum.
 
     b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group; 0 in rows after the last group
     b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group; 0 for a group without tokens
 
-Subscripts are sizes: R rows in E groups e, C tokens after padding. PyTorch has no such GEMM, or not on every GPU. On a
-GPU this op is a Triton kernel. On a CPU, and as the reference, it multiplies each group by the CPU's GEMM for such
-codes.
+Subscripts are sizes: R rows in E groups e, C tokens after padding. On a GPU the op is a Triton kernel, because PyTorch
+lacks this GEMM on some GPUs. On a CPU it calls the CPU's GEMM for each group.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     b (R, K)       d_eNK = a_RN^T @ b_RK      sums over the rows of each group
     group_sum      s_eN                       sums the rows of each group
 
-Subscripts are sizes: R rows in E groups e. `torch._grouped_mm` leaves rows after the last group unwritten, and takes
-only bfloat16 when it is traced. In these ops, rows after the last group are never read and are zeros in the result,
-and a CPU takes every dtype.
+Subscripts are sizes: R rows in E groups e. Unlike `torch._grouped_mm`, these ops write zeros to rows after the last
+group, never read them, and take every dtype on a CPU.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ def _fake(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
 
 
 def _apart_on_gpu(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Turn an op's kernel into its decomposition for GPUs, which returns NotImplemented on a CPU.
-
-    On a CPU the op stays one call, because its kernel reads the groups' sizes.
-    """
+    """Return a decomposition that calls ``kernel`` on a GPU; on a CPU the op stays one call (NotImplemented)."""
     return lambda a, *others: NotImplemented if target_of(a.device).type == "cpu" else kernel(a, *others)
 
 

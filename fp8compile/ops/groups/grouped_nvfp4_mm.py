@@ -3,9 +3,9 @@
     b (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group
     b (K, C / 2)       d_eNK = a_NC @ b_KC^T      sums over the columns of each group
 
-Subscripts are sizes: R rows in E groups e, C tokens after padding. The op calls `torch._scaled_grouped_mm_v2` once,
-and stays one call in graphs, because no PyTorch has an Inductor lowering for that function. On a CPU the op multiplies
-the same operands exactly, for tests.
+Subscripts are sizes: R rows in E groups e, C tokens after padding. The op calls `torch._scaled_grouped_mm_v2`, which
+has no Inductor lowering, so the op stays one call in graphs. On a CPU it multiplies the same operands exactly, for
+tests.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ MOST_GROUPS = 1024  # PyTorch prepares all groups in one thread block, of at mos
 
 
 def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bool) -> Iterator[Tensor]:
-    """Yield each group's decoded rows, or columns if ``over_tokens``; ``offsets`` are the groups' ends.
-
-    ``codes`` are packed two a byte. ``tiles`` has the scales, group after group.
-    """
+    """Yield each group's decoded rows, or columns if ``over_tokens``; ``tiles`` has the scales, group after group."""
     flat, start, at = tiles.contiguous().view(-1), 0, 0
     for end in offsets.tolist():
         own = codes[:, start // 2 : end // 2] if over_tokens else codes[start:end]
@@ -76,18 +73,18 @@ def _kernel(
     offsets: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply group by group, for E groups; a GPU leaves rows after the last group unwritten.
+    """Multiply four-bit codes group by group, for E groups; a GPU leaves rows after the last group unwritten.
 
     Args:
         a: (R, K / 2) uint8, two codes of a row in a byte, K a multiple of 32; or (N, C / 2), with C tokens after
             padding.
         b: (E, N, K / 2) uint8, N a multiple of 16; or (K, C / 2), K a multiple of 16.
-        a_scale: e4m3 scales of blocks of 1 x 16 codes, as bytes in tiles. For rows: (rows rounded up to tiles, blocks
-            of a row rounded up to 4), and each group begins with a new tile. Over tokens: (N rounded up to tiles, C /
-            16), and the tiles of a group are contiguous.
-        b_scale: The same scales of b: (E, bytes of a matrix's tiles), or (K rounded up to tiles, C / 16).
-        a_outer_scale: (E,) float32, one for each group.
-        b_outer_scale: (E,) float32, one for each group.
+        a_scale: Bytes of e4m3 scales for 1 x 16 codes, in 128 x 4 tiles. For a (R, K / 2): (rows rounded up to tiles,
+            blocks of a row rounded up to 4), where each group begins a new tile. For a (N, C / 2): (N rounded up to
+            tiles, C / 16), where the tiles of a group are contiguous.
+        b_scale: Bytes of b's scales: (E, bytes of a matrix's tiles), or (K rounded up to tiles, C / 16).
+        a_outer_scale: (E,) float32.
+        b_outer_scale: (E,) float32.
         offsets: Ends of the groups, (E,) int32: among the rows, or among C columns, where each group has whole tiles.
         out_dtype: Dtype of the product; bfloat16 on a GPU.
     """

@@ -1,4 +1,4 @@
-"""Which quantizers the GPU kernels over groups take; a CPU takes all of them, and runs their steps."""
+"""Which quantizers the GPU kernels for groups take; on a CPU the same ops take every quantizer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ def has_block_kernel(quantizer: Quantizer) -> bool:
 
 
 def check_has_kernel(op: str, quantizer: Quantizer) -> None:
-    """Raise a ValueError if the GPU kernel of an op over groups does not take a quantizer.
-
-    ``op`` is the op's name without namespace, such as ``"group_cast"``.
-    """
+    """Raise a ValueError if the GPU kernel of ``op``, such as ``"group_cast"``, does not take a quantizer."""
     is_blocks = op == "group_quantize"
     if not (has_block_kernel if is_blocks else has_group_kernel)(quantizer):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The layout of transposed codes of groups: each group begins at a multiple of ``align`` columns.
+"""The layout of transposed codes of groups: each group begins at a multiple of ``align`` columns, after padding zeros.
 
-Tokens are sorted by group, and ``offsets`` (E,) int32 says where each of E groups ends. GEMMs read codes along tokens
-from multiples of 16 bytes, and blocks of tokens begin with each group. Padding is zeros.
+Tokens are sorted by group, and ``offsets``, (E,) int32, are the ends of E groups. Groups are aligned because GEMMs
+read codes along tokens from multiples of 16 bytes, and because no block may have tokens of two groups.
 
     tokens (R)      a a a b b b b b . .          offsets (3, 8), rows after the last group belong to none
     columns (C)     a a a 0 b b b b b 0 0 0      align 4: starts 0, 4
@@ -37,28 +37,18 @@ TOKEN_ALIGNMENT = 16  # in bytes, and so in codes: a grouped GEMM begins to read
 
 
 def alignment(quantizer: Quantizer) -> int:
-    """The number of columns at whose multiples groups of transposed codes begin.
-
-    This number is the least common multiple of 16, for GEMMs, and of the rows of the quantizer's block.
-    """
+    """Return the alignment of groups in columns: the least common multiple of 16 and of the block's rows."""
     rows = quantizer.block[0]
     return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
 
 
 def padded_length(rows: int, groups: int, align: int) -> int:
-    """Number of columns of transposed codes that suffices for every split of ``rows`` tokens into groups.
-
-    Each of ``groups`` groups begins at a multiple of ``align`` columns.
-    """
+    """Return an upper bound of the columns that ``rows`` tokens in ``groups`` aligned groups take."""
     return (rows + groups * (align - 1)) // align * align
 
 
 def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
-    """Yield each group's slice of rows, and its slice of columns of transposed codes without padding.
-
-    ``offsets``, the ends of the groups among the rows, are read on the host, by CPU kernels. Groups begin at multiples
-    of ``align`` columns.
-    """
+    """Yield each group's slice of rows and slice of columns, without padding; reads ``offsets`` on the host."""
     row = column = 0
     for end in offsets.tolist():
         size = end - row
@@ -72,32 +62,24 @@ def sizes_of_groups(offsets: Tensor) -> Tensor:
 
 
 def padded_offsets(offsets: Tensor, align: int) -> Tensor:
-    """End of each of E groups among the columns of transposed codes, with padding, (E,) int32.
-
-    ``offsets`` are the ends among the rows. Groups are padded to multiples of ``align``; each begins where the
-    previous one ends.
-    """
+    """Return where each of E groups ends among the columns, including the group's padding, (E,) int32."""
     return ((sizes_of_groups(offsets) + (align - 1)) // align * align).cumsum(0, dtype=torch.int32)
 
 
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """Index of each row's group, (rows,) int64; for a row after the last group, the number of groups.
-
-    ``offsets`` are the ends of the groups.
-    """
+    """Return the index of each row's group, (rows,) int64; for rows after the last group, the number of groups."""
     return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
 
 
 def group_to_read(offsets: Tensor, rows: int) -> Tensor:
-    """Index of each row's group, (rows,) int64; for rows after the last group, the last group's index."""
+    """Return the index of each row's group, (rows,) int64; for rows after the last group, the last group's index."""
     return group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
 
 
 def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:
-    """For each column of transposed codes: its row (-1 for padding) and its group, (columns,) int32 each.
+    """Return the row, -1 for padding, and the group of each column of transposed codes, (columns,) int32 each.
 
-    ``offsets`` are the ends of the groups among the rows; groups begin at multiples of ``align``. Padding belongs to
-    the group before it.
+    Padding belongs to the group before it.
     """
     ends = padded_offsets(offsets, align)
     column = torch.arange(columns, dtype=torch.int32, device=offsets.device)
@@ -111,8 +93,7 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     """Zero the rows after the last group, which PyTorch's grouped GEMMs leave unwritten.
 
-    ``offsets`` are the ends of the groups. The backward computes the masked result again, so that the forward does not
-    store this result in addition to the product.
+    Compiled code computes the result again in the backward instead of keeping it.
     """
     with inductor.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -122,8 +103,7 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
 def zero_where_empty(matrices: Tensor, ends: Tensor) -> Tensor:
     """Zero the products (E, ...) of groups without rows; ``ends`` are the ends of the E groups.
 
-    PyTorch's grouped GEMMs write these zeros on compute capability 9.0. From 10.0 on they do not write the product of
-    a group without rows (pytorch#172439).
+    From compute capability 10.0 on, PyTorch's grouped GEMMs leave these products unwritten (pytorch#172439).
     """
     if target_of(matrices.device).capability < (10, 0):
         return matrices

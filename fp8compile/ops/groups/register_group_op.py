@@ -25,9 +25,9 @@ def register_group_op(
 ) -> torch._ops.OpOverload:
     """Register an operator over groups of rows: a kernel on a GPU, a loop over groups on a CPU.
 
-    The loop reads where groups end, so the op stays one call in compiled code. The op has no derivative and no
-    sharding rule. ``launch`` returns the launch of a kernel into which Inductor may fuse the computation of the input,
-    or None. The other arguments are those of `register_op`.
+    The op stays one call in compiled code. It has no derivative and no sharding rule. With ``launch``, Inductor may
+    fuse the computation of the input into the kernel; ``launch`` returns the kernel's `TileLaunch`, or None. The other
+    arguments have the same meaning as in `register_op`.
     """
     op = register_op(
         name, impl, fake=fake, backward=None, decompose=None, portable=portable, sharding=None, samples=samples

@@ -1,8 +1,7 @@
-"""fp8compile::routed_rows: sort rows of tokens by expert; the gradient only gathers rows.
+"""fp8compile::routed_rows: copy each token once for each of its experts, in rows sorted by expert.
 
-``order`` (R,) has for each of R rows the index of its (token, expert) pair, and ``places`` is its inverse. The
-gradient of ``x[order // top_k]`` would add rows in any order; here each token's gradient gathers its rows and sums
-them once.
+``order``, (R,), has the index of each row's (token, expert) pair; ``places`` is the inverse permutation. The gradient
+gathers each token's rows and sums them once. PyTorch's gradient of ``x[order // top_k]`` could add them in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["routed_rows"]
 
 
 def _times(pairs: int, tokens: int) -> int:
-    """Number of experts that each token goes to: ``pairs`` (token, expert) divided by ``tokens``."""
+    """Return the number of experts for each token."""
     return pairs // tokens if tokens else 1
 
 

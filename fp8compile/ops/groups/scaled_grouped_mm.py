@@ -132,10 +132,7 @@ inductor.register_fallback(scaled_grouped_mm)
 
 
 def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """Call the op `scaled_grouped_mm` with the codes and scales of two `Quantized` operands.
-
-    ``offsets`` are the ends of the groups of rows; ``config`` are the GEMM's options.
-    """
+    """Call the op `scaled_grouped_mm` with the codes and scales of two `Quantized` operands."""
     outer = outer_scales_of(a, b)
     how = a.quantizer, b.quantizer, out_dtype, config
     return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, *how, *outer)

@@ -54,10 +54,7 @@ def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> N
 
 
 def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
-    """Raise a ValueError if ``ranks`` ranks share each expert's matrix and the recipe has outer scales.
-
-    An outer scale, the scale of a whole matrix, would need the amaxes of several ranks.
-    """
+    """Raise a ValueError if the recipe has outer scales and several ranks share each expert's matrix."""
     if ranks == 1:
         return
     given = [getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)]

@@ -1,7 +1,7 @@
-"""Placements of layers with delayed scaling, which hold the state or the tokens that carry amaxes.
+"""Placements (which shard of each tensor is on this rank) of layers with delayed scaling.
 
-Delayed           the layer's own backward updates the state
-DelayedOverFsdp   amaxes are gradients of tokens (zeros), see `fp8compile.ops.layer.fsdp_delayed_amaxes`
+Delayed           the layer's own backward updates the state of delayed scaling
+DelayedOverFsdp   amaxes reach the state as gradients, see `fp8compile.ops.layer.fsdp_delayed_amaxes`
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Delayed", "DelayedForGradient", "DelayedOverFsdp"]
 
 
 class _WithMultiplier:
-    """Mixin of the placements with delayed scaling; a field ``multiplier`` holds the state's multipliers."""
+    """Mixin of placements with a field ``multiplier``: the multipliers (1 / scale) of delayed scaling, (3,)."""
 
     __slots__ = ()
 
@@ -40,9 +40,9 @@ class _WithMultiplier:
 
     # ``self: Any``, because subclasses define the fields
     def begin(self: Any, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Fix the multipliers (1 / scale) that this call's output uses; compute amaxes of x and weight.
+        """Return ``operands`` with a copy of the multipliers, and the op's other outputs.
 
-        Returns ``operands`` with these multipliers, then further outputs of the op: the multipliers, and both amaxes.
+        These are the copied multipliers, the amax of x and the amax of the weight.
         """
         used = snapshot(self.multiplier)
         of_input, of_weight, _ = operands.recipe.delayed()
@@ -56,15 +56,11 @@ class _WithMultiplier:
         return amax_of(weight, quantizer)
 
     def empty_beside(self: Any) -> tuple[Tensor, ...]:
-        """Make uninitialized tensors like the extra outputs that `begin` returns, for the op's fake kernel."""
+        """Return uninitialized tensors like the other outputs of `begin`, for the op's fake kernel."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
     def keep_used(self: Any, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Save for the backward the multipliers that the output used, and return them.
-
-        ``ctx`` is autograd's context; ``output`` are the op's results: y, the multipliers, the amaxes of x and weight.
-        """
         return keep_used(ctx, self.multiplier, output)
 
 
@@ -96,13 +92,13 @@ class Delayed(_WithMultiplier, Placement):
         return amax_of(x, None) if quantizer is None else kept_amax(self.amax_history)
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Return this placement itself and nothing to save: the backward updates the state in place."""
+        """Return this placement and no tensors to save, because the backward updates the state in place."""
         return self, ()
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Update the state in the backward; returns the output's multipliers, and no gradients (None).
+        """Update the state in the backward; returns the forward's multipliers, and None as each field's gradient.
 
-        ``repeated`` are the multipliers of a forward that checkpointing repeated; if they have changed, this raises.
+        Raises a RuntimeError if checkpointing repeated the forward with other multipliers, ``repeated``.
         """
         check_repeated_forward(ctx, repeated)
         # if a layer is spread over ranks, each rank updates its own copy of the same state
@@ -115,25 +111,22 @@ class Delayed(_WithMultiplier, Placement):
         return ctx.used, (None, None, None)
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_input: it holds ``used``, the multipliers of the output."""
+        """Return the placement of the op for grad_input, with ``used``, the forward's multipliers."""
         return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the op for grad_weight: it holds ``used``, the multipliers of the output."""
+        """Return the placement of the op for grad_weight, with ``used``, the forward's multipliers."""
         return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
 
 
 @dataclass(slots=True)
 class DelayedForGradient(Placement):
-    """Placement of the ops for the gradients of a `Delayed` layer.
-
-    ``multiplier``, (3,) float32, has the multipliers (1 / scale) that the output used, not the state's present ones.
-    """
+    """Placement of the gradient ops of a `Delayed` layer; ``multiplier``, (3,) float32, is what the forward used."""
 
     multiplier: Tensor
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments for the op's `Operands`: the multipliers that the forward used."""
+        """Return a keyword argument of `Operands`: the multipliers that the forward used."""
         return {"multiplier": self.multiplier}
 
 
@@ -141,13 +134,13 @@ class DelayedForGradient(Placement):
 class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     """Placement of a layer with delayed scaling whose weight FSDP shards by rows.
 
-    A token is a tensor of zeros that nothing reads; its gradient carries amaxes to the state.
+    The values of ``of_activations`` and ``of_weight`` are never read; their gradients carry amaxes to the state.
 
     Attributes:
-        of_activations: Token (3,). Its gradient holds 1 if the layer's backward ran, the amax of x, and the amax of
+        of_activations: (3,) zeros. The gradient holds 1 if the layer's backward ran, the amax of x, and the amax of
             grad_output.
-        of_weight: Token (1,). Its gradient is the amax of this rank's rows.
-        amax: Amax of the whole weight for the output, if known. If None, the op exchanges amaxes between ranks.
+        of_weight: (1,) zero. The gradient is the amax of this rank's rows.
+        amax: Amax of the whole weight for the output. If None, the op exchanges amaxes between ranks.
         amax_for_grad_input: Amax of the whole weight for grad_input, or None.
         multiplier: Multipliers (1 / scale) of the state, (3,) float32.
         rows: The rows that each rank has.
@@ -164,16 +157,16 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
         """Accept every recipe: the op that made the tokens has already checked the state."""
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Returns this placement without tensors, and the amax for grad_input, which autograd saves."""
+        """Return this placement without tensors, and the amax for grad_input, which autograd saves."""
         none: dict[str, Any] = dict.fromkeys(
             ("of_activations", "of_weight", "amax", "amax_for_grad_input", "multiplier")
         )
         return replace(self, **none), (self.amax_for_grad_input,)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Returns the multipliers that the output used, and gradients of the fields: amaxes for both tokens.
+        """Return the forward's multipliers, and each field's gradient: amaxes for the fields that carry them, or None.
 
-        ``repeated`` are the multipliers of a forward that checkpointing repeated; if they have changed, this raises.
+        Raises a RuntimeError if checkpointing repeated the forward with other multipliers, ``repeated``.
         """
         place = 2 + ctx.has_bias
         is_eager = type(_compat.local_itself(grad_output)) is Tensor  # in a graph the backward reaches all inputs

@@ -4,9 +4,8 @@
     forward        returns y, the multipliers (1 / scale) that y used, and the amaxes of x and w
     backward       computes gradients by the same multipliers;  state <- next state(state, amaxes of x, w and dy)
 
-L is the number of amaxes kept. Each backward updates the state once; without a backward (evaluation, no_grad) the
-state stays. A forward returns its multipliers, because another call's backward may update the state before its own
-backward runs.
+L is the number of amaxes kept. Each backward updates the state once; a forward alone never does. A forward returns the
+multipliers that it used, because the backward of another call may update the state in between.
 """
 
 from __future__ import annotations
@@ -38,22 +37,19 @@ ROW_OF_INPUT, ROW_OF_WEIGHT = 0, 1
 
 
 def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
-    """The amax of a tensor, () float32; 0 if ``quantizer`` is None: the tensor has no delayed scaling."""
+    """Return the amax of a tensor, () float32, or 0 if ``quantizer`` is None."""
     if quantizer is None:
         return tensor.new_zeros((), dtype=torch.float32)
     return amax(tensor, quantizer).view(())
 
 
 def kept_amax(history: Tensor) -> Tensor:
-    """The amax of the values last written to a quantized weight, from the history's column 0; () float32."""
+    """Return the amax of the values last written to a weight that is kept as codes, () float32."""
     return snapshot(history[ROW_OF_WEIGHT, 0])
 
 
 def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Compute a layer's next history (3, L) and multipliers (3,) from the present ones and new amaxes.
-
-    ``amaxes``, (3,), are those of input, weight and grad_output in one step.
-    """
+    """Return a layer's next history (3, L) and multipliers (3,), from the present ones and a step's amaxes (3,)."""
     quantizers = recipe.delayed()
     rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
     room = torch.stack([torch.full((), each, dtype=torch.float64, device=amaxes.device) for each in rooms])
@@ -81,9 +77,9 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
 
 
 def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Save a forward's multipliers and amaxes in autograd's context ``ctx``; returns the multipliers.
+    """Save a forward's multipliers and amaxes in autograd's context; returns the multipliers.
 
-    ``multiplier`` is the state's tensor, ``output`` the op's results: y, used multipliers, amaxes of x and weight.
+    ``multiplier`` is the tensor of the state; ``output`` is y, the multipliers of y, and the amaxes of x and weight.
     """
     _, ctx.used, *ctx.amaxes = output
     ctx.multiplier = multiplier
@@ -96,10 +92,7 @@ def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor
 
 
 def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
-    """Raise a RuntimeError if checkpointing repeated the forward with other multipliers than at first.
-
-    ``repeated`` are the multipliers of the repeated forward; ``ctx`` holds the first forward's multipliers.
-    """
+    """Raise a RuntimeError if checkpointing repeated the forward with other multipliers, ``repeated``."""
     now = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
     if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
         return
@@ -113,10 +106,10 @@ def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
 
 @torch.no_grad()
 def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran: Tensor | None = None) -> None:
-    """Update in place a layer's state: ``state`` is its history (3, L) and its multipliers (3,).
+    """Update a layer's state in place: its history (3, L) and its multipliers (3,).
 
-    ``amaxes`` of input, weight and grad_output, (3,), are over all ranks that share the state. If ``ran`` is 0, the
-    layer's backward has not run, and the state stays.
+    ``amaxes`` of input, weight and grad_output, (3,), are reduced over all ranks that share the state. ``ran`` is 0 if
+    the layer's backward has not run; the state then stays the same.
 
     Raises:
         RuntimeError: A transform of torch.func runs this backward, and the transformed function does not take the

@@ -1,11 +1,8 @@
-"""FLOP formulas of this package's GEMM ops, for `torch.utils.flop_counter`.
+"""FLOP formulas of fp8compile's GEMM ops, for `torch.utils.flop_counter`: a converted model counts like the original.
 
-With the formulas, `FlopCounterMode` counts a converted model like the unconverted one, and so do tools that use this
-mode to measure utilization. Quantizing counts nothing, because `FlopCounterMode` counts GEMMs only.
-
-PyTorch 2.11 to 2.15 have no formulas for their own grouped GEMMs and for ``_scaled_mm_v2``. PyTorch's partitioner
-takes operators without formula for free: with `torch._functorch.config.activation_memory_budget` below 1 it multiplies
-experts again in the backward. So this module gives these GEMMs formulas, unless PyTorch has formulas.
+PyTorch 2.11 to 2.15 have no formulas for their own grouped GEMMs and for ``_scaled_mm_v2``; this module adds them,
+unless PyTorch has some. PyTorch's partitioner treats operators without a formula as free: with
+`torch._functorch.config.activation_memory_budget` below 1 it would recompute the GEMMs of experts in the backward.
 """
 
 from __future__ import annotations
@@ -33,10 +30,7 @@ Shape = Sequence[int]
 
 
 def _formula(op: LayerOp) -> Callable[..., int]:
-    """The FLOP formula of a layer's op: 2 * tokens * in_features * out_features on this rank.
-
-    Rows after the last group count too.
-    """
+    """Return a function for the FLOPs of a layer's op: 2 * tokens * in_features * out_features on this rank."""
 
     def formula(*args: Any, **_: Any) -> int:
         tensors, ends, place, last = op.split(args)
@@ -53,24 +47,18 @@ def _formula(op: LayerOp) -> Callable[..., int]:
 
 
 def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
-    """FLOPs of `scaled_mm`, by the shapes of the values; ``a`` and ``b`` are the shapes of the codes.
-
-    Codes have smaller shapes than values if two codes share a byte. ``rest`` are the op's further arguments.
-    """
+    """Return the FLOPs of `scaled_mm`, from the shapes of values: packed codes have smaller shapes."""
     _, _, a_quantizer, b_quantizer, *_ = rest
     return 2 * prod(a_quantizer.values_shape(a)) * b_quantizer.values_shape(b)[1]
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """FLOPs of a grouped GEMM, from the shapes of its codes.
-
-    Every row counts, because only the data say how many rows belong to no group.
-    """
+    """Return the FLOPs of a grouped GEMM; rows without a group count too, because only the data say how many."""
     return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
 
 
 def _in_pairs(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """FLOPs of a GEMM, from the shapes of codes that are packed in pairs along the summed dim."""
+    """Return the FLOPs of a GEMM, from the shapes of codes that are packed in pairs along the summed dim."""
     return 2 * _grouped(a, b)
 
 
@@ -89,11 +77,7 @@ FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
 
 
 def _by_pytorch(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of a GEMM of PyTorch's own, with or without g groups.
-
-    Shapes are (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n). In the first
-    three, an operand without the dim g is split into groups along its rows, its columns or the contracted dim.
-    """
+    """Return the FLOPs of a GEMM of PyTorch; with groups, one or both operands are stacked, such as (g, k, n)."""
     rows = a.shape[-2] if b.ndim == 2 else a.shape[:-1].numel()
     packed = 2 if a.dtype is torch.float4_e2m1fn_x2 else 1  # codes a byte, along k
     return 2 * rows * packed * a.shape[-1] * b.shape[-1]

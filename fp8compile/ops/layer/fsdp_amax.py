@@ -23,9 +23,9 @@ __all__ = ["fsdp_amax"]
 
 
 def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
-    """Compute this rank's contribution to the whole weight's amaxes, float32 of shape ``grid``.
+    """Compute this rank's contribution to the whole weight's amaxes, float32 of shape ``grid``; see `whole_amax`.
 
-    ``shard`` is cast to ``dtype``; ``slot`` is the recipe's field, such as ``"weight"``. See `whole_amax`.
+    ``shard`` is cast to ``dtype``; ``slot`` is the recipe's field, such as ``"weight"``.
     """
     part = Plain(shard.to(dtype), TensorLayout((*placed_cuts(rows.placed), rows_cut(rows))))
     return whole_amax(part, getattr(recipe, slot)).clone()

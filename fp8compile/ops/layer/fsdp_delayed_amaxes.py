@@ -3,10 +3,9 @@
     forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> fsdp_delayed_linear --> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
-A token is a tensor of zeros that nothing reads; its gradient carries amaxes. Under FSDP autograd thus collects the
-amaxes of all layers before ranks send them. The token of activations, (3,), carries 1 if the layer's backward ran, the
-amax of x and the amax of grad_output. The weight's token, (1,), is separate because the weight's amax is reduced over
-other ranks.
+A token is a tensor of zeros that nothing reads. Its gradient carries amaxes, which autograd collects from all layers
+before ranks reduce them. The token of activations, (3,), carries 1 if the layer's backward ran, the amax of x and the
+amax of grad_output. The token of the weight, (1,), is separate because its amax is reduced over other ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
 
 
 def _together_samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of `fsdp_amaxes_together` for one rank; tests/parallel has more ranks."""
     yield torch.zeros(8), AmaxGroups(())
     yield torch.zeros(12)[::3], AmaxGroups(())
     yield torch.zeros(0), AmaxGroups(())

@@ -26,7 +26,7 @@ __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 
 
 def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
-    """Gather all ranks' rows of a parameter, in the shard's dtype; ``rows`` describes the sharding.
+    """All-gather a parameter's rows, in the shard's dtype; ``rows`` describes the sharding.
 
     Compiled code repeats the gather in the backward. With ``in_backward``, the gather is in the backward only.
     """
@@ -37,10 +37,7 @@ def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
 
 
 def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
-    """FSDP2's divisors before and after a sum over ranks, each about sqrt(ranks), against overflow.
-
-    ``dtype`` is the dtype of the sum.
-    """
+    """Return FSDP2's divisors before and after a sum over ranks, each about sqrt(ranks), which prevent overflow."""
     before = 1
     while ranks % before == 0 and ranks / before > before:
         before *= 2
@@ -48,10 +45,7 @@ def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
 
 
 def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
-    """Average a gradient over ranks and replicas as FSDP2 does; returns this rank's rows in ``dtype``.
-
-    ``rows`` has the sharding and the dtype of the reduction.
-    """
+    """Average a gradient over ranks and replicas as FSDP2 does; returns this rank's rows in ``dtype``."""
     replicas: Any = rows.replicas  # the name of a group
     copies = _resolve_process_group(replicas).size() if replicas else 1
     ranks = len(rows.sizes) * copies
@@ -122,7 +116,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of the op as if there were one rank (tests/parallel has more ranks)."""
     for shape in ((6,), (3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             yield torch.ones(shape), dtype, Rows.alone(shape[0])

@@ -1,9 +1,4 @@
-"""Rows: which rows of a parameter each FSDP rank has, as a constant of the graph.
-
-If tensor parallel ranks shard the weight before FSDP does, these shardings are a flat list of numbers in `Rows`. For
-each mesh dim the list has -1 if no dim of the weight is sharded; otherwise the weight's sharded dim, this rank's
-number, the number of ranks, and each part's size.
-"""
+"""Which rows of a parameter each FSDP rank has, as a constant of the graph."""
 
 from __future__ import annotations
 
@@ -40,22 +35,20 @@ class Rows(Constant):
 
     @staticmethod
     def alone(rows: int, reduce_dtype: str = "float32") -> Rows:
-        """The `Rows` of a parameter whose ``rows`` rows are all on one rank.
-
-        ``reduce_dtype`` is the name of the dtype in which gradients are reduced.
-        """
+        """Return the `Rows` of an unsharded parameter; gradients are reduced in the dtype named ``reduce_dtype``."""
         return Rows(sizes=(rows,), rank=0, group="", replicas="", reduce_dtype=reduce_dtype)
 
 
 def rows_cut(rows: Rows) -> DimSharding | None:
-    """FSDP's sharding of a parameter along dim 0, as a `DimSharding`; None for a group of one rank."""
+    """Return FSDP's sharding of a parameter along dim 0; None for a group of one rank."""
     return None if len(rows.sizes) == 1 else DimSharding(rows.group, rows.rank, 0, rows.sizes)
 
 
 def placed_of(cuts: Sharding) -> tuple[int, ...]:
-    """Flatten the shardings of a weight over tensor parallel ranks to the numbers of ``Rows.placed``.
+    """Flatten a weight's shardings over tensor parallel ranks to ints, for ``Rows.placed``.
 
-    ``cuts`` has a `DimSharding` or None for each mesh dim.
+    A mesh dim that does not shard the weight gives -1. Otherwise it gives the sharded dim, this rank's number, the
+    number of ranks, and the size of each shard.
     """
     found: list[int] = []
     for cut in cuts:
@@ -64,10 +57,7 @@ def placed_of(cuts: Sharding) -> tuple[int, ...]:
 
 
 def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Sharding:
-    """Turn the numbers of ``Rows.placed`` back into shardings, one for each mesh dim.
-
-    ``groups`` has the process group of each mesh dim; without ``groups``, shardings name no group.
-    """
+    """Turn ``Rows.placed`` back into shardings, one for each mesh dim, over ``groups`` if these are given."""
     cuts: list[DimSharding | None] = []
     rest = list(placed)
     while rest:

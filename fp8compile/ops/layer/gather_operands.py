@@ -32,19 +32,13 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 
 
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
-    """Index of the last group of ranks after group ``index`` that also shards ``dim``, or None.
-
-    ``cuts`` has a sharding for each group. The later group's shards have to be gathered first.
-    """
+    """Return the index of the last group of ranks after ``index`` that also shards ``dim``, or None."""
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
     return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)
 
 
 def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
-    """Raise a ValueError if codes are packed: if the shape ``codes`` differs from the shape ``values``.
-
-    ``values`` is the shape of the values that the codes stand for; ranks can't shard or send packed codes.
-    """
+    """Raise a ValueError if the shapes of codes and of their values differ: ranks can't shard or send packed codes."""
     if tuple(codes) != tuple(values):
         raise ValueError(
             f"{quantizer!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, "
@@ -57,10 +51,10 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 
 
 def gather(part: Part, index: int) -> Part:
-    """Gather ``part``, this rank's shard, over the ranks of group number ``index``.
+    """All-gather this rank's shard, ``part``, over the group of ranks in ``part.cuts[index]``.
 
     If later groups shard the same dim, their shards are gathered first. Scales that differ between ranks are gathered
-    together with codes.
+    too.
     """
     cut: Any = part.cuts[index]  # not None
     if isinstance(part, Quantized):
@@ -122,10 +116,7 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Narrow ``part``, which all ranks of group number ``index`` have, to this rank's shard.
-
-    ``cut`` describes the sharding over that group.
-    """
+    """Narrow ``part`` to this rank's shard of the sharding ``cut``, over the group of ranks ``index``."""
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:

@@ -2,8 +2,8 @@
 
     x_MK --cast along tokens, in the forward--> codes, scale, outer scale --kept--> grad_weight_of_codes
 
-The backward would make the same codes from the input, so results are equal bit for bit. Kept codes take 0.56 bytes an
-element instead of two. Compiled code does not need this: PyTorch's partitioner keeps the smaller of input and codes.
+Results are equal bit for bit, because the backward would make the same codes. Kept codes take 0.56 bytes an element
+instead of two. In compiled code PyTorch's partitioner chooses the smaller of input and codes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Kept = tuple[Tensor, Tensor, Tensor]
 
 
 def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
-    """Whether a layer keeps codes in place of ``x``: in eager mode, if grad_weight reads four bits."""
+    """Whether a layer keeps four-bit codes for grad_weight in place of ``x``; only in eager mode."""
     if _compat.is_stand_in(recipe):
         return False
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -46,28 +46,21 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
-    """Whether blocks of the kept codes lie along rows and not along tokens.
-
-    Blocks lie along rows if grad_weight reads the forward's codes, dequantized.
-    """
+    """Whether blocks of kept codes lie along rows: then grad_weight reads dequantized codes of the forward."""
     return quantizer.block[1] != 1
 
 
 def packed_while_kept(layout: TensorLayout, quantizer: Quantizer) -> int:
-    """The dim along which two neighbouring codes share a byte while the codes of an input are kept.
-
-    ``layout`` is the input's layout; ``quantizer`` quantizes the input for grad_weight.
-    """
+    """Return the dim along which two neighbouring codes of a kept input share a byte."""
     if layout.ends is not None:
         return -1  # tokens if codes are cast along tokens, features if along rows
     return packed_dim(quantizer) or DIMS["columns" if quantizer.block[1] == 1 else "rows"]
 
 
 def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
-    """Whether codes of an input with this layout can be packed two to a byte.
+    """Whether codes of an input can be packed two to a byte, which needs an even size on every rank.
 
-    All ranks give the same answer. Packing needs an even size. Codes along tokens are padded to an even size, unless
-    ranks shard the matrix.
+    All ranks give the same answer. Codes along tokens are padded to an even size, unless ranks shard the input.
     """
     if _compat.is_dtensor(x):  # a multiple of 2 * ranks has even parts, however a mesh cuts it
         return x.ndim > 1 and x.shape[packed_while_kept(layout, quantizer)] % (2 * x.device_mesh.size()) == 0
@@ -79,7 +72,7 @@ def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
 
 
 def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
-    """Whether every rank has an even size of ``x`` along ``dim``; ``layout`` says how ranks shard it.
+    """Whether ``x`` has an even size along ``dim`` on every rank.
 
     All ranks must give the same answer, because a rank that keeps codes exchanges amaxes in its forward.
     """
@@ -89,11 +82,7 @@ def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
 
 
 def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
-    """Quantize an input for grad_weight; returns codes, scales of blocks and outer scales.
-
-    An outer scale is that of the whole tensor or, with groups, of a group. ``part`` is this rank's part of the input;
-    ``steps`` are the functions that quantize.
-    """
+    """Quantize an input for grad_weight; returns codes, scales of blocks, and outer scales: one, or one per group."""
     along_rows = _is_along_rows(quantizer)
     if part.layout.ends is not None:
         rows, tokens = (quantizer, None) if along_rows else (None, quantizer)
@@ -110,11 +99,7 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
 
 
 def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, rows: int) -> Quantized:
-    """Turn ``kept``, which `keep_input` returned, into an operand of grad_weight.
-
-    ``quantizer`` and ``layout`` are those of the input. ``rows``, the number of this rank's tokens, is needed only for
-    a whole matrix without groups.
-    """
+    """Turn the result of `keep_input` into an operand of grad_weight; ``rows`` is this rank's number of tokens."""
     codes, scale, outer_scale = kept
     if layout.ends is not None:
         along_rows = _is_along_rows(quantizer)
@@ -139,10 +124,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, ro
 
 
 def features_of(codes: Sequence[int], quantizer: Quantizer, layout: TensorLayout) -> int:
-    """Number of the input's columns, from ``codes``, the shape of its kept codes.
-
-    ``quantizer`` made the codes; ``layout`` is the input's layout.
-    """
+    """Return the number of the input's columns, from ``codes``, the shape of its kept codes."""
     if not _is_along_rows(quantizer):
         return codes[-1 if layout.ends is None else 0]
     is_packed = packed_dim(quantizer) is not None or layout.cuts or layout.ends is not None

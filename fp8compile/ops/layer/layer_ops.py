@@ -1,19 +1,18 @@
-"""The ops of linear layers in graphs: one for each GEMM and each placement, whatever the recipe.
+"""The ops of linear layers: for each placement, which says what shard of each tensor is on this rank, one op per GEMM.
 
     linear                    all tensors are whole on this rank
     shared_scale_linear       like linear, with a weight that shares its one scale with other weights
     known_codes_linear        like linear, with a weight whose codes the layer keeps
     delayed_linear            like linear, with the state of delayed scaling
-    sharded_linear            each rank of a group has a part of the weight, and maybe of the tokens
-    fsdp_linear               ranks of FSDP share the weight's rows, and gather them as codes
+    sharded_linear            each rank of a group has a shard of the weight, and maybe of the tokens
+    fsdp_linear               FSDP shards the weight by rows, and ranks gather the rows as codes
     fsdp_delayed_linear       like fsdp_linear, with delayed scaling
     grouped_linear            multiplies each row by the matrix of its group, such as an expert's
     known_codes_grouped_linear  like grouped_linear, with a weight whose codes the layer keeps
-    sharded_grouped_linear    each rank of a group has a part of every matrix
+    sharded_grouped_linear    each rank of a group has a shard of every matrix
     fsdp_grouped_linear       each rank of FSDP has some of the matrices
 
-A placement says which shard of each tensor is on this rank. A new placement needs a class in `placements` and a line
-in this module.
+A new placement needs a class in `placements` and a line in this module.
 """
 
 from __future__ import annotations

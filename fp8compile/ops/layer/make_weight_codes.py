@@ -1,4 +1,4 @@
-"""Quantization of a weight to the codes that its layer's GEMMs read, to be kept for later calls."""
+"""fp8compile::weight_codes: quantize a weight once to the codes that its layer's GEMMs read, for several calls."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _set(weight: Tensor, slot: str, recipe: Recipe, phase: Phase) -> Quantized:
 
 
 def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
-    """Quantize a weight, (N, K) or (E, N, K): returns the codes for the output and for grad_input.
+    """Quantize a weight, (N, K) or (E, N, K); returns the codes for the output and the codes for grad_input.
 
-    The bits are the same as in the weight's layer. Both results may be the same object.
+    A layer would make the same bits. Both results may be the same object.
     """
     first = _set(weight, WEIGHT_SLOTS[0], recipe, Phase.EAGER)
     # on a GPU, each product of experts has its four-bit codes packed along the dim that it sums
@@ -41,7 +41,7 @@ def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
 
 
 def flat_sets(sets: Sets) -> tuple[Any, ...]:
-    """Flatten the codes for the output and for grad_input to the fields of `KnownCodes`, in order."""
+    """Return the codes for the output and the codes for grad_input as the fields of `KnownCodes`, in order."""
     first, second = sets
     return (
         *(first.codes, first.scale, first.outer_scale, first.quantizer),
@@ -67,10 +67,7 @@ def _decompose(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tenso
 
 
 def _quantizer(weight: Tensor, slot: str, recipe: Recipe) -> Quantizer:
-    """The quantizer of a weight's codes, including how the codes are packed.
-
-    ``slot`` is the recipe's field: ``"weight"`` or ``"weight_for_grad_input"``.
-    """
+    """Return the quantizer of a weight's codes, including how the codes are packed."""
     found: Any = (with_a_code_a_byte(recipe) if weight.ndim == 3 else recipe).quantizer_read(slot)
     if weight.ndim == 2:
         return found.for_shape(weight.shape)

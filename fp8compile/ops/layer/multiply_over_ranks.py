@@ -1,18 +1,18 @@
 """The GEMMs of the linear layer on operands that are sharded over ranks.
 
-For C = A @ B, with A (m, k) and B (k, n), each group of ranks shards ("cuts") A along m, along k or not at all, and B
-along k, along n or not at all. These cuts decide what the group does:
+For C = A @ B, a group of ranks shards A (m, k) along m, along k or not at all, and B (k, n) along k, along n or not at
+all. "-" is no sharding:
 
     A     B     this rank computes               A     B     what is gathered first, as codes
     -     -     all of C                         m     n     A
     m     -     its rows                         m     k     A (in grad_weight: B)
     -     n     its columns                      k     n     A
-    k     k     a summand of C                   k     k'    B, if A and B are cut at different places
-    k     -     a summand: B is narrowed to A's k
-    -     k     a summand: A is narrowed to B's k
+    k     k     a partial sum of C               k     k'    B, if A and B are sharded at different places
+    k     -     a partial sum: B is narrowed to A's k
+    -     k     a partial sum: A is narrowed to B's k
 
-A weight is never gathered: a layer sends its activations and gradients, one byte an element. With groups, B is the
-stacked weights of experts, and each group of A's rows is multiplied by the group's own matrix.
+A weight is never gathered: ranks send activations and gradients, one byte an element. With groups of tokens, B is the
+stacked weights of experts, and each group of A's rows is multiplied by its own matrix.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Step:
     """What the ranks of one group do for a GEMM (m, k) by (k, n) of sharded operands a and b.
 
     Attributes:
-        gather: ``"a"``, ``"b"`` or None: the operand whose parts are gathered before the GEMM.
-        narrow: ``"a"``, ``"b"`` or None: the operand of which a rank multiplies only the part that fits this rank's
-            part of the other operand.
-        out: ``"m"``, ``"n"``, ``"sum"`` or None: whether a rank has rows, columns, a summand or all of the result.
+        gather: The operand that is gathered before the GEMM: ``"a"``, ``"b"`` or None.
+        narrow: The operand that is narrowed to match the other operand's shard: ``"a"``, ``"b"`` or None.
+        out: What each rank has of the result: rows (``"m"``), columns (``"n"``), a partial sum (``"sum"``) or all
+            (None).
     """
 
     gather: str | None = None
@@ -57,10 +57,7 @@ class Step:
 
 
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
-    """Name of the GEMM dim that the sharding ``cut`` of an operand divides; None without a cut.
-
-    The name is ``columns`` for the last of the operand's ``ndim`` dims, else ``rows``; the reverse if ``transposed``.
-    """
+    """Return the name of the GEMM dim that an operand's sharding ``cut`` divides, ``rows`` or ``columns``, or None."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 
@@ -80,10 +77,7 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
 
 
 def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
-    """What group of ranks number ``index`` does for ``gemm``, after all earlier groups' steps.
-
-    ``a`` and ``b`` are the operands after the earlier groups' steps, gathered or narrowed.
-    """
+    """Return the `Step` of the group of ranks ``index``; ``a`` and ``b`` are the results of earlier groups' steps."""
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
@@ -115,10 +109,7 @@ class Product:
 
 
 def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
-    """The dim, counted from 0, of operand ``name`` (``"a"`` or ``"b"``) that the GEMM sums over.
-
-    ``ndim`` is the operand's number of dims, ``cut`` the other operand's sharding along its summed dim.
-    """
+    """Return the dim of operand ``name``, ``"a"`` or ``"b"``, that the GEMM sums; ``cut`` shards the other operand."""
     if gemm is GRAD_WEIGHT:
         return cut.dim  # both operands have the layer's tokens
     if name == "a":
@@ -127,10 +118,7 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
 
 
 def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
-    """Gather or narrow both operands of a GEMM as the table at the head of this file says.
-
-    Groups of ranks act one after the other. Returns the operands and each group's step.
-    """
+    """Gather or narrow both operands as this module's table says; returns both, and each group's `Step`."""
     operands = {"a": a, "b": b}
     steps: list[Step] = []
     for index in range(len(a.cuts)):
@@ -146,7 +134,7 @@ def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
 
 
 def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """Find the `Step` of each group of ranks for a GEMM of two operands, from shapes and layouts only."""
+    """Return the `Step` of each group of ranks for a GEMM of two operands, from shapes and layouts only."""
     without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
 
@@ -168,10 +156,7 @@ def _multiply_codes(
 
 
 def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """Multiply two operands without quantizing, in their own dtype, after ranks gather or narrow them.
-
-    ``operands`` has the recipe's options. `torch.addmm` adds a bias and rounds once, as in ``nn.Linear``.
-    """
+    """Multiply two operands in their own dtype, without quantizing, after ranks gather or narrow them."""
     weight = b.cuts
     a, b, steps = _prepared(gemm, a, b)
     if (ends := a.layout.ends) is not None:
@@ -185,11 +170,11 @@ def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
 
 
 def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """Compute one GEMM of the layer from this rank's parts of its operands, in the dtype of ``a``.
+    """Compute one GEMM of the layer from this rank's shards of its operands, in the dtype of ``a``.
 
-    ``operands`` quantizes ``a`` and ``b``, which are not transposed yet. If the GEMM has no quantizers, both are
-    gathered and multiplied in their own dtype. The bias, which only the output without groups has, is added to the
-    rounded product; it is whole, or sharded like the weight's rows.
+    ``operands`` quantizes ``a`` and ``b``, which are not transposed yet. A GEMM without quantizers multiplies both in
+    their own dtype. ``bias``, whole or sharded like the weight's rows, is for an output without groups; it is added to
+    the rounded product.
     """
     if a.local.is_meta:
         return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps
@@ -222,19 +207,12 @@ def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pl
 
 
 def as_read(tensor: Tensor, phase: Phase) -> Tensor:
-    """Round a tensor to its dtype, so that fused code reads the value that eager mode would have stored.
-
-    ``phase`` says whether the code runs in eager mode, where nothing is done, or is traced.
-    """
+    """Round a traced tensor to its dtype, so that fused code reads the value that eager mode would have stored."""
     return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
 def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
-    """The bias for this rank's columns of the output, or None if another rank adds it.
-
-    If each rank has a summand of the output (see ``steps``), only the first rank adds the bias. ``a`` and ``weight``
-    are the shardings of the input and of the weight when they were multiplied.
-    """
+    """Return the bias for this rank's columns of the output; None if another rank adds it to its partial sum."""
     for index, step in enumerate(steps):
         if step.out == "n" and bias.cuts[index] is None:
             cut: Any = weight[index]

@@ -1,19 +1,19 @@
-"""Kernels that read a tensor once for two products, if no block of that read spans ranks.
+"""Kernels that read a tensor once for two GEMMs, if no block of the tensor spans ranks.
 
     tensor                               what one read gives                                  kernel
     weight                               codes for the output, amaxes for grad_input's cast   `quantize_weight`
-    stack of weights, square blocks      the same                                             `quantize_weight`
-    stack of weights, rows then columns  the same                                             `group_quantize_rows`
+    stacked weights, square blocks       codes for the output, amaxes for grad_input's cast   `quantize_weight`
+    stacked weights, rows and columns    codes for the output, amaxes for grad_input's cast   `group_quantize_rows`
     grad_output, FP8                     codes along rows and codes along tokens              `quantize_both`
-    gradients that Inductor computes     the same, and codes along tokens of x                `quantize_several`
+    gradients that Inductor computes     both of these, and codes along tokens of x           `quantize_several`
     weight, blocks along columns         codes for grad_input, in the backward                `quantize_columns`
-    grad_output or x, four bits          the same, after an earlier read for outer amaxes     `quantize_two_levels`
+    grad_output or x, four bits          codes along rows and codes along tokens              `quantize_two_levels`
 
-"Rows then columns" is one scale for each row in the output, and one for each column in grad_input. Gradients that
-Inductor computes, such as an activation's, are quantized step by step, and a pass over the joint graph puts
-`quantize_several` in place of these steps.
+"Rows and columns" is one scale for each row in the output, and one for each column in grad_input. For gradients that
+Inductor computes, such as an activation's, a pass over the joint graph replaces single steps by `quantize_several`.
+Four bits need an earlier read for outer amaxes.
 
-Each of the two products calls the kernel with equal arguments, and a compiled graph keeps a single call.
+Each of the two GEMMs calls the kernel with equal arguments, and a compiled graph keeps a single call.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
 def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: bool = False) -> Quantized:
-    """Quantize ``part`` for one operand by a kernel that reads the part once for two GEMMs, if one fits.
+    """Quantize ``part`` for the recipe's field ``slot``, if possible by a kernel that reads it once for two GEMMs.
 
-    Otherwise ``steps`` quantize it. ``slot`` is the recipe's field of the operand, such as ``"weight"``. With
-    ``counts`` the kernel also computes statistics, see `Quantized.counts`.
+    If no kernel fits, ``steps`` quantize it. With ``counts`` the kernel also computes statistics, see
+    `Quantized.counts`.
     """
     quantizer = getattr(recipe, slot)
     if slot in (OUTPUT.b, GRAD_INPUT.b):
@@ -96,11 +96,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool, counts: bool
 ) -> Quantized:
-    """Quantize each of stacked weights by itself, with one read for two GEMMs if a kernel fits.
-
-    ``first`` and ``again`` are the quantizers for output and grad_input; ``quantizer`` is the one to use: ``first`` if
-    ``is_first``, else ``again``. With ``counts`` the kernel also computes statistics.
-    """
+    """Quantize stacked weights for the output or for grad_input, by one read for both if a kernel fits."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts) and not is_first:
         return _along_columns(part, again, counts=counts)
@@ -124,7 +120,7 @@ _COLUMNS = inductor.once_with_more(quantize_columns, quantize_columns_counted)
 
 
 def _along_columns(part: Plain, quantizer: Quantizer, *, counts: bool) -> Quantized:
-    """Quantize a weight, or each matrix of a stack, for grad_input by one kernel, in the backward."""
+    """Quantize a weight or stacked weights for grad_input by one kernel, in the backward."""
     with inductor.left_in_backward():  # in the forward it would be kept: a byte for each element of all weights
         codes, scale, *counted = _COLUMNS[counts](part.local, quantizer)
         own = counted[0][0] if counted else None
@@ -133,7 +129,6 @@ def _along_columns(part: Plain, quantizer: Quantizer, *, counts: bool) -> Quanti
 
 @inductor.once_a_graph
 def _ends_of_matrices(stack: Tensor) -> Tensor:
-    """End of each of E stacked matrices, (E, N, K), among the rows of all matrices, (E,) int32."""
     return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]
 
 
@@ -141,10 +136,7 @@ def _ends_of_matrices(stack: Tensor) -> Tensor:
 
 
 def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
-    """Whether one kernel quantizes grad_output for both gradients.
-
-    If Inductor computes grad_output itself, such as an activation's gradient, `_noted` is for it.
-    """
+    """Whether one kernel quantizes grad_output for both gradients; not if Inductor computes grad_output itself."""
     return (
         is_pair(rows, columns)
         and all(is_aligned(grad_output, each) for each in (rows, columns))
@@ -153,7 +145,7 @@ def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
 
 
 def is_noted(part: Plain, slot: str, recipe: Recipe) -> bool:
-    """Whether one kernel may compute this tensor and others of the same read, so that its codes are noted."""
+    """Whether to mark the codes of ``part``, so that a pass over the joint graph can fuse several casts."""
     if slot not in (GRAD_INPUT.a, GRAD_WEIGHT.a, GRAD_WEIGHT.b):
         return False
     is_input = slot == GRAD_WEIGHT.b
@@ -168,7 +160,7 @@ def is_noted(part: Plain, slot: str, recipe: Recipe) -> bool:
 
 
 def _noted(part: Plain, quantizer: Quantizer, steps: Steps, *, is_input: bool) -> Quantized:
-    """Quantize step by step, lay codes and scales out as `quantize_both` does, and note of which tensor they are."""
+    """Quantize step by step, in the layout of `quantize_both`, and mark the codes for the pass `fuse_noted`."""
     found = quantize_part(part, quantizer, steps)
     # the forward computes an input too; behind the barrier the backward computes it again, and does not keep it
     x = as_matrix(made_of_kept(part.local) if is_input else part.local)
@@ -207,10 +199,7 @@ def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer, *, counts
 
 
 def _has_packed_kernel(part: Plain, rows: Any, columns: Any) -> bool:
-    """Whether one kernel makes packed four-bit codes along rows and along columns.
-
-    This needs a whole matrix with sizes divisible by 16, and two quantizers that the kernel takes.
-    """
+    """Whether one kernel makes packed four-bit codes along rows and along columns."""
     sizes = part.local.shape
     return (
         is_packed_pair(rows, columns)

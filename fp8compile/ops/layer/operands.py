@@ -1,7 +1,7 @@
-"""The operands of a layer's products: codes and scales, for every layout and every source of scales.
+"""The operands of a layer's GEMMs: their codes and scales, in eager mode and in compiled code.
 
-A scale is computed from the tensor's own amax, from a multiplier (delayed scaling) or from an amax that ranks have
-exchanged already; or the scale is given with the codes. The phase decides which steps run and how:
+A scale comes from the tensor's amax, from an amax that ranks have exchanged, or from a multiplier (delayed scaling);
+or it is given with the codes. The phase decides which steps run:
 
     phase       runs in                        on a GPU
     EAGER       a kernel, step by step
@@ -66,14 +66,14 @@ class Phase(Enum):
 
     @staticmethod
     def compiled(gemm: Gemm) -> Phase:
-        """The phase of a GEMM that is being traced: for the output FORWARD or INFERENCE, else BACKWARD."""
+        """Return the phase of a GEMM that is being traced: for the output FORWARD or INFERENCE, else BACKWARD."""
         if gemm is not OUTPUT:
             return Phase.BACKWARD
         return Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
 
     @staticmethod
     def of(gemm: Gemm, tensor: Tensor) -> Phase:
-        """The phase of a GEMM: EAGER unless ``tensor`` is being traced, in which case `compiled` decides."""
+        """Return EAGER, or the phase that `compiled` returns if ``tensor`` is being traced."""
         return Phase.compiled(gemm) if _compat.is_traced(tensor) else Phase.EAGER
 
 
@@ -86,12 +86,12 @@ STEPS = {
 
 
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
-    """Cast a weight in the backward, with a mark by which the partitioner keeps the cast there.
+    """Cast a weight in the backward, with a mark that stops the partitioner from keeping the forward's codes.
 
-    Parameters cost nothing to keep, so the partitioner normally recomputes their codes in the backward. But it would
-    keep the codes of tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, of stacked weights of experts,
-    and in a separately compiled block (region), where parameters count as activations. Only these casts are marked,
-    because a mark changes other choices of the partitioner.
+    The partitioner recomputes codes of parameters by itself, because parameters cost nothing to keep. It would keep
+    codes of tensors inside a DTensor, whose cost PyTorch 2.13 counts wrongly, of stacked weights, and in separately
+    compiled blocks, where parameters count as activations. Other casts are not marked, because a mark changes other
+    choices of the partitioner.
     """
     codes = cast_again(x, multiplier, quantizer, *where)
     inductor.make_in_backward(codes)
@@ -109,13 +109,12 @@ class Operands:
         recipe: Quantizers for the operands. For groups, quantizers with one level of scales store one code a byte.
         phase: Where the steps run: in eager mode, or in which kind of compiled code.
         multiplier: Multipliers (1 / scale) of input, weight and grad_output, (3,) float32, for delayed scaling.
-        waits_for: Amaxes of input and weight, () each. Scales that come from multipliers depend artificially on these
-            amaxes, so that the partitioner computes each amax in the forward, fused with the cast. Otherwise the
-            backward would read the tensor once more.
+        waits_for: Amaxes of input and weight, () each. Scales get an artificial dependency on them, so that the
+            partitioner computes the amaxes in the forward, fused with the casts.
         input: The input's codes for grad_weight, if the forward kept them.
         weight: The weight's codes, if they were made before the GEMM.
-        weight_in_turns: Whether the same memory holds the weight's codes for the output in the forward, and other
-            codes for grad_input in the backward, so that each pass has to read the memory.
+        weight_in_turns: Whether the forward and the backward use the same memory for two sets of the weight's codes,
+            so that each has to read the memory.
         weight_amax: Amaxes of the whole weight's blocks for this GEMM, if known.
         outer_amax: The amax, (1,) float32, for the whole weight's single scale, if several weights share this scale.
         rows: How FSDP shards the weight along its first dim; codes are gathered before the GEMM. None without FSDP.
@@ -137,10 +136,10 @@ class Operands:
     # ------------------------------------------------------------------ operands
 
     def of(self, part: Plain, slot: str) -> Quantized:
-        """Quantize ``part``, this rank's part of an operand, unless its codes are known already.
+        """Return the codes and scales of ``part``, this rank's shard of an operand; quantize it unless they are given.
 
-        ``slot`` is the recipe's field of the operand, such as ``"weight"``. For a weight under FSDP, returns codes and
-        scales of all rows.
+        ``slot`` is the recipe's field of the operand, such as ``"weight"``. For a weight under FSDP, codes of all rows
+        are returned.
         """
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
@@ -153,10 +152,7 @@ class Operands:
         return self.weight if self.weight is not None else self._of_weight(part, slot)
 
     def _block_in_kernels(self, part: Plain, read: Quantizer) -> tuple[int, int] | None:
-        """The block of elements that a kernel has at hand where it reads an operand; None for a whole column.
-
-        If grad_weight's operand is transformed in groups of tokens, one kernel reads such groups for both products.
-        """
+        """Return the block of an operand that one kernel reads for both GEMMs; None for a whole column."""
         other: Any = self.recipe.quantizer_read(GRAD_WEIGHT.b)
         if isinstance(other, TwoLevelScaling) and other.transform() and part.layout.ends is None:
             return other.block
@@ -189,27 +185,22 @@ class Operands:
         return part
 
     def own(self, part: Plain, slot: str) -> tuple[Plain, Quantized]:
-        """This rank's values of an operand and their codes, before ranks gather codes; for `statistics`.
-
-        ``slot`` is the recipe's field of the operand, such as ``"weight"``.
-        """
+        """Return this rank's values of an operand and their codes, before ranks gather codes; for `statistics`."""
         part = self._weight_to_quantize(part) if slot in WEIGHT_SLOTS else part
         return part, self._quantized(part, getattr(self.recipe, slot), slot)
 
     def notes(self, part: Plain, slot: str) -> bool:
-        """Whether a kernel may make the codes of this operand and those of other tensors of the same read."""
+        """Whether the operand's codes are marked for the pass that fuses several casts into one kernel."""
         return self._reads_once(part) and self._shares_read(slot) and is_noted(part, slot, self.recipe)
 
     def _rows_of_blocks(self) -> int:
-        """Least common multiple of the weight's block heights in both GEMMs; whole columns don't count."""
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
     def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
-        """The operand ``part`` of a GEMM in high precision; a weight that FSDP shards is gathered.
+        """Return the operand ``part`` for a GEMM in high precision; a weight that FSDP shards is gathered.
 
-        ``slot`` is the recipe's field of the operand. With ``dequantized_output`` the operand holds the values of its
-        codes, in ``dtype``; with ``dequantized_gradients`` it holds the values of the codes that the forward read.
+        If the recipe dequantizes its field ``slot``, the result has the values of the codes, in ``dtype``.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
@@ -220,7 +211,7 @@ class Operands:
         return replace(part, local=gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b))
 
     def laid_out(self, operand: Quantized, slot: str) -> Quantized:
-        """Return the operand with codes stored in the GEMM's memory order, once for all GEMMs that read them.
+        """Return the operand with codes stored once in memory, in the GEMM's order, for all GEMMs that read them.
 
         Layers that share an input, such as q, k and v, share its codes. ``slot`` is the recipe's field of the operand.
         """
@@ -237,10 +228,7 @@ class Operands:
         return operand
 
     def multiply(self, left: Quantized, right: Quantized, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
-        """Multiply two operands that are not transposed yet; with groups, each row by its group's matrix.
-
-        ``gemm`` says which operands are transposed. The product has the dtype ``out_dtype``.
-        """
+        """Multiply two operands, which ``gemm`` may transpose; with groups, each row by its group's matrix."""
         config = self.recipe.gemm_config(gemm)
         if left.layout.ends is None:
             run = multiply if self.phase is Phase.EAGER else multiply_operands
@@ -283,14 +271,11 @@ class Operands:
         return quantize_part(part, quantizer, steps)
 
     def _reads_once(self, part: Plain) -> bool:
-        """Whether kernels may read a part once for two purposes: in compiled code on a GPU, with gradients."""
+        """Whether kernels may read a part once for two GEMMs: in compiled code on a GPU, with gradients."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local)
 
     def _shares_read(self, slot: str) -> bool:
-        """Whether one kernel may read a tensor for both GEMMs that multiply its codes.
-
-        False if one of the GEMMs reads dequantized codes. ``slot`` is the recipe's field of the operand.
-        """
+        """Whether one kernel may read a tensor for two GEMMs; False if one of the GEMMs reads dequantized codes."""
         recipe = self.recipe
         return not recipe.is_dequantized(slot) and (not recipe.dequantized_output or slot in GRADIENT_SLOTS)
 
@@ -320,11 +305,7 @@ class Operands:
         return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
     def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
-        """Quantize a weight as in the forward, and return its codes for the output or for grad_input.
-
-        ``slot`` is the recipe's field of the operand. The forward also stores a transposed copy of the codes, which
-        grad_input reads.
-        """
+        """Return a weight's codes for ``slot``; the forward stores a transposed copy, which grad_input reads."""
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
         copy = _transposed_contiguous(other.codes)  # it is stored, so no partitioner computes it again
@@ -337,7 +318,7 @@ class Operands:
 
 @inductor.once_a_graph
 def _codes_of_stack(local: Tensor, layout: TensorLayout, quantizer: Quantizer) -> Quantized:
-    """Make the forward's codes of stacked weights, with two levels of scales, from this rank's ``local``.
+    """Quantize stacked weights with two levels of scales, as the forward does.
 
     Forward and backward share one call, because the partitioner would not merge the scales of two calls.
     """
@@ -347,7 +328,6 @@ def _codes_of_stack(local: Tensor, layout: TensorLayout, quantizer: Quantizer) -
 # forward and backward both call it, and the graph keeps one call
 @inductor.once_a_graph
 def _transposed_contiguous(codes: Tensor) -> Tensor:
-    """Store the codes of a weight transposed and contiguous, as grad_input's GEMM reads them."""
     return store(codes.transpose(-2, -1).contiguous())
 
 
@@ -361,10 +341,9 @@ def _is_aligned(codes: Tensor) -> bool:
 
 
 def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
-    """Choose how a quantizer with two levels of scales packs codes of stacked weights for one GEMM.
+    """Return ``quantizer`` with codes packed along the dim that the GEMM of ``slot`` sums, or with one code a byte.
 
-    On a GPU, four-bit codes are packed along the dim that the GEMM sums; elsewhere a byte holds one code. ``slot`` is
-    the recipe's field of the operand.
+    Only four-bit codes on a GPU are packed, if ranks don't shard the matrices.
     """
     if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
         return quantizer.unpacked()
@@ -372,7 +351,7 @@ def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
 
 
 def _packed_along_columns(codes: Quantized) -> Quantized:
-    """Repack a weight's codes along columns, the dim that grad_input sums; other codes stay as they are."""
+    """Repack a weight's codes along columns, the dim that grad_input sums; unpacked codes stay as they are."""
     quantizer = codes.quantizer
     if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
         return codes
@@ -389,10 +368,7 @@ def _repacked(codes: Tensor) -> Tensor:
 
 
 def _without_padding(stack: Quantized, rows: int) -> Quantized:
-    """Return stacked weights without the rows that pad to whole blocks; each matrix keeps ``rows`` rows.
-
-    Codes that are packed along columns keep the padding.
-    """
+    """Remove the padding of stacked weights, so that each has ``rows`` rows; codes packed along columns keep it."""
     if stack.codes.shape[1] == rows or packed_dim(stack.quantizer) == -2:
         return stack
     blocks = stack.quantizer.scale_shape((rows, stack.codes.shape[2]))[0]
@@ -400,10 +376,7 @@ def _without_padding(stack: Quantized, rows: int) -> Quantized:
 
 
 def _gathered_rows(codes: Quantized, *, in_backward: bool) -> Quantized:
-    """Gather a weight's codes over the ranks of FSDP, the last sharding in the codes' layout.
-
-    Sharding over other groups stays. With ``in_backward`` the gather is kept in the backward.
-    """
+    """All-gather a weight's codes over the ranks of FSDP, whose sharding is the last one in the layout."""
     if codes.cuts[-1] is not None:
         with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():
             codes = gather(codes, len(codes.cuts) - 1)

@@ -4,7 +4,7 @@
     grad_input   dx = dy @ w
     grad_weight  dw = dy^T @ x
 
-In eager mode a kernel runs the steps of a GEMM; under Inductor its decomposition puts them into the graph. The
+Eager mode runs the functions in an op's kernel; under Inductor an op's decomposition puts them into the graph. The
 backward gets x and w themselves, each only if a gradient needs it, or codes of x (`kept_input`). With groups
 (``ends``) each row is multiplied by the matrix of its group. Rows after the last group are zeros in y and in dx.
 """
@@ -46,24 +46,17 @@ __all__ = [
 
 
 def operands_of(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[str, Any]) -> Operands:
-    """Make the `Operands` of one GEMM of a layer.
-
-    If there are groups (``ends``), a byte holds one code. ``given`` are the keyword arguments that the layer's
-    placement adds; ``phase`` says where the code runs.
-    """
+    """Return the `Operands` of one GEMM; ``given`` are further keyword arguments, from the layer's placement."""
     return Operands(recipe if ends is None else with_a_code_a_byte(recipe), phase, **given)
 
 
 def part_of_tokens(tokens: Tensor, layout: TensorLayout) -> Plain:
-    """The tokens as an operand of a GEMM: flattened to a matrix, unless ranks shard one of their dims."""
+    """Return the tokens as an operand of a GEMM: flattened to a matrix, unless ranks shard one of their dims."""
     return Plain(tokens if layout.cuts else as_matrix(tokens), layout)
 
 
 def check(x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe) -> None:
-    """Raise a ValueError if a layer with placement ``place`` can't run with this recipe or state.
-
-    ``ends`` are the ends of groups of rows, or None.
-    """
+    """Raise a ValueError if a layer with placement ``place`` can't run with this recipe or state."""
     # checked in the op, because PyTorch 2.11 traces no method of a recipe
     place.check(x, recipe)
     if ends is not None:
@@ -137,7 +130,7 @@ def grad_weight(phase: Phase, tensors: Sequence[Any], ends: Tensor | None, place
 def grad_weight_of_codes(
     phase: Phase, tensors: Sequence[Any], ends: Tensor | None, place: Placement, recipe: Recipe
 ) -> Tensor:
-    """Compute the gradient of the weight from grad_output and the codes and scales of the input that `keep` made.
+    """Compute the gradient of the weight from grad_output and the three tensors that `keep` returned.
 
     Other arguments are those of `output`.
     """
@@ -165,9 +158,9 @@ def keep(phase: Phase, tensors: Sequence[Any], ends: Tensor | None, place: Place
 
 @cache
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
-    """The recipe for a backward that computes only the gradient of ``gemm``.
+    """Return the recipe for a backward that computes only the gradient of ``gemm``.
 
-    If one kernel would quantize grad_output for both gradients, the other GEMM's quantizers are left out.
+    The other GEMM's quantizers are left out if one kernel would quantize grad_output for both gradients.
     """
     if not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
         return recipe
@@ -178,10 +171,7 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
 
 
 def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:
-    """The recipe for a backward that computes the gradient of x, of the weight, or of both.
-
-    If only one of the flags ``x`` and ``weight`` is set, the other GEMM's quantizers may be left out.
-    """
+    """Return the recipe for a backward that computes the gradient of x, of the weight, or of both."""
     if (x and weight) or _compat.is_stand_in(recipe):
         return recipe
     return _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)
@@ -193,10 +183,10 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
 
 
 def for_unwritten_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Return a layer op's arguments, among which are codes of its weight, the second argument.
+    """Return a layer op's arguments unchanged; the second one is a weight whose codes are arguments too.
 
     Raises:
-        ValueError: The graph that is being traced has written to the weight, so that its codes are of older values.
+        ValueError: The graph that is being traced has written to the weight, so its codes are out of date.
     """
     if _compat.is_written_in_graph(args[1]):
         raise ValueError(
@@ -208,11 +198,7 @@ def for_unwritten_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) 
 
 
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Return a layer op's arguments; if the weight is frozen, the recipe makes no codes for grad_weight.
-
-    ``args`` has the weight as the second argument, and the recipe as the last one; ``needs_input_grad`` has a bool for
-    each argument.
-    """
+    """Return a layer op's arguments; if the weight is frozen, the recipe has no quantizers for grad_weight."""
     *others, recipe = args
     if needs_input_grad[1] or _compat.is_stand_in(recipe) or recipe.dequantized_gradients:
         return args

@@ -1,4 +1,4 @@
-"""Registration of a linear layer's op for one placement: schema, kernels, and saved tensors.
+"""Register a linear layer's op for one placement: its schema, its kernels, and the tensors that it saves.
 
 The arguments of an op are tensors, the fields of the placement (which shard is on this rank), and constants such as
 the recipe.
@@ -23,19 +23,19 @@ __all__ = ["PlacedDerivative", "PlacedOp", "fields_of", "given", "register_place
 
 
 def given(ends: Tensor | None) -> tuple[Tensor, ...]:
-    """The ends of groups as a tuple of op arguments: ``(ends,)``, or ``()`` if ``ends`` is None."""
+    """Return the ends of groups as a tuple of op arguments: ``(ends,)``, or ``()`` if ``ends`` is None."""
     return () if ends is None else (ends,)
 
 
 def fields_of(place: Placement) -> list[Any]:
-    """The fields of a placement, in order, as arguments of an op."""
+    """Return the fields of a placement, in order, as arguments of an op."""
     fields: tuple[str, ...] = place.__match_args__
     return [getattr(place, name) for name in fields]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedOp:
-    """Description of an op whose arguments are tensors, the fields of a placement, and constants.
+    """The arguments of an op: tensors, the fields of a placement (which shard is on this rank), and constants.
 
     Attributes:
         names: Names of the tensor arguments before the placement.
@@ -50,11 +50,11 @@ class PlacedOp:
     ends: bool
 
     def tensors(self) -> dict[str, Any]:
-        """Names and annotations of the tensor arguments in the op's schema, in order."""
+        """Return names and annotations of the tensor arguments in the op's schema, in order."""
         return dict.fromkeys(self.names, Tensor)
 
     def constants(self) -> dict[str, Any]:
-        """Names and annotations of the constants at the end of the op's schema, such as the recipe."""
+        """Return names and annotations of the constants at the end of the op's schema, such as the recipe."""
         raise NotImplementedError
 
     def empty(self, args: tuple[Any, ...]) -> Any:
@@ -62,7 +62,7 @@ class PlacedOp:
         raise NotImplementedError
 
     def parameters(self) -> list[inspect.Parameter]:
-        """The op's parameters, from which its schema is inferred."""
+        """Return the op's parameters, from which PyTorch infers its schema."""
         hints = get_type_hints(self.placement)
         fields: tuple[str, ...] = self.placement.__match_args__
         found: dict[str, Any] = self.tensors()
@@ -81,22 +81,14 @@ class PlacedOp:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedDerivative:
-    """The derivative of an op: what the forward saves, and how the backward restores it.
-
-    Attributes:
-        op: Description of the op.
-    """
+    """The derivative of an op: what the forward saves, and how the backward restores it."""
 
     op: PlacedOp
 
     def kept(
         self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
     ) -> tuple[Tensor | None, ...]:
-        """The tensors that the backward reads, besides the ends of groups and the placement's tensors.
-
-        ``ctx`` is autograd's context; ``tensors``, ``ends`` and ``place`` are the op's arguments, ``output`` its
-        results.
-        """
+        """Return the tensors that the backward reads, besides the ends of groups and the placement's tensors."""
         raise NotImplementedError
 
     def reads_placement(self, ctx: Any) -> bool:
@@ -104,10 +96,7 @@ class PlacedDerivative:
         return True
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save in autograd's ``ctx`` what the backward reads: `kept`, the ends of groups, the placement.
-
-        ``inputs`` are the op's arguments, ``output`` its results.
-        """
+        """Save in autograd's ``ctx`` what the backward reads: tensors, the ends of groups, and the placement."""
         tensors, ends, place, *ctx.constants = self.op.split(inputs)
         kept = self.kept(ctx, tensors, ends, place, output)
         ctx.num_kept = len(kept)
@@ -117,7 +106,7 @@ class PlacedDerivative:
         ctx.save_for_backward(*kept, ends, *of_place)
 
     def restored(self, ctx: Any) -> tuple[Sequence[Tensor | None], Tensor | None, Placement]:
-        """Returns the tensors of `kept`, the ends of groups or None, and the placement, from ``ctx``."""
+        """Return what `setup_context` saved: the tensors, the ends of groups or None, and the placement."""
         count, saved = ctx.num_kept, ctx.saved_tensors
         ends, *of_place = saved[count:]
         return saved[:count], ends, ctx.place.restored(of_place)
@@ -126,15 +115,7 @@ class PlacedDerivative:
 def _flat(
     parameters: Sequence[inspect.Parameter], function: Callable[[tuple[Any, ...]], Any], returns: Any
 ) -> Callable[..., Any]:
-    """Wrap a function of one tuple as a function that takes the entries as separate arguments.
-
-    PyTorch infers a schema from a signature, so an op needs one argument for each field of its placement.
-
-    Args:
-        parameters: The parameters of the result's signature, one for each entry of the tuple.
-        function: Takes the tuple.
-        returns: Annotation of the return value.
-    """
+    """Wrap a function of a tuple to take the entries as arguments, because PyTorch infers schemas from signatures."""
 
     def wrapped(*args: Any) -> Any:
         return function(args)
@@ -159,7 +140,7 @@ def register_placed(
         name: Name of the op without its namespace.
         op: Description of the op's arguments.
         compute: Computes the op's results from the phase and from what ``op.split`` returns.
-        gemm: The GEMM in whose phase (forward or backward) compiled code runs the op; None for the forward.
+        gemm: The GEMM that the op computes, which decides the phase in compiled code; None for the forward.
         returns: Annotation of the op's results.
         samples: Yields sample arguments.
         derivative: Further arguments of `register_op`, if the op has a derivative.

@@ -1,9 +1,8 @@
 """Placements: which shard of each tensor of a layer is on this rank.
 
-A placement says how each tensor is laid out (`layouts`), what `Operands` need to know (`given`), what happens to a
-product (`finish`, `reduced`) and how large a result is. The fields of a placement are, in the same order, the
-arguments of the layer's op between the tensors and the recipe. Methods that take ``ends``, the ends of groups of rows,
-also serve layers with groups.
+A placement defines the layouts of the tensors, the reductions after a GEMM, and the shapes of the results. Its fields
+are arguments of the layer's op, between the tensors and the recipe. Methods that take ``ends``, the ends of groups of
+rows, also serve layers with groups.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = [
 
 
 class Layouts(NamedTuple):
-    """The `TensorLayout` of each tensor of a layer: matrices, groups of rows, and shards over ranks."""
+    """The layouts of a layer's tensors: whether they are stacked or in groups, and how ranks shard them."""
 
     input: TensorLayout
     weight: TensorLayout
@@ -77,7 +76,7 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Placement:
-    """Base of placements, which say what shard of a tensor a rank has; by default tensors are whole."""
+    """Base class of placements: which shard of each tensor this rank has; by default tensors are whole."""
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
@@ -88,53 +87,44 @@ class Placement:
         """Raise a ValueError if a layer with this placement can't run with a recipe."""
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
-        """The layout of each tensor of the layer on this rank.
-
-        ``ndim`` is the number of dims of the input, with features; ``ends`` are the ends of groups, or None.
-        """
+        """Return the layout of each tensor on this rank; ``ndim`` is the input's number of dims."""
         return ALL_WHOLE if ends is None else _with_ends(ends)
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments that this placement adds to a GEMM's `Operands`, such as amaxes; by default none."""
+        """Return keyword arguments that this placement adds to a GEMM's `Operands`, such as amaxes; default: none."""
         return {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in ``dtype``, the dtype of the tokens; by default the weight itself."""
+        """Return the weight in ``dtype``, the dtype of the tokens; by default the weight itself."""
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Turn a rank's product into the rank's output or grad_input: reshape, sum over ranks if needed.
+        """Turn a rank's product into its output or grad_input: reshape, and sum over ranks if needed.
 
         ``tokens`` is the layout of the result, and ``shape`` is the shape of the left operand.
         """
         return product.local.view(*shape[:-1], product.local.shape[-1])
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """Turn a rank's product into the rank's part of the weight's gradient; by default, the same tensor.
-
-        ``phase`` says whether the code runs in eager mode or is traced.
-        """
+        """Turn a rank's product into its shard of the weight's gradient; by default, the same tensor."""
         return grad_weight
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:
-        """Compute the bias's gradient: (N,), or (E, N) with E groups, whose ends are ``ends``.
-
-        N is out_features; ``recipe`` gives the options of the GEMM that sums over groups.
-        """
+        """Return the bias's gradient: (N,), or (E, N) for E groups, whose ends are ``ends``."""
         if ends is not None:
             return group_sum(grad_output, ends, recipe.gemm_config(OUTPUT))
         return sum_of_tokens(grad_output)
 
     def out_features(self, weight: Sequence[int], ends: Any) -> int:
-        """Number of the output's features on this rank; ``weight`` is the shape of this rank's part."""
+        """Return the number of the output's features on this rank; ``weight`` is the shape of its shard."""
         return weight[-2]
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Shape of the tokens that this rank multiplies; ``tokens`` is the shape before ranks gather."""
+        """Return the shape of the tokens that this rank multiplies, from their shape before ranks gather them."""
         return tokens
 
     def tokens_of_output(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Sizes of the leading dims of this rank's output, from ``tokens``, the input's leading sizes."""
+        """Return the leading sizes of this rank's output, from the leading sizes of its input."""
         return tokens
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
@@ -151,32 +141,23 @@ class Placement:
         return grad_output.new_empty((*batch, grad_output.shape[-1], features))
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """The placement of the layer's op for grad_input; by default this one.
-
-        ``used`` are the multipliers (1 / scale) of the forward; None without delayed scaling.
-        """
+        """Return the placement of the op for grad_input; ``used`` are the forward's multipliers (delayed scaling)."""
         return self
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the layer's op for grad_weight; by default this one.
-
-        ``dtype`` is the weight's. ``used`` are the forward's multipliers (1 / scale); None without delayed scaling.
-        """
+        """Return the placement of the op for grad_weight; ``used`` are the forward's multipliers (delayed scaling)."""
         return self
 
     def for_keep(self) -> Placement:
-        """The placement of the layer's op that keeps codes of the input; by default the input is whole."""
+        """Return the placement of the op that keeps codes of the input; by default one in which the input is whole."""
         return Placement()
 
     def counts(self, layout: TensorLayout) -> bool:
-        """Whether this rank counts its elements of a tensor with this layout in statistics.
-
-        All ranks together count each element once.
-        """
+        """Whether this rank counts its elements in statistics; together the ranks count each element once."""
         return True
 
     def first_matrix(self) -> int:
-        """Index of this rank's first matrix among the stacked matrices of all ranks."""
+        """Return the index of this rank's first matrix among the stacked matrices of all ranks."""
         return 0
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
@@ -188,7 +169,7 @@ class Placement:
         return (replace(self, **without), tensors) if without else (self, ())
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
-        """This placement with the tensors ``saved``, which its method `saved` returned."""
+        """Return this placement with the tensors ``saved``, which its method `saved` returned."""
         names: tuple[str, ...] = self.__match_args__
         own: dict[str, Any] = {n: value for n, value in zip(names, saved, strict=False) if value is not None}
         return replace(self, **own) if own else self
@@ -212,23 +193,18 @@ class Whole(Placement):
 class SharedScale(Whole):
     """Placement of a layer whose weight shares its one scale with other weights, such as q with k and v.
 
-    Every tensor is whole. The scale comes from the amax of all these weights, which is an argument of the op.
-
     Attributes:
-        outer_amax: The largest magnitude of all these weights, (1,) float32; None while autograd keeps it.
+        outer_amax: The amax over all these weights, (1,) float32; None while autograd keeps it.
     """
 
     outer_amax: Tensor | None
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments for a GEMM's `Operands`: the amax over all weights that share the scale."""
+        """Return a keyword argument of `Operands`: the amax over all weights that share the scale."""
         return {"outer_amax": self.outer_amax}
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the layer's op for grad_weight, which reads neither the weight nor its amax.
-
-        ``dtype`` and ``used`` are not needed.
-        """
+        """Return a placement without the amax, because grad_weight does not read the weight."""
         return Whole()
 
 
@@ -241,10 +217,7 @@ class WholeGroups(Placement):
 
 
 class _Known:
-    """Mixin of placements that hold the codes of a weight that is quantized already.
-
-    ``batch`` is 1 for stacked weights of experts, else 0.
-    """
+    """Mixin of placements that hold the codes of a weight; ``batch`` is 1 for stacked weights of experts, else 0."""
 
     __slots__ = ()
 
@@ -253,21 +226,13 @@ class _Known:
 
     # ``self: Any``, because subclasses define the fields
     def given(self: Any) -> dict[str, Any]:
-        """Keyword arguments for a GEMM's `Operands`: the weight's codes for this GEMM."""
         own = {name: getattr(self, name) for name in ("codes", "scale", "outer_scale", "quantizer")}
         return {"weight": Quantized(**own, layout=STACK if self.batch else WHOLE)}
 
 
 @dataclass(slots=True)
 class KnownForGradInput(_Known, Placement):
-    """Placement of the op for grad_input of a weight that is quantized already; it holds the codes.
-
-    Attributes:
-        codes: The codes that grad_input reads, as in `Quantized`.
-        scale: Scales of the codes' blocks.
-        outer_scale: Second level of the codes' scales, or None.
-        quantizer: The quantizer that made the codes.
-    """
+    """Placement of the op for grad_input of a weight that is quantized already; the fields are as in `Quantized`."""
 
     codes: Tensor
     scale: Tensor
@@ -284,20 +249,11 @@ class KnownForGradInputOfGroups(KnownForGradInput):
 
 @dataclass(slots=True)
 class KnownCodes(_Known, Placement):
-    """Placement of a layer that keeps the weight's codes together with the weight; every tensor is whole.
+    """Placement of a layer that keeps codes together with the weight; every tensor is whole.
 
-    The weight itself is an argument that gets a gradient; nothing reads its values. Tensors are None while autograd
-    keeps them.
-
-    Attributes:
-        codes: The codes that the output reads, as in `Quantized`.
-        scale: Scales of these codes' blocks.
-        outer_scale: Second level of these codes' scales, or None.
-        quantizer: The quantizer that made these codes.
-        codes_for_grad_input: The codes that grad_input reads; may be the same tensor as ``codes``.
-        scale_for_grad_input: Scales of these codes' blocks.
-        outer_scale_for_grad_input: Second level of these codes' scales, or None.
-        quantizer_for_grad_input: The quantizer that made these codes.
+    The weight is an argument only to get a gradient. ``codes``, ``scale``, ``outer_scale`` and ``quantizer`` are for
+    the output, as in `Quantized`. The fields ``..._for_grad_input`` are for grad_input, and may be the same tensors.
+    Tensors are None while autograd keeps them.
     """
 
     of_grad_input: ClassVar[type[KnownForGradInput]] = KnownForGradInput
@@ -312,15 +268,12 @@ class KnownCodes(_Known, Placement):
     quantizer_for_grad_input: Quantizer
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """The placement of the layer's op for grad_input: it holds the codes that grad_input reads."""
+        """Return the placement of the op for grad_input, with the codes that grad_input reads."""
         own = self.codes_for_grad_input, self.scale_for_grad_input, self.outer_scale_for_grad_input
         return self.of_grad_input(*own, self.quantizer_for_grad_input)
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the layer's op for grad_weight, which does not read the weight.
-
-        ``dtype`` and ``used`` are not needed.
-        """
+        """Return a placement without codes, because grad_weight does not read the weight."""
         return Placement()
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
@@ -330,7 +283,7 @@ class KnownCodes(_Known, Placement):
         return replace(self, **none), own
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
-        """This placement with grad_input's codes and scales, which its method `saved` returned as ``saved``."""
+        """Return this placement with ``saved``, the codes and scales for grad_input."""
         names = "codes_for_grad_input", "scale_for_grad_input", "outer_scale_for_grad_input"
         own: dict[str, Any] = dict(zip(names, saved, strict=True))
         return replace(self, **own)
@@ -351,16 +304,12 @@ class KnownCodesOfGroups(KnownCodes):
 class _OverGroup(Placement):
     """Base of placements in which the ranks of a group shard the weight.
 
-    The op itself sends messages, so a graph holds the group's name, and never runs for another group. In a group of
-    one rank nothing is sharded and nothing is sent.
+    The op itself calls collectives, so a graph contains the group's name and serves this group only. A group of one
+    rank shards and sends nothing.
     """
 
     # ``self: Any``, because this class reads fields that subclasses define, in the order of the ops' arguments
     def layouts(self: Any, ndim: int, ends: Tensor | None) -> Layouts:
-        """The layout of each tensor of the layer, with one sharding, because there is one group of ranks.
-
-        ``ndim`` is the number of dims of the tokens; ``ends`` are the ends of groups of rows, or None.
-        """
         if len(self.feature_sizes) == 1:
             return ALL_WHOLE if ends is None else _with_ends(ends)
         features = DimSharding(self.group, self.rank, ndim - 1, tuple(self.feature_sizes))
@@ -378,11 +327,6 @@ class _OverGroup(Placement):
         return self.weight_dim == (0 if ends is None else 1)
 
     def finish(self: Any, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Reshape this rank's product; if it is a summand, sum it over ranks.
-
-        ``tokens`` is the result's layout: after a sum, a rank keeps all tokens or only its own. ``shape`` is the left
-        operand's shape.
-        """
         if not tokens.cuts:
             return Placement.finish(self, product, tokens, shape)
         (step,), (cut,) = product.steps, tokens.cuts
@@ -394,18 +338,12 @@ class _OverGroup(Placement):
         return local.contiguous()
 
     def for_keep(self) -> Placement:
-        """The placement of the layer's op that keeps codes: this one, because ranks may shard the input."""
         return self
 
     def counts(self: Any, layout: TensorLayout) -> bool:
-        """Whether this rank counts its elements of a tensor with this layout in statistics.
-
-        True if no other rank has the elements, or if this rank is the group's first.
-        """
         return any(layout.cuts) or self.rank == 0
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """Make this rank's part of the weight's gradient contiguous."""
         return grad_weight.contiguous()
 
 
@@ -454,7 +392,7 @@ class CutOverGroup(_OverGroup):
     group: str
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError for delayed scaling: users call this op by functions, which keep no state."""
+        """Raise a ValueError for delayed scaling, because the op takes no state."""
         if recipe.history():
             raise ValueError(
                 "sharded_linear: the recipe has delayed scaling, whose state is kept by layers, and this one is a "
@@ -467,13 +405,13 @@ class CutOverGroup(_OverGroup):
         return replace(features, dim=self.sequence_dim, sizes=tuple(self.sequence_sizes))
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:
-        """Compute the bias's gradient: the sum over all tokens, including the tokens of other ranks."""
+        """Return the bias's gradient, summed over the tokens of all ranks."""
         own = sum_of_tokens(grad_output)
         parts_of_tokens = self.weight_dim == 1 and self.sequence_dim is not None and len(self.feature_sizes) > 1
         return all_reduce(own, "sum", self.group) if parts_of_tokens else own
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Shape of all ranks' tokens, from ``tokens``, the shape of this rank's tokens."""
+        """Return the shape of all ranks' tokens, from the shape of this rank's tokens."""
         if self.sequence_dim is None:
             return tokens
         shape = list(tokens)
@@ -506,41 +444,30 @@ _in_dtype = inductor.once_a_graph(Tensor.to)
 class _OverFsdp(Placement):
     """Base of placements whose weight FSDP shards along dim 0: by rows, or stacked weights by matrices.
 
-    Codes and scales are those of the whole weight in the dtype of the tokens. The shard is saved for the backward.
+    Codes and scales are the same as for the whole weight, cast to the dtype of the tokens. The shard is saved for the
+    backward.
     """
 
     weight_name: ClassVar[str] = "shard"
 
     def given(self: Any) -> dict[str, Any]:
-        """Keyword arguments for a GEMM's `Operands`: the number of rows on each rank."""
         return {"rows": self.rows}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The shard in ``dtype``, the dtype of the tokens, in which it is quantized and gathered."""
         return _in_dtype(weight, dtype)
 
     def out_features(self: Any, weight: Sequence[int], ends: Any) -> int:
-        """Number of the output's features; ``weight`` is the shape of this rank's shard.
-
-        For a matrix it is the number of rows on all ranks. For stacked weights it is the size of dim -2, because ranks
-        shard only dim 0.
-        """
         return sum(self.rows.sizes) if ends is None else weight[-2]
 
 
 @dataclass(slots=True)
 class _OverFsdpForGradWeight(Placement):
     def reduced(self: Any, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """Average ``grad_weight``, this rank's product, over ranks; returns this rank's part.
-
-        If the reduction runs in another dtype than the product, the product is rounded to its own dtype first.
-        """
         if grad_weight.dtype != getattr(torch, self.rows.reduce_dtype):
             grad_weight = as_read(grad_weight, phase)
         return reduced(grad_weight, self.dtype, self.rows).contiguous()
 
     def empty_grad_weight(self: Any, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
-        """Make an uninitialized tensor like grad_weight, in the shape and dtype of this rank's shard."""
         own = self.rows.sizes[self.rows.rank]
         shape = (own, features) if ends is None else (own, grad_output.shape[1], features)
         return grad_output.new_empty(shape, dtype=self.dtype)
@@ -551,7 +478,7 @@ class RowsOverFsdpBase(_OverFsdp):
     """Base of placements whose weight FSDP shards by rows, with or without delayed scaling."""
 
     def given(self: Any) -> dict[str, Any]:
-        """Keyword arguments for a GEMM's `Operands`: the rows on each rank, and the whole weight's amax."""
+        """Return keyword arguments of `Operands`: the rows on each rank, and the whole weight's amax."""
         return {"rows": self.rows, "weight_amax": self.amax}
 
     def saved(self: Any) -> tuple[Placement, tuple[Tensor | None, ...]]:
@@ -559,21 +486,15 @@ class RowsOverFsdpBase(_OverFsdp):
         return replace(self, amax=None, amax_for_grad_input=None), (self.amax_for_grad_input,)
 
     def restored(self: Any, saved: Sequence[Tensor | None]) -> Placement:
-        """This placement with the amax for grad_input, which its method `saved` returned as ``saved``."""
+        """Return this placement with ``saved``, the amax for grad_input."""
         return replace(self, amax_for_grad_input=saved[0])
 
     def for_grad_input(self: Any, used: Tensor | None) -> Placement:
-        """The placement of the layer's op for grad_input: it holds the weight's amax for grad_input.
-
-        ``used`` are the forward's multipliers (1 / scale); None without delayed scaling.
-        """
+        """Return the placement of the op for grad_input, with the weight's amax and ``used``, the multipliers."""
         return RowsOverFsdpForGradInput(self.amax_for_grad_input, used, self.rows)
 
     def for_grad_weight(self: Any, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the layer's op for grad_weight: it holds ``dtype``, the dtype of the shard.
-
-        ``used`` are the forward's multipliers (1 / scale); None without delayed scaling.
-        """
+        """Return the placement of the op for grad_weight, with the shard's dtype and ``used``, the multipliers."""
         return RowsOverFsdpForGradWeight(used, dtype, self.rows)
 
 
@@ -593,7 +514,7 @@ class RowsOverFsdp(RowsOverFsdpBase):
     rows: Rows
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError for delayed scaling; the op fsdp_delayed_linear has arguments for its state."""
+        """Raise a ValueError for delayed scaling, whose state only the op fsdp_delayed_linear takes."""
         if recipe.history():
             raise ValueError(
                 "fsdp_linear: the recipe has delayed scaling, whose state this op has no place for. Take "
@@ -616,7 +537,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments for a GEMM's `Operands`: each rank's rows, the amax, the forward's multipliers."""
+        """Return keyword arguments of `Operands`: each rank's rows, the amax, the forward's multipliers."""
         return {"rows": self.rows, "weight_amax": self.amax, "multiplier": self.multiplier}
 
 
@@ -635,28 +556,22 @@ class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Keyword arguments for a GEMM's `Operands`: the forward's multipliers, None without delayed scaling."""
+        """Return a keyword argument of `Operands`: the forward's multipliers, None without delayed scaling."""
         return {"multiplier": self.multiplier}
 
 
 @dataclass(slots=True)
 class GroupsOverFsdp(_OverFsdp):
-    """Placement of stacked weights that FSDP shards by whole matrices; ranks exchange no amax.
-
-    ``rows`` has the number of matrices on each rank.
-    """
+    """Placement of stacked weights that FSDP shards by whole matrices; ``rows`` has each rank's number of matrices."""
 
     rows: Rows
 
     def first_matrix(self) -> int:
-        """Index of the first matrix that this rank has."""
+        """Return the index of the first matrix that this rank has."""
         return sum(self.rows.sizes[: self.rows.rank])
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """The placement of the layer's op for grad_weight: it holds ``dtype``, the dtype of the shard.
-
-        ``used`` is not needed.
-        """
+        """Return the placement of the op for grad_weight, with ``dtype``, the dtype of the shard."""
         return GroupsOverFsdpForGradWeight(dtype, self.rows)
 
 

@@ -1,6 +1,6 @@
 """Quantize rows that are sorted by group; each group gets the codes that it would get alone.
 
-Codes along rows are (R, K) for R rows of K features; a tensorwise scale is one for all rows of a group. Codes along
+Codes along rows are (R, K) for R rows of K features; a tensorwise quantizer gives each group one scale. Codes along
 tokens are (K, C), in the layout of `fp8compile.ops.groups.padding`, with C tokens after padding.
 """
 
@@ -43,7 +43,7 @@ _group_amax = inductor.once_a_graph(group_amax)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
-    """The quantizer of the same codes with one scale for each row, as grouped GEMMs read scales."""
+    """Return a quantizer with one scale for each row instead of one for each group, as grouped GEMMs read scales."""
     return quantizer if quantizer.block[0] == 1 else with_block(quantizer, (1, -1))
 
 
@@ -62,15 +62,13 @@ def quantize_groups(
 
     Args:
         part: Rows (R, K); the layout has the ends of the groups.
-        rows: Quantizer along rows, over one group's matrix; may be None if ``along_tokens``.
-        tokens: Quantizer along tokens, over one group's matrix; may be None if not ``along_tokens``.
-        steps: The functions that compute the steps.
+        rows: Quantizer along rows of one group; may be None if ``along_tokens``.
+        tokens: Quantizer along tokens of one group; may be None if not ``along_tokens``.
+        steps: The functions for amax, scale and cast.
         along_tokens: Whether to quantize along tokens instead of along rows.
-        reads_once: Whether one kernel may read the rows and make codes along rows and along tokens, in compiled code
-            on a GPU. Both GEMMs then issue the same call, and the forward saves the codes along tokens in place of the
-            rows.
-        is_input: Whether the rows are a layer's input, which the backward may recompute from tensors that are kept
-            anyway.
+        reads_once: Whether one kernel may quantize along rows and along tokens, in compiled code on a GPU. The forward
+            then saves the codes along tokens in place of the rows.
+        is_input: Whether the rows are a layer's input, which the backward may recompute from kept tensors.
         counts: Whether casting kernels also compute statistics, if they can; see `Quantized.counts`.
     """
     quantizer = tokens if along_tokens else rows
@@ -104,8 +102,7 @@ def cast_rows(
 ) -> tuple[Tensor, Tensor]:
     """Cast rows with one scale for each group; returns codes (R, K), and the scale for each row, (R, 1).
 
-    ``ends`` are the ends of the groups. ``over_ranks`` reduces this rank's amaxes over all ranks that have rows of the
-    groups.
+    ``over_ranks`` reduces this rank's amaxes over all ranks that have rows of the groups.
     """
     multiplier, scale = steps.scale(over_ranks(_group_amax(x, ends, quantizer)), quantizer)
     group = group_to_read(ends, x.shape[0])
@@ -122,10 +119,7 @@ def _tokens(
     is_input: bool,
     counts: bool,
 ) -> tuple[Tensor, ...]:
-    """Quantize groups along tokens; returns codes and scales, and statistics if the kernel computed them.
-
-    Arguments are those of `quantize_groups`.
-    """
+    """Quantize groups along tokens; returns codes and scales, and statistics if the kernel computed them."""
     x: Tensor = part.local
     ends: Any = part.layout.ends  # rows are in groups
     if tokens.block[0] != -1:
@@ -168,10 +162,7 @@ def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
-    """Whether codes are stored in pairs and scales in tiles, as a GPU's four-bit grouped GEMM reads them.
-
-    ``x`` gives the device.
-    """
+    """Whether a GPU stores these codes in pairs and their scales in tiles, for a four-bit grouped GEMM."""
     return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
 
 
@@ -196,10 +187,7 @@ def _in_two_levels(
 
 
 def as_values_of_rows(found: Quantized, features: int) -> Quantized:
-    """Convert codes along rows to one code a byte and a grid of scales, which `dequantized` reads.
-
-    Four-bit codes on a GPU are packed two a byte, with scales in tiles. ``features`` is the number of columns.
-    """
+    """Convert codes along rows to one code a byte, with scales not in tiles, for `dequantized`."""
     quantizer = by_row(found.quantizer)
     if packed_dim(quantizer) is None:
         return replace(found, quantizer=quantizer)

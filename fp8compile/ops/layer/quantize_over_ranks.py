@@ -1,8 +1,8 @@
 """Quantize a rank's shard of a tensor to the codes and scales that the whole tensor would have.
 
-Ranks that have elements of the same block exchange the block's amax first. In stacked weights of experts (a stack),
-each matrix is quantized as if alone. Amaxes, multipliers (1 / scale) and scales are grids with a value for each block;
-the grid of a stack of E matrices is (E, block rows, block columns).
+Ranks that have elements of the same block exchange the block's amax first. Each of stacked matrices is quantized as if
+alone. Amaxes, multipliers (1 / scale) and scales are grids with a value for each block: (block rows, block columns)
+for a matrix, (E, block rows, block columns) for E stacked matrices.
 """
 
 from __future__ import annotations
@@ -53,19 +53,13 @@ __all__ = [
 
 
 def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
-    """Pad each matrix of ``stack``, (E, N, K), with rows of zeros to a multiple of ``rows``.
-
-    No block then has rows of two matrices.
-    """
+    """Pad each matrix of ``stack``, (E, N, K), with rows of zeros to a multiple of ``rows``."""
     missing = -stack.shape[1] % rows
     return pad(stack, (0, 0, 0, missing)) if missing else stack
 
 
 def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Return stacked weights with each matrix padded to whole blocks.
-
-    Also returns a quantizer with which the stack can be quantized as one flattened matrix.
-    """
+    """Pad stacked matrices to whole blocks; also returns a quantizer for the stack as one flattened matrix."""
     rows, columns = quantizer.block
     if rows != -1:
         return in_whole_blocks(stack, rows), quantizer
@@ -75,7 +69,7 @@ def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantiz
 
 
 def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Callable[..., Tensor]) -> Tensor:
-    """The amax grid of ``window``, or of each matrix in it if ``batch`` is 1, by the function ``amax``."""
+    """Return the amax grid of a matrix or, if ``batch`` is 1, of each stacked matrix."""
     if not batch:
         return amax(window, quantizer)
     stack, own = _in_own_blocks(window, quantizer)
@@ -83,10 +77,7 @@ def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Ca
 
 
 def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Callable[..., Tensor]) -> Tensor:
-    """Apply ``compute(matrix, grid, quantizer)`` to each matrix of a stack (E, N, K) and its grid.
-
-    ``window`` is the stack, whose columns begin at a block boundary. ``grid`` is (E, block rows, block columns).
-    """
+    """Apply ``compute(matrix, grid, quantizer)`` to stacked matrices (E, N, K), padded and flattened to one matrix."""
     stack, own = _in_own_blocks(window, quantizer)
     matrix = stack.flatten(0, 1)
     found = compute(matrix, grid.reshape(own.scale_shape(matrix.shape)), own)
@@ -103,10 +94,7 @@ def _sides(part: Plain, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
 
 
 def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """The part's elements, padded with zeros to begin at a block boundary if shards cut through blocks.
-
-    ``sides`` says how the part's rows and columns lie among the whole tensor's blocks.
-    """
+    """Return the part's elements, zero-padded to begin at a block boundary if shards cut through blocks."""
     if all(side.kind != "split" for side in sides):
         return part.local
     window = part.local if part.layout.batch else as_matrix(part.local)
@@ -116,7 +104,7 @@ def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
 
 
 def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """Undo the padding of `_window`: take the codes of the part's own elements."""
+    """Return ``codes`` without the padding of `_window`."""
     if all(side.kind != "split" for side in sides):
         return codes
     for dim, side in zip(SIDES, sides, strict=True):
@@ -128,7 +116,7 @@ def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks])
 
 
 def part_amax(part: Plain, quantizer: Quantizer) -> Tensor:
-    """Amaxes of the blocks of a part, reduced over all ranks that have elements of these blocks."""
+    """Return the amaxes of a part's blocks, reduced over all ranks that have elements of these blocks."""
     return _window_and_amax(part, quantizer, OPS_OF_STEPS)[1]
 
 
@@ -140,10 +128,7 @@ def _check_part(part: Plain, quantizer: Quantizer) -> None:
 
 
 def _check_transform(part: Plain, quantizer: Quantizer) -> None:
-    """Raise a ValueError if the quantizer's transform would mix values of several ranks.
-
-    Also raise if the transformed dim is not a multiple of the transform's length.
-    """
+    """Raise a ValueError if the quantizer's transform would mix values of several ranks or not divide the dim."""
     if not (group := len(quantizer.transform())):
         return
     tokens = quantizer.block[0] == group
@@ -204,7 +189,7 @@ def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def _cut_of_matrices(part: Plain) -> DimSharding | None:
-    """The sharding of stacked weights by whole matrices, as a `DimSharding`; None without one."""
+    """Return the sharding of stacked weights by whole matrices, or None."""
     return next((cut for cut in part.cuts if cut is not None and cut.dim < part.layout.batch), None)
 
 
@@ -217,19 +202,12 @@ def has_one_scale(quantizer: Quantizer) -> bool:
 
 
 def _takes_all_matrices(quantizer: Quantizer) -> bool:
-    """Whether the quantizer can compute scales of all stacked matrices in one call.
-
-    Only `TwoLevelScaling` itself takes the outer amaxes of all matrices; quantizers of other packages take one matrix
-    at a time.
-    """
+    """Whether the quantizer can compute the scales of all stacked matrices in one call."""
     return type(quantizer) is TwoLevelScaling
 
 
 def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, batch: int, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Compute the amax of a whole matrix from its blocks' amaxes: (1,) float32, or (E,) if stacked.
-
-    ``batch`` is 1 for E stacked matrices, else 0.
-    """
+    """Return the amax of a whole matrix, (1,) float32; of E stacked matrices, (E,), if ``batch`` is 1."""
     if not batch:
         return steps.outer_amax(amaxes, quantizer)
     if _takes_all_matrices(quantizer):
@@ -248,11 +226,11 @@ def scales_of(
     """Compute the multiplier (1 / scale), the scale and the outer scale (or None) from amaxes.
 
     Args:
-        amaxes: The amax grid of a matrix or of stacked matrices, or of a part of them.
+        amaxes: The amax grid of a matrix or of stacked matrices, or a shard of this grid.
         quantizer: Quantizer of each matrix.
-        steps: The functions that compute the steps.
+        steps: The functions for amax, scale and cast.
         cuts: How ranks shard the tensor; the outer amax of a matrix is first reduced over these ranks.
-        outer_amax: Amax of each whole matrix, if ranks know it already; ranks then reduce nothing.
+        outer_amax: Amax of each whole matrix, if known; ranks then reduce nothing.
         batch: Number of leading dims over which matrices are stacked.
     """
     if not quantizer.has_outer_scale():
@@ -282,10 +260,9 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 
 
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
-    """Select the scales of a rank's part, of shape ``shape``, from the grid of the whole tensor's scales.
+    """Select the scales of a shard of shape ``shape`` from the grid of the whole tensor's scales.
 
-    ``cuts`` says how ranks shard the tensor; ``batch`` is 1 for stacked matrices, else 0. If shards cut through blocks
-    along a side of the matrix, all scales along this side are kept.
+    Along a side of the matrix where shards cut through blocks, all scales are kept.
     """
     for dim, side in zip(SIDES, axis_blocks(shape, cuts, quantizer.block, batch), strict=True):
         scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
@@ -296,19 +273,12 @@ def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer
 
 
 def positions(part: Plain, quantizer: Quantizer) -> tuple[Tensor, ...]:
-    """Positions of a part's rows and columns in the whole tensor, as arguments of `fp8compile.ops.cast`.
-
-    Returns () if the quantizer's codes do not depend on positions.
-    """
+    """Return a part's row and column positions in the whole tensor, for `cast`; () if codes don't depend on them."""
     return _positions(_sides(part, quantizer), quantizer, part)
 
 
 def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Plain) -> tuple[Tensor, ...]:
-    """Positions, in the whole matrix, of the rows and columns of a part that `_window` has padded.
-
-    ``sides`` says how rows and columns lie among the tensor's blocks. Returns () if the quantizer's codes do not
-    depend on positions.
-    """
+    """Return the positions of rows and columns that `_window` padded; () if codes don't depend on them."""
     if quantizer.is_local():
         return ()
     rows, columns = (side.window_positions(part.local.device) for side in sides)
@@ -318,10 +288,7 @@ def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part:
 def _cast(
     window: Tensor, multiplier: Tensor, quantizer: Quantizer, batch: int, steps: Steps, where: tuple[Tensor, ...]
 ) -> Tensor:
-    """Cast ``window``, which `_window` padded, to codes: multiply by the blocks' multipliers, and round.
-
-    ``batch`` is 1 for stacked matrices, else 0; ``where`` are the positions that `_positions` returns.
-    """
+    """Cast ``window``, which `_window` padded, to codes; ``where`` are the positions that `_positions` returns."""
     if not batch:
         return steps.cast(window, multiplier, quantizer, *where)
 
@@ -358,11 +325,16 @@ def quantize_part(
 ) -> Quantized:
     """Quantize this rank's part to the codes and scales that the whole tensor would have.
 
-    All ranks of the part's groups call this function. ``local_amax`` is the amax grid of the part's own elements, if
-    the caller has it and no shard cuts a block. ``whole_amax`` is the amax grid of the whole tensor, if the caller has
-    it; ranks then exchange no amax of blocks. ``outer_amax``, (1,) float32, is the amax for the one scale of the whole
-    tensor: the outer scale, or the scale of a tensorwise quantizer. Tensors that share a scale must get the same
-    ``outer_amax``.
+    All ranks of the part's groups call this function.
+
+    Args:
+        part: This rank's shard of a tensor.
+        quantizer: Quantizer of the tensor, or of each stacked matrix.
+        steps: The functions for amax, scale and cast.
+        local_amax: The amax grid of the part, if known and if no shard cuts a block.
+        whole_amax: The amax grid of the whole tensor, if known; ranks then exchange no amax of blocks.
+        outer_amax: The amax, (1,) float32, for the tensor's outer scale or tensorwise scale, if tensors share this
+            scale.
     """
     if outer_amax is not None and quantizer.block == (-1, -1):
         return quantize_part(part, quantizer, steps, whole_amax=outer_amax.view(1, 1))
@@ -399,7 +371,7 @@ def _quantize_stack(
 
 
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
-    """The quantizer for stacked matrices; only `TwoLevelScaling` packs codes, if a matrix's sizes allow."""
+    """Return the quantizer for stacked matrices; only `TwoLevelScaling` packs codes, if the sizes allow."""
     if _takes_all_matrices(quantizer):
         return quantizer.for_shape(part.local.shape[1:])
     quantizer = quantizer.unpacked() or quantizer
@@ -428,9 +400,9 @@ def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: 
 
 
 def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Cast a part by the grid of the whole tensor's multipliers (1 / scale); returns one code per byte.
+    """Cast a part to one code per byte; ``multiplier`` (1 / scale) is the grid of the whole tensor.
 
-    The codes have the part's shape. For stacked matrices, stochastic rounding uses positions in this part.
+    For stacked matrices, stochastic rounding uses positions in this part.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)
@@ -475,10 +447,7 @@ def _values_of_stack(
 
 
 def expanded_scales(codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """Expand scales to a float32 scale of each element, for codes of one matrix or of many (E, N, K).
-
-    The result broadcasts against the codes.
-    """
+    """Return a float32 scale for each element, which broadcasts against codes (N, K) or (E, N, K)."""
     if codes.ndim == 2:
         return expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
 

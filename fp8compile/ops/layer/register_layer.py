@@ -1,6 +1,6 @@
 """Register a linear layer for one placement of its tensors: one op for each of its GEMMs.
 
-Each op has a kernel, which computes in Phase.EAGER, and a decomposition for compiled code. The arguments are:
+Each op has an eager kernel and a decomposition for compiled code. The arguments are:
 
     output                  (x, weight, [offsets], bias, ...placement, recipe)
     grad_input              (grad_output, weight, [offsets], ...placement, recipe)
@@ -51,7 +51,7 @@ COMPUTE: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOp(PlacedOp):
-    """One op of a layer: its arguments, and a call of a function of `output_and_gradients` with them.
+    """One op of a layer: its arguments, and the function of `output_and_gradients` that computes it.
 
     Attributes:
         kind: Which op this is, a key of ``TENSORS``: ``"output"``, ``"grad_input"``, ``"grad_weight"`` and others.
@@ -61,18 +61,18 @@ class LayerOp(PlacedOp):
 
     @classmethod
     def of(cls, kind: str, placement: type[Placement], *, ends: bool) -> LayerOp:
-        """Make the op of this kind, a key of ``TENSORS``, for one placement; ``ends`` if rows are in groups."""
+        """Return the op ``kind``, a key of ``TENSORS``, for one placement; with ``ends``, rows are in groups."""
         names = tuple(name for name in TENSORS[kind] if ends or name != "offsets")
         return cls(kind=kind, names=names, placement=placement, ends=ends)
 
     def tensors(self) -> dict[str, Any]:
-        """Names and annotations of the tensor arguments in the op's schema, in order."""
+        """Return names and annotations of the tensor arguments in the op's schema, in order."""
         own = self.placement.weight_name
         found = {own if name == "weight" else name: hint for name, hint in super().tensors().items()}
         return found | ({"bias": Tensor | None} if "bias" in found else {})
 
     def constants(self) -> dict[str, Any]:
-        """Name and annotation of the op's last argument: the recipe, or the quantizer of the kept codes."""
+        """Return name and annotation of the op's last argument: the recipe, or the quantizer of the kept codes."""
         return {"quantizer": Quantizer} if self.kind == "kept_input" else {"recipe": Recipe}
 
     def run(self, phase: Phase, args: tuple[Any, ...], codes: dict[str, Any] | None = None) -> Any:
@@ -141,10 +141,6 @@ class _Derivative(PlacedDerivative):
     def kept(
         self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
     ) -> tuple[Tensor | None, ...]:
-        """The tensors to save: the input or its codes, the weight, and delayed scaling's multipliers.
-
-        ``tensors``, ``ends`` and ``place`` are the op's arguments, ``output`` its results.
-        """
         x, weight, bias = tensors
         (recipe,) = (ctx.recipe,) = ctx.constants
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -161,7 +157,6 @@ class _Derivative(PlacedDerivative):
         return *kept, weight if needs_x else None, used
 
     def reads_placement(self, ctx: Any) -> bool:
-        """Whether the backward reads the placement's tensors: only for the gradient of the input."""
         return bool(ctx.needs_input_grad[0])
 
     def backward(self, ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -268,7 +263,7 @@ def register_layer(
 
 
 def _prepare(placement: type[Placement], *, ends: bool) -> Callable[..., Sequence[Any]] | None:
-    """The ``prepare`` of a layer's output op, or None."""
+    """Return the function that changes or checks the output op's arguments before a call, or None."""
     steps: list[Callable[..., Sequence[Any]]] = []
     if placement.has_codes:
         steps.append(output_and_gradients.for_unwritten_weight)
@@ -301,20 +296,14 @@ class _Samples:
             yield grad.to(x.dtype).movedim(0, -1), x, weight, given(ends), place, recipe, used  # not contiguous
 
     def of_grad_input(self) -> Iterator[tuple[Any, ...]]:
-        """Yield sample arguments of the layer's op for grad_input."""
         for grad, _, weight, offsets, place, recipe, used in self._each():
             yield grad, weight, *offsets, *fields_of(place.for_grad_input(used)), recipe
 
     def of_grad_weight(self) -> Iterator[tuple[Any, ...]]:
-        """Yield sample arguments of the layer's op for grad_weight."""
         for grad, x, weight, offsets, place, recipe, used in self._each():
             yield grad, x, *offsets, *fields_of(place.for_grad_weight(weight.dtype, used)), recipe
 
     def of_observe(self) -> Iterator[tuple[Any, ...]]:
-        """Yield samples for the statistics ops: grad_output, x, weight, offsets or None, placement, recipe.
-
-        They are made from the first sample, and from the first sample without elements.
-        """
         seen = set()
         for grad, x, weight, offsets, place, recipe, used in self._each():
             if (is_empty := x.numel() == 0) in seen:
@@ -323,12 +312,10 @@ class _Samples:
             yield grad, x, weight, *(offsets or (None,)), place.for_grad_input(used), recipe
 
     def of_keep(self) -> Iterator[tuple[Any, ...]]:
-        """Yield sample arguments of the layer's op that keeps codes of the input."""
         for _, x, offsets, place, quantizer in self._kept():
             yield x, *offsets, *fields_of(place.for_keep()), quantizer
 
     def of_grad_weight_of_codes(self) -> Iterator[tuple[Any, ...]]:
-        """Yield sample arguments of the layer's op for grad_weight from kept codes."""
         for grad, x, offsets, place, quantizer in self._kept():
             recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
             ends = offsets[0] if offsets else None

@@ -30,7 +30,7 @@ __all__ = [
 
 
 def linear_samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of fp8compile::linear; samples of similar ops are made from them."""
+    """Yield sample arguments of fp8compile::linear."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in samples.recipes():
@@ -40,27 +40,26 @@ def linear_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def shared_scale_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::shared_scale_linear; the amax that the weights share is 6."""
+    """Yield sample arguments of fp8compile::shared_scale_linear."""
     for x, weight, bias, recipe in linear_samples():
         yield x, weight, bias, torch.full((1,), 6.0), recipe
 
 
 def known_codes_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::known_codes_linear."""
+    """Yield sample arguments of fp8compile::known_codes_linear."""
     for x, weight, bias, recipe in linear_samples():
         if None not in (recipe.weight, recipe.weight_for_grad_input):
             yield x, weight, bias, *flat_sets(sets_of_weight(weight, recipe)), recipe
 
 
 def known_codes_of_groups_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::known_codes_grouped_linear."""
+    """Yield sample arguments of fp8compile::known_codes_grouped_linear."""
     for x, weight, offsets, bias, recipe in grouped_samples():
         if None not in (recipe.weight, recipe.weight_for_grad_input):
             yield x, weight, offsets, bias, *flat_sets(sets_of_weight(weight, recipe)), recipe
 
 
 def _recipes() -> Iterator[Recipe]:
-    """Recipes with delayed scaling: for all operands, without grad_weight's, and for the input only."""
     value, grad = DelayedScaling(history=4), DelayedScaling(format="e5m2", history=4, margin=1)
     own = CurrentScaling()
     every: dict[str, Any] = {"input": value, "weight": value, "grad_output": grad, "weight_for_grad_input": value}
@@ -70,7 +69,7 @@ def _recipes() -> Iterator[Recipe]:
 
 
 def delayed_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::delayed_linear; samples of similar ops are made from them."""
+    """Yield sample arguments of fp8compile::delayed_linear."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in _recipes():
@@ -81,14 +80,14 @@ def delayed_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def sharded_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::sharded_linear, for a group of one rank."""
+    """Yield sample arguments of fp8compile::sharded_linear, for a group of one rank."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         weight_dim = index % 2
         yield x, weight, bias, weight_dim, [weight.shape[weight_dim]], None, [0], 0, "", recipe
 
 
 def fsdp_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::fsdp_linear, for FSDP over one rank, with and without amaxes."""
+    """Yield sample arguments of fp8compile::fsdp_linear, for one rank, with and without amaxes."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         shard = weight.float() if index % 2 else weight
         known = [None, None]
@@ -99,14 +98,14 @@ def fsdp_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def fsdp_delayed_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::fsdp_delayed_linear, for FSDP over one rank."""
+    """Yield sample arguments of fp8compile::fsdp_delayed_linear, for one rank."""
     for x, weight, bias, _, multiplier, _, recipe in delayed_samples():
         tokens = torch.zeros(3), torch.zeros(1)
         yield x, weight.float(), bias, *tokens, None, None, multiplier, Rows.alone(weight.shape[0]), recipe
 
 
 def grouped_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::grouped_linear; samples of similar ops are made from them."""
+    """Yield sample arguments of fp8compile::grouped_linear."""
     generator = torch.Generator().manual_seed(0)
     for recipe in samples.recipes():
         for offsets in sample_offsets():
@@ -120,14 +119,14 @@ def grouped_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def sharded_grouped_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::sharded_grouped_linear, for a group of one rank."""
+    """Yield sample arguments of fp8compile::sharded_grouped_linear, for a group of one rank."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         weight_dim = 1 + index % 2
         yield x, weight, offsets, bias, weight_dim, [weight.shape[weight_dim]], 0, "", recipe
 
 
 def fsdp_grouped_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::fsdp_grouped_linear, for FSDP over one rank."""
+    """Yield sample arguments of fp8compile::fsdp_grouped_linear, for one rank."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         shard = weight.float() if index % 2 else weight
         yield x, shard, offsets, bias, Rows.alone(weight.shape[0]), recipe

@@ -1,7 +1,7 @@
-"""fp8compile::add_pieces: combine partial counts ("pieces") of rows or blocks to totals of operands.
+"""fp8compile::add_pieces: combine partial counts of rows or blocks to sums and maxima over whole operands.
 
-A casting kernel leaves one number for each row or block of a tensor. One call combines the numbers of all tensors of a
-layer: with a graph node for each sum, Inductor would find the casts too far apart to fuse them.
+A casting kernel leaves one partial count for each row or block of a tensor. One op combines the partial counts of all
+tensors of a layer, because separate graph nodes would prevent Inductor from fusing the casts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST_SUMS = (NUMEL, VALUED, PASSES)  # the first sums of every operand
 
 
 class Piece(NamedTuple):
-    """Partial results of one total: a number for each row or block of an operand.
+    """Partial results of one sum or maximum over an operand: a number for each row or block.
 
     Attributes:
         numbers: (E, pieces) for E stacked matrices, with E = 1 for one matrix; (rows,) with groups.
@@ -44,14 +44,14 @@ class Pieces:
     """The partial counts of one operand on this rank.
 
     Attributes:
-        sums: A `Piece` for each total that is a sum; None if another op or cast counts this total. At least one of
-            ``sums`` and ``maxima`` is not None.
-        maxima: A `Piece` for each total that is a maximum; None if another op or cast counts this total.
+        sums: A `Piece` for each sum; None if this sum is computed elsewhere. At least one of ``sums`` and ``maxima``
+            is not None.
+        maxima: A `Piece` for each maximum; None if this maximum is computed elsewhere.
         group: The group of each row, E after the last of E groups; None if pieces are per matrix or per group.
         numel: Number of elements of each matrix; with groups, (E,) float64.
         has_values: Whether values are known, and not only codes.
         counts: Whether this rank adds its elements to sums; False if another rank adds the same elements.
-        layout: The layout of the values; its cuts give this rank's share of all elements.
+        layout: The layout of the values, from which this rank's share of all elements is computed.
         first: Index of this rank's first matrix among all ranks' matrices.
     """
 
@@ -65,10 +65,7 @@ class Pieces:
     first: int = 0
 
     def flags(self) -> list[int]:
-        """Returns ``first``, ``has_values`` and ``counts`` as ints, then this rank's share as a fraction.
-
-        The fraction is two ints: the numbers of this rank's elements and of all elements, along sharded dims.
-        """
+        """Return ``first``, ``has_values``, ``counts``, and this rank's share of all elements as two ints."""
         cuts = [cut for cut in self.layout.cuts if cut is not None and cut.dim >= self.layout.batch]
         length = total = 1
         for cut in cuts:
@@ -82,12 +79,12 @@ FLAGS = 5
 def rows_of(
     found: Mapping[str, Pieces | None], slots: Sequence[str], counts: tuple[int, int], matrices: int, like: Tensor
 ) -> Tensor:
-    """Combine partial counts to totals of the fields ``slots`` of a recipe, as rows of a buffer.
+    """Combine partial counts to sums and maxima, with a row for each of ``slots``, fields of a recipe.
 
     Args:
         found: Partial counts by field; two fields may share them.
-        slots: The fields, such as ``"weight"``. A field without partial counts gets the totals of no elements.
-        counts: Two ints: the number of totals that are sums, and of totals that are maxima.
+        slots: The fields, such as ``"weight"``. A field without partial counts counts as an operand without elements.
+        counts: Two ints: the number of sums, and of maxima.
         matrices: Number E of stacked matrices, or of groups; 1 for one matrix.
         like: A tensor on the device.
 
@@ -121,7 +118,7 @@ def rows_of(
 
 
 def _no_elements(shape: Sequence[int], maxima: int, device: torch.device) -> Tensor:
-    """The totals of no elements, (..., columns, matrices): 0, but -inf in the last ``maxima`` columns."""
+    """Return totals of no elements, (..., columns, matrices): 0, but -inf in the last ``maxima`` columns."""
     found = torch.zeros(shape, dtype=torch.float64, device=device)
     found[..., shape[-2] - maxima :, :] = -torch.inf
     return found
@@ -132,10 +129,7 @@ def _fours(numbers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _by_matrix(numbers: Tensor, group: Tensor | None, matrices: int, neutral: float) -> Tensor:
-    """Convert numbers to float64, with one row for each of ``matrices`` matrices.
-
-    With groups (``group``), each group has a row, in which entries of other groups are ``neutral``.
-    """
+    """Convert numbers to float64; with groups, to a row for each group, with ``neutral`` for rows of other groups."""
     numbers = numbers.double()
     if group is None:
         return numbers
@@ -153,15 +147,14 @@ def _impl(
     rows: Sequence[int],
     matrices: int,
 ) -> Tensor:
-    """Combine the partial counts of one or more operands to totals; see `Pieces`.
+    """Combine the partial counts of one or more operands to sums and maxima over each matrix; see `Pieces`.
 
     Args:
         pieces: Partial results of rows or blocks.
         numbers: Four ints for each `Piece`: its index among ``pieces``, its operand, its column, its half.
         columns: Two ints: the number of columns that are sums, and of columns that are maxima.
         groups: The group of each row, for each operand whose pieces are of rows in groups.
-        sizes: Number of elements of each group, (E,) float64, for each operand with groups, even if its pieces are not
-            per row.
+        sizes: Number of elements of each group, (E,) float64, for each operand with groups.
         numels: Number of elements of each matrix, for each operand; -1 with groups.
         flags: `Pieces.flags` of each operand.
         rows: The operand of each row of the result; -1 for a row without elements.

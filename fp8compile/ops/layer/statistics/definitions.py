@@ -1,4 +1,4 @@
-"""Statistics of an operand: a number of each element, how these combine to totals, and formulas.
+"""Statistics of an operand, each computed from sums and maxima over its elements.
 
 x is an element as it was cast, c its code, s its scale (times the outer scale), F the largest value of the format, u
 the step below F, n the number of elements of the whole tensor.
@@ -16,8 +16,8 @@ the step below F, n the number of elements of the whole tensor.
     range           log2 amax - log2 of the smallest |x| that is not 0
     exponents       how many codes have each exponent field, a list of 32; elements that are NaN are left out
 
-A statistic is computed from totals. A total combines one number of each element as a sum (``"sum"``) or a maximum
-(``"max"``): over this rank's elements in the graph, over backwards in a buffer, and over ranks when the total is read.
+A total is a sum or a maximum of one number for each element. The graph combines this rank's elements, a buffer
+combines several backwards, and reading the total combines ranks. A statistic is computed from one or more totals.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ EXPONENTS = 32  # of e5m2; other formats have fewer
 
 @dataclass(frozen=True)
 class Total:
-    """A number of each element of an operand, and how these numbers are combined to one.
+    """A sum or maximum over an operand, of a number that is computed from each element.
 
     Attributes:
         name: Name of the total.
-        compute: Function of the operand's `Elements`; returns a number of each value, in the shape of the values: bool
-            or int32 to be counted, or float32.
+        compute: Takes the operand's `Elements`; returns a number for each value, in the shape of the values: bool or
+            int32 to be counted, or float32.
         combine: ``"sum"`` or ``"max"``.
         of_codes: Whether codes suffice to compute the total, as for a weight that is kept only as codes.
         is_magnitude: Whether each number is the magnitude of a value.
@@ -104,7 +104,6 @@ def _is_subnormal(seen: Elements) -> Tensor:
 
 
 def _field(seen: Elements) -> Tensor:
-    """The exponent field of each code of ``seen``, int32; -1 for NaN."""
     sign = 1 << (seen.format.bits - 1)
     found = (seen.codes.to(torch.int32) & (sign - 1)) >> seen.format.mantissa_bits
     return torch.where(_is_nan(seen), -1, found)
@@ -124,10 +123,7 @@ def _scales(seen: Elements) -> Tensor:
 
 
 def _smallest(seen: Elements) -> Tensor:
-    """Minus the magnitude of each value, -inf for 0.
-
-    The maximum of these numbers is minus the smallest magnitude above 0.
-    """
+    """Return minus each magnitude, or -inf for 0; the maximum is then minus the smallest magnitude above 0."""
     magnitude = seen.magnitude()
     return -torch.where(magnitude == 0, torch.inf, magnitude)
 
@@ -247,32 +243,30 @@ def register_statistic(
 
 
 def totals_of(statistics: Sequence[str], slots: Sequence[str] | None = None) -> str:
-    """Names of the totals that these statistics are computed from, as one string for ops.
+    """Return the names of the totals that these statistics need, as a string that ops take.
 
-    The string is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if totals are counted for ``slots`` alone.
+    The string is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if only fields ``slots`` of a recipe
+    count.
     """
     names = ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
     return names if slots is None else f"{names}@{','.join(slots)}"
 
 
 def counts_slot(totals: str, slot: str) -> bool:
-    """Whether totals, named as by `totals_of`, are counted for the recipe's field ``slot``."""
+    """Whether ``totals``, a string from `totals_of`, counts the recipe's field ``slot``."""
     _, restricted, slots = totals.partition("@")
     return not restricted or slot in slots.split(",")
 
 
 @cache
 def columns_of(totals: str) -> tuple[tuple[Total, ...], tuple[Total, ...]]:
-    """The totals of a buffer's columns, in order: sums (which follow `FIRST_SUMS`), and maxima.
-
-    ``totals`` are names as `totals_of` returns them.
-    """
+    """Return the totals that the columns of a buffer hold, in order: sums after `FIRST_SUMS`, then maxima."""
     found = [TOTALS[name] for name in totals.partition("@")[0].split(",") if name]
     return tuple(t for t in found if t.combine == "sum"), tuple(t for t in found if t.combine == "max")
 
 
 def names_of_columns(totals: str) -> list[str]:
-    """Names of the totals in a buffer's columns, sums before maxima; ``totals`` is from `totals_of`."""
+    """Return the names of a buffer's columns: sums, then maxima; ``totals`` is a string from `totals_of`."""
     return [*FIRST_SUMS, *(total.name for each in columns_of(totals) for total in each)]
 
 
