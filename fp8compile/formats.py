@@ -31,10 +31,7 @@ NAN_CODE = 0x7F  # the code for NaN in e4m3 and e5m2
 
 
 def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4Format) -> Tensor:
-    """Round each value to the next representable value above or below it, float32.
-
-    ``fmt`` is the format that represents values, ``noise`` chooses between the two; see ``encode_stochastic``.
-    """
+    """Round each value to the representable value above or below it, as ``noise`` decides; float32."""
     saturated = values.clamp(-fmt.max, fmt.max)
     field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
     exponent = field.clamp(min=FLOAT32_BIAS + fmt.min_exponent) - fmt.mantissa_bits - FLOAT32_BIAS
@@ -100,10 +97,7 @@ class Float8Format:
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        """Clamp values to the format's range; also rounds to odd if the float8 cast truncates to float16.
-
-        Triton's float8 cast truncates on GPUs of capability `CASTS_BY_FLOAT16`.
-        """
+        """Clamp values to the format's range; on GPUs whose float8 cast truncates, also round to odd."""
         saturated = values.clamp(-self.max, self.max)
         if target_of(values.device).capability == CASTS_BY_FLOAT16:
             return _to_odd(saturated)

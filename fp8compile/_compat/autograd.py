@@ -110,7 +110,7 @@ def impl_autograd(
 
 
 def is_written_in_graph(tensor: torch.Tensor) -> bool:
-    """Whether the graph that AOTAutograd traces now has written to a tensor's memory so far, by whatever name."""
+    """Whether the graph that AOTAutograd is tracing has written to a tensor's memory so far, through any alias."""
     if type(tensor) is torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -119,7 +119,6 @@ def is_written_in_graph(tensor: torch.Tensor) -> bool:
 
 
 def _records_nothing() -> bool:
-    """Whether autograd records no calls: reverse mode, forward mode and `torch.func` are all off."""
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
@@ -144,7 +143,7 @@ def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:
-    """A tensor's version counter; None for a traced tensor, whose graph orders writes, or a subclass."""
+    """Return a tensor's version counter; None for a traced tensor or a tensor subclass."""
     return tensor._version if type(tensor) is torch.Tensor else None
 
 
@@ -154,19 +153,19 @@ def runs_in_backward() -> bool:
 
 
 def will_run(ctx: Any, place: int) -> bool:
-    """Whether the running backward goes on to the node that made an op's argument number ``place``.
+    """Whether the running backward also computes the gradient of an op's tensor argument number ``place``.
 
-    ``torch.autograd.grad`` runs only the nodes on the way to the inputs that its caller named. ``ctx`` is the op's
-    context in its ``backward``; ``place`` counts tensor arguments.
+    ``torch.autograd.grad`` skips arguments that do not lead to the inputs named by its caller. ``ctx`` is the op's
+    autograd context.
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves
 
 
 def saved_tensor_context() -> dict[str, Any] | None:
-    """What AOTAutograd tells a saved-tensor hook while it inlines the hook; None at other times.
+    """Return what AOTAutograd passes to a saved-tensor hook while it inlines the hook; None at other times.
 
-    The entries are ``_node``, the saved node, and ``_fw_graph`` and ``_bw_graph``, the two graphs.
+    The entries are ``_node``, the saved node, and ``_fw_graph`` and ``_bw_graph``, the forward and backward graphs.
     """
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
@@ -176,7 +175,7 @@ def saved_tensor_context() -> dict[str, Any] | None:
 def saved_by_checkpoint() -> bool:
     """Whether the calling pack hook was given an input of a ``torch.utils.checkpoint`` region.
 
-    Only the call stack tells: the checkpoint's code calls the hook, up to PyTorch 2.11 by autograd.
+    Read from the call stack, because PyTorch does not tell it.
     """
     frame: Any = sys._getframe(1)
     for _ in range(FRAMES):
@@ -207,7 +206,7 @@ def lost_by_hooks(backward: fx.Graph) -> str | None:
 
 
 def active_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost active (pack, unpack) hooks for tensors that autograd saves; None if there are none."""
+    """Return the innermost active (pack, unpack) saved-tensor hooks; None if there are none."""
     ignore_is_tracing = True
     return torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
 
@@ -222,7 +221,7 @@ def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached plain tensor that shares memory and version counter with a subclass ``tensor``."""
+    """Return a detached plain tensor that shares memory and version counter with a tensor subclass."""
     with no_dispatch():
         return tensor.detach()
 

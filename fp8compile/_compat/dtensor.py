@@ -31,10 +31,10 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def tell_apart_by_local_tensors() -> None:
-    """Make AOTAutograd's cache key of a DTensor include the key of the local tensor, if there is one.
+    """Include the local tensor's key in AOTAutograd's cache key of a DTensor, if the local tensor has one.
 
-    PyTorch's key has only placements (PyTorch 2.13, 2.15). A DTensor of codes would get code that was compiled for a
-    DTensor of plain numbers, and the process would crash.
+    PyTorch's key has only placements (2.13, 2.15). A DTensor of codes would otherwise run code that was compiled for a
+    DTensor of plain numbers, and crash the process.
     """
     from torch.distributed.tensor import DTensor
 
@@ -61,7 +61,7 @@ def forget_meshes() -> None:
 
 
 def local_itself(tensor: Any) -> Any:
-    """The tensor object that a DTensor wraps; any other tensor is returned unchanged.
+    """Return the tensor object inside a DTensor; any other tensor is returned unchanged.
 
     ``to_local()`` may return a view of this object.
     """
@@ -84,20 +84,20 @@ def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a replicated DTensor; any other tensor unchanged."""
+    """Return the local tensor of a replicated DTensor; any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """The placements of a DTensor; None for any other tensor."""
+    """Return the placements of a DTensor; None for any other tensor."""
     return tensor.placements if is_dtensor(tensor) else None
 
 
 def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Reduce-scatter a gradient that is a partial sum over a mesh dim along which the input is sharded.
+    """Reduce-scatter a gradient over mesh dims where it is a partial sum and the input is sharded.
 
-    ``placements`` are the input's. If the gradient stayed a partial sum, the backward of the norm before the layer
-    would compute with partial sums, and ranks would sum three float32 tensors instead of one.
+    ``placements`` are the input's. Without this, the norm before the layer would run its backward on partial sums, and
+    ranks would reduce three float32 tensors instead of one.
     """
     if placements is None or grad is None or not is_dtensor(grad):
         return grad

@@ -109,7 +109,6 @@ def fsdp_parameters() -> Iterator[FsdpParameter]:
 
 
 def _groups(state: Any) -> Sequence[Any]:
-    """The parameter groups in ``state``, FSDP2's state of a module; a group is one all-gather message."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # 2.12
         groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []

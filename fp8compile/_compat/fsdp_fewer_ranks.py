@@ -30,10 +30,6 @@ def keeps_parts_after_forward(cls: type[Class]) -> type[Class]:
 
 
 def _is_marked(parameter: Any) -> bool:
-    """Whether FSDP2 reshards the FSDPParam ``parameter`` to fewer ranks, and its class is marked.
-
-    The decorator `keeps_parts_after_forward` marks a class.
-    """
     fewer = parameter.post_forward_mesh_info
     return fewer not in (None, parameter.mesh_info) and hasattr(parameter._sharded_local_tensor, _MARK)
 
@@ -50,16 +46,15 @@ def _check_dim(parameter: Any) -> None:
 
 
 def _writes(parameter: Any) -> tuple[int, ...]:
-    """Version counters of an FSDPParam's sharded tensors, which change with each write."""
     local = parameter._sharded_local_tensor
     edits = getattr(local, "edits", None)
     return parameter.sharded_param._version, local._version, 0 if edits is None else edits.count
 
 
 def _check_not_written(parameter: Any) -> None:
-    """Raise a RuntimeError if an FSDPParam was written to after ranks kept parts of its gathered data.
+    """Raise a RuntimeError if a parameter changed after ranks kept parts of its gathered bytes.
 
-    FSDP2 drops the parts only after a backward. If no backward ran before the write, the parts are stale.
+    FSDP2 drops these parts only after a backward; without a backward before the write, they are stale.
     """
     if _writes(parameter) != parameter._writes_when_kept:
         raise RuntimeError(
@@ -71,9 +66,9 @@ def _check_not_written(parameter: Any) -> None:
 
 @functools.cache
 def _extend() -> None:
-    """Patch FSDPParam: keep parts of gathered bytes after the forward, and gather them for the backward.
+    """Patch FSDPParam to keep parts of the gathered bytes after the forward, and gather them for the backward.
 
-    The patch affects only parameters whose class has the decorator `keeps_parts_after_forward`.
+    Only parameters with the class decorator `keeps_parts_after_forward` are affected.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 

@@ -14,11 +14,10 @@ __all__ = ["when_imported"]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that runs callbacks right after a module was imported for the first time.
+    """Import hook that runs callbacks right after a module's first import.
 
-    Inductor's decomposition table costs a second to import, which `import fp8compile` must not pay. But every
-    compilation has to see the table with our entries. A callback therefore adds the entries as soon as the table is
-    imported.
+    Inductor's decomposition table takes a second to import. A callback adds this package's entries once the table is
+    imported, so that ``import fp8compile`` does not have to import it.
     """
 
     def __init__(self, name: str) -> None:

@@ -15,10 +15,10 @@ __all__ = ["async_tp", "concatenated_buffers", "rank_salt"]
 
 
 def _share_constant_types() -> None:
-    """Patch Inductor: generated code of a compiled region imports the classes of its constants.
+    """Patch Inductor, so that generated code of a compiled region imports the classes of its constants.
 
-    Generated code that calls an op with a quantizer names the quantizer's class. PyTorch (2.11 to 2.15) imports only
-    the classes that the outermost graph uses, so that a call inside a compiled region raises a NameError.
+    PyTorch (2.11 to 2.15) imports only the classes that the outermost graph names; a quantizer inside a region would
+    raise a NameError.
     """
     from torch._inductor.graph import SubgraphLowering
 
@@ -45,11 +45,10 @@ def async_tp() -> bool:
 
 
 def rank_salt() -> str:
-    """Text for cache keys that differs between ranks; empty without torch.distributed.
+    """Return a text for compile cache keys that differs between ranks; empty without torch.distributed.
 
-    A rank's graph holds the position at which its part of a tensor begins. AOTAutograd makes its cache key from an
-    earlier graph with DTensors, which is the same on all ranks, and the ranks of one machine share a cache folder. In
-    PyTorch 2.13 a rank therefore ran the graph of another rank, with wrong results.
+    A rank's graph contains where the rank's shard begins, but AOTAutograd computes its cache key from an earlier graph
+    that is equal on all ranks. With a shared cache folder, PyTorch 2.13 ran another rank's graph.
     """
     from torch import distributed
 

@@ -18,10 +18,10 @@ def is_in_mode() -> bool:
 
 
 class OnlookingMode(TorchDispatchMode):
-    """Dispatch mode that sees every operator, without changes to what is compiled or how it runs.
+    """Dispatch mode that sees every operator and does not keep Dynamo from compiling.
 
-    A plain mode imports Dynamo at its first operator, which costs seconds, only to exclude itself from tracing. And
-    Dynamo compiles nothing while a plain mode is active.
+    A plain mode imports Dynamo at its first operator, which takes seconds, and disables compilation while it is
+    active.
     """
 
     # code that was compiled with checkpointing draws random numbers in one, run_and_save_rng_state

@@ -14,9 +14,9 @@ __all__ = ["compiled_alone", "muon_lr", "orthogonalized"]
 
 
 def compiled_alone(function: Callable[..., Any], first: object, backend: Any) -> Callable[..., Any]:
-    """Compile ``function`` with ``first`` as its fixed first argument, as one graph of static sizes.
+    """Compile ``function``, with ``first`` as its first argument, as one graph of static sizes.
 
-    From PyTorch 2.13 on, the graphs of this call do not count against Dynamo's recompile limit for ``function``.
+    From PyTorch 2.13 on, this graph does not count against Dynamo's recompile limit for ``function``.
     """
     known = inspect.signature(torch.compile).parameters
     options: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}

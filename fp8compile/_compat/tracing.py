@@ -47,7 +47,7 @@ graph_tracer = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeK
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is being traced into a graph, or is a fake tensor without data."""
+    """Whether a tensor is fake, or has a node in a graph that is being traced."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -69,9 +69,9 @@ def nodes_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_written_in_trace(tensor: torch.Tensor) -> bool:
-    """Whether the graph that Dynamo traces now has written to one of its inputs so far, in place.
+    """Whether the graph that Dynamo is tracing has written to this input in place so far.
 
-    Only writes that the tensor's version counts are known.
+    Only writes that PyTorch's version counters record are seen.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -96,7 +96,7 @@ def assert_on_device(condition: torch.Tensor, text: str) -> None:
 
 
 def statically_true(condition: Any) -> bool:
-    """Whether a condition on sizes holds for every size of the graph being traced; never adds a guard."""
+    """Whether a condition on sizes holds for all sizes that the traced graph allows; never adds a guard."""
     if isinstance(condition, bool):  # a condition on plain numbers, as always in eager mode
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -105,7 +105,7 @@ def statically_true(condition: Any) -> bool:
 
 
 def statically_equal(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether two sequences of sizes are equal for every size of the traced graph; never adds a guard."""
+    """Whether two shapes are equal for all sizes that the traced graph allows; never adds a guard."""
     for size, other in zip(sizes, others, strict=True):
         equal = size == other
         if not (equal if isinstance(equal, bool) else statically_true(equal)):
@@ -239,9 +239,6 @@ def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object
 
 
 def module_path(text: str) -> str:
-    """Dotted name of a module from Dynamo's text: ``layers.0.gate`` without the outermost object.
-
-    Such a text is ``L['self']._modules['layers'][0].gate``.
-    """
+    """Convert Dynamo's source text of a module, ``L['self']._modules['layers'][0].gate``, to ``layers.0.gate``."""
     rest = re.sub(r"^L\['\w+'\]", "", text)
     return ".".join(next(filter(None, match)) for match in STEP.findall(rest))

@@ -84,10 +84,10 @@ def is_constant_type(cls: type[Any]) -> bool:
 
 
 def is_stand_in(value: object) -> bool:
-    """Whether a value is the fake object by which PyTorch replaces a constant, such as a quantizer.
+    """Whether PyTorch passed a fake script object in place of a constant such as a recipe.
 
-    An op's fake function gets such an object if the traced function itself makes the constant. The object also passes
-    ``isinstance`` for the constant's class, so only ``type(value)`` tells.
+    A fake kernel gets such an object if the traced function itself creates the constant. ``isinstance`` can't tell
+    them apart; only ``type(value)`` does.
     """
     return type(value).__name__ == "FakeScriptObject"
 
@@ -137,14 +137,14 @@ def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any)
 
 
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
-    """Let the backward of an all-gather op receive gradients in the dtype in which FSDP2 receives them.
+    """Let autograd pass gradients to an all-gather op in the dtype in which ranks sum gradients.
 
-    From PyTorch 2.15 on, the float32 gradient that a norm computes for a bfloat16 weight is summed over ranks
-    unrounded. Before, autograd rounds the gradient to the weight's dtype first, and this function does nothing.
+    From PyTorch 2.15 on, a float32 gradient of a bfloat16 weight is summed over ranks unrounded, as in FSDP2. Before,
+    this function does nothing, and autograd rounds the gradient to the weight's dtype.
 
     Args:
         ctx: Context of the op, in its ``setup_context``.
-        dtype: Dtype in which ranks sum gradients. If ``dtype`` is wider than ``used``, gradients keep their own dtype.
+        dtype: Dtype in which ranks sum gradients.
         used: Dtype of the op's result.
     """
     if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
@@ -216,8 +216,8 @@ def traces_no_constant() -> bool:
 def asks_a_constant(fn: F) -> F:
     """Decorator that lets traced code call ``fn``, which calls a method of a constant such as a quantizer.
 
-    PyTorch 2.11 can't trace such a method. With PyTorch 2.11, Dynamo calls ``fn`` while it traces, and the graph holds
-    the result as a constant. A second quantizer that is equal to the first compiles the graph once more.
+    PyTorch 2.11 can't trace such methods: there Dynamo runs ``fn`` while it traces, and stores its result in the
+    graph.
     """
     if TORCH_VERSION < (2, 12):
         fn._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -82,7 +82,6 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _lack(error: Exception) -> str | None:
-    """Return a message if a full disk is among the causes of ``error``; else None."""
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             place = f" {cause.filename}" if cause.filename else ""
@@ -105,7 +104,7 @@ def _check_streams() -> None:
 
 
 def _settle_output() -> None:
-    """Flush standard output or, if a flush fails, discard it, so that Python doesn't exit with code 120."""
+    """Flush standard output, or discard it if a flush fails, so that Python does not exit with code 120."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -83,10 +83,6 @@ def _product_processes(*options: str) -> Runner:
 
 
 def _end(code: int, out: str, err: str) -> str:
-    """Describe how a process ended before it finished a case: time limit, or exit code and last line.
-
-    ``code`` is the exit code, ``out`` and ``err`` are what the process printed.
-    """
     if TIMED_OUT in err:
         return f"did not end within {SECONDS} s"
     said = [line for line in (*out.splitlines(), *err.splitlines()) if line.strip() and not line.startswith(LINE)]
@@ -95,7 +91,7 @@ def _end(code: int, out: str, err: str) -> str:
 
 
 def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
-    """Run test GEMMs; yields (case, verdict, detail) for each. After a crash a new process runs the rest.
+    """Run test GEMMs and yield (case, verdict, detail) for each; a new process goes on after a crash.
 
     ``run`` starts a process for a list of cases; ``wanted`` are the cases' numbers in `product_cases`.
     """

@@ -77,7 +77,6 @@ def _loaded(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Class and text of an error in one line, without the hints that PyTorch's compiler appends."""
     text = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].partition("\n\nfrom user code")[0]
     return f"{type(error).__name__}: {' '.join(text.split())}"
 

@@ -87,9 +87,9 @@ def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) 
 
 
 def _fused_notes(outer: Mapping[str, float]) -> list[str]:
-    """Notes on layers that a server fuses into one GEMM although their outer scales differ.
+    """Return notes on layers that a server multiplies as one GEMM although their outer scales differ.
 
-    ``outer`` has the outer scale (the scale of the whole matrix) of each layer, by name.
+    ``outer`` has the outer scale (NVFP4's scale of the whole matrix) of each layer, by name.
     """
     found: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
     for name, scale in outer.items():

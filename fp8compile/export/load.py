@@ -83,11 +83,6 @@ def _format_of(folder: Path) -> Format:
 
 @dataclass(frozen=True)
 class _Stored:
-    """One matrix of a checkpoint: its name and rows, how the format stores it, and its quantizer.
-
-    ``columns`` is the number of input features.
-    """
-
     place: Place
     scheme: Scheme
     quantizer: Quantizer
@@ -119,10 +114,7 @@ class _Stored:
         return found
 
     def _grid(self, scale: Tensor) -> Tensor:
-        """Reshape a file's scales to the quantizer's grid, one scale for each block.
-
-        If the file repeats a block's scale for each row of the block, only one copy is kept.
-        """
+        """Reshape a file's scales to one scale for each block; a file may repeat a scale for each row of its block."""
         if self.scheme.kind not in ("mx", "nvfp4"):
             rows = self.place.rows
             return numbers_of(scale).reshape(self.quantizer.scale_shape((rows, self.columns)))
@@ -212,10 +204,7 @@ def _sizes(weight: Weight) -> tuple[int, int]:
 
 
 def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
-    """Convert codes (E, N, K) to the layer's own layout of weights: (E, K, N), or as given.
-
-    E is the number of experts, N of output features, K of input features.
-    """
+    """Convert codes (E, N, K) to the layer's layout, which may be (E, K, N): E experts, N outputs, K inputs."""
     if weight.layer is None or not is_transposed(weight.layer):
         return codes
     single, quantizer = one_a_byte(codes.codes, codes.quantizer)
@@ -226,7 +215,7 @@ def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
 
 
 def _has_rows(tensor: Tensor, index: Mapping[str, Tensor]) -> bool:
-    """Whether the numbers in ``index``, from `_index_of_rows`, are row numbers and not element numbers."""
+    """Whether the numbers from `_index_of_rows` count rows; they count elements for vectors."""
     return tensor.ndim > 1 and sum(each.numel() for each in index.values()) != tensor.numel()
 
 
@@ -249,9 +238,9 @@ def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
-    """The checkpoint's tensors that make up a parameter: for each name, numbers of the rows it contains.
+    """Return which checkpoint tensors make up a parameter, each with the indices of the rows that it has.
 
-    ``names`` are all names in the checkpoint. Vectors and biases of single experts get element numbers.
+    ``names`` are all names in the checkpoint. Biases of single experts get element indices.
     """
     tensor = weight.tensor
     if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:

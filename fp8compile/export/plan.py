@@ -142,10 +142,7 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether N is not divisible by the block size, but allowed by the format and read correctly.
-
-    ``place`` has N rows. Readers that compute the block size as N / rows of scales refuse a fraction.
-    """
+    """Whether the number of rows is no multiple of the block size, and the format still allows and reads it."""
     rows, block = place.rows, scheme.multiples[0]
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
 

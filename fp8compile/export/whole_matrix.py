@@ -56,12 +56,12 @@ def empty_matrix(quantizer: Quantizer, rows: int, columns: int, device: torch.de
 
 @dataclass(frozen=True)
 class _Interval:
-    """An interval of rows, or of columns, of this rank's shard, that ends at block or shard boundaries.
+    """Rows, or columns, of this rank's shard that are quantized at once.
 
     Attributes:
-        place: Slice of the interval in the whole matrix.
-        blocks: Slice of the interval's blocks in the whole grid of scales.
-        around: Numbers of rows (or columns) that other ranks have of the first and of the last block.
+        place: Slice in the whole matrix.
+        blocks: Slice of their blocks in the whole grid of scales.
+        around: How many rows (or columns) of the first and of the last block are on other ranks.
     """
 
     place: slice
@@ -71,10 +71,12 @@ class _Interval:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile of this rank's shard.
+    """Part of this rank's shard that is quantized at once.
 
-    ``place`` is the tile's position in the whole matrix, ``blocks`` the position of its scales in the whole grid.
-    ``part`` has the tile's elements; the layout of ``part`` tells how much of its outer blocks other ranks have.
+    Attributes:
+        place: Slices in the whole matrix.
+        blocks: Slices of its scales in the whole grid.
+        part: The elements; the layout says which part of the tile's blocks is on other ranks.
     """
 
     place: tuple[slice, slice]
@@ -83,9 +85,9 @@ class _Tile:
 
 
 def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Interval]:
-    """Split rows, or columns, of a shard into intervals of ``count`` indices or fewer.
+    """Split a shard's rows, or columns, into intervals of at most ``count``.
 
-    ``own`` is the shard's slice of the ``total`` indices; ``block`` indices share a scale (-1: all).
+    ``own`` is the shard's slice of the ``total`` rows; ``block`` rows share a scale (-1: all).
     """
     first = own.start
     while first < own.stop:
@@ -156,10 +158,7 @@ def amax_of_all(part: Plain, dtype: torch.dtype | None) -> Tensor:
 
 
 def _has_whole_pairs(cuts: Sharding, dim: int, size: int) -> bool:
-    """Whether each byte gets codes of one rank only, if codes are packed in pairs along ``dim``.
-
-    ``size`` is the whole size along ``dim``. The answer is the same on all ranks.
-    """
+    """Whether codes packed in pairs along ``dim`` never share a byte across ranks; all ranks give the same answer."""
     own = [cut for cut in cuts if cut is not None and cut.dim == dim]
     is_known = all(cut.is_even() for cut in own[:-1])  # else ranks cut parts of different sizes, each its own way
     return is_known and size % 2 == 0 and all(length % 2 == 0 for cut in own for length in cut.sizes)

@@ -74,11 +74,11 @@ def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
-    """Find the rank, the owner, that holds matrix ``index`` of stacked weights sharded by ``cuts``.
+    """Find the rank that has matrix ``index`` of stacked weights (the owner).
 
     Returns:
-        The owner's number in each sharding of ``cuts``, from the outermost on.
-        Flags, one more than shardings: flag i tells whether this rank has the owner's number in the first i shardings.
+        The owner's rank in each sharding of ``cuts``, from the outermost on.
+        For i from 0 on, whether this rank equals the owner in the first i shardings.
         The index of the matrix in the owner's local stack.
     """
     owners: list[int] = []
@@ -143,9 +143,9 @@ class WholeCodes:
         return replace(self.part, codes=codes, scale=scale, outer_scale=outer, layout=TensorLayout(cuts))
 
     def _made(self, part: Plain | Quantized | None, cuts: Sharding) -> Quantized:
-        """Gather a matrix sharded by ``cuts``; ``part`` is this rank's shard.
+        """Gather a matrix that ``cuts`` shards; ``part`` is this rank's shard.
 
-        If ``part`` is None, because other ranks hold the matrix, return an uninitialized matrix, which `send` fills.
+        If ``part`` is None, because other ranks have the matrix, return an uninitialized matrix for `send` to fill.
         """
         if isinstance(part, Quantized) and not any(self.part.cuts):
             found = part.t() if self.is_turned else part

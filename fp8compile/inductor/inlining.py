@@ -12,7 +12,7 @@ __all__ = ["inlined", "traced"]
 
 
 def traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
-    """The graph of a function of tensors, with Inductor's decompositions; ``values`` are fake."""
+    """Trace a function of tensors to a graph, with Inductor's decompositions; ``values`` are fake tensors."""
     from torch._inductor.compile_fx import select_decomp_table
     from torch._subclasses import FakeTensor
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,9 +25,9 @@ def traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
 
 
 def inlined(graph: fx.Graph, body: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy a traced graph into ``graph`` at its insertion point; returns the copies of its results.
+    """Copy a traced graph into ``graph`` at its insertion point; return the copies of its results.
 
-    ``inputs`` replace the placeholders of ``traced``.
+    ``inputs`` replace the placeholders of ``body``.
     """
     env: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in body.graph.nodes:

@@ -31,7 +31,7 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.o
 
 
 def is_fusible(tensor: torch.Tensor) -> bool:
-    """Whether Inductor computes a traced tensor by pointwise code, which it fuses with the readers.
+    """Whether Inductor computes a traced tensor pointwise, so that it can fuse it into a kernel that reads it.
 
     False for inputs of the graph, for results of GEMMs and other calls, and in eager mode.
     """
@@ -44,7 +44,7 @@ def is_fusible(tensor: torch.Tensor) -> bool:
 
 
 def is_pointwise(node: torch.fx.Node) -> bool:
-    """Whether Inductor computes a node by pointwise code."""
+    """Whether Inductor computes a node pointwise."""
     tags = getattr(node.target, "tags", ())
     return node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES)
 
@@ -60,9 +60,9 @@ def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -
 
 
 def is_made_by_rows(tensor: torch.Tensor) -> bool:
-    """Whether pointwise code computes a traced tensor from one number of each row, such as its norm.
+    """Whether a traced tensor is computed pointwise from a tensor with one number for each row, such as a norm.
 
-    The gradient of a norm sums along rows, so a kernel that goes row by row reads the code's inputs anyway.
+    The gradient of a norm sums along rows, so a kernel that goes row by row reads the same inputs anyway.
     """
     waiting, seen = list(nodes_of(tensor)), set()
     while waiting:
@@ -87,7 +87,7 @@ RESHAPES = {
 
 
 def behind_reshapes(node: torch.fx.Node) -> torch.fx.Node:
-    """The node whose elements a node shows in the same order, through other sizes and through rounding barriers."""
+    """Follow reshapes and rounding barriers back from a node to the node whose elements it has."""
     while (shown := _before_barrier(node) or _before_view(node, RESHAPES)) is not None:
         node = shown
     return node
@@ -98,7 +98,6 @@ def _before_view(node: torch.fx.Node, views: Collection[Any]) -> Any:
 
 
 def _before_barrier(node: torch.fx.Node) -> Any:
-    """The node before a barrier as `rounding_barrier.made_of_kept` traces it: bits, changed by 0, as values again."""
     steps: list[Any] = [node]
     for target in (torch.ops.aten.view.dtype, torch.ops.aten.bitwise_xor.Scalar, torch.ops.aten.view.dtype):
         if steps[-1].op != "call_function" or steps[-1].target is not target:
@@ -109,9 +108,9 @@ def _before_barrier(node: torch.fx.Node) -> Any:
 
 
 def leaves_of(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """The nodes that a kernel reads which computes this node by pointwise code, without those of fewer elements.
+    """Return the tensors that a kernel would read to compute a node pointwise, without smaller (broadcast) ones.
 
-    Empty if no pointwise code computes the node.
+    Empty if the node is not pointwise.
     """
     if not is_pointwise(node):
         return set()

@@ -20,7 +20,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 def _is_made_by_inductor(x: Any) -> bool:
-    """Whether the matrix (Inductor IR) is not stored yet, so that each of its readers would compute it."""
+    """Whether the matrix (Inductor IR) is not in memory yet, so that each reader would compute it again."""
     from torch._inductor import ir
 
     while isinstance(x, (ir.TensorBox, ir.BaseView)):

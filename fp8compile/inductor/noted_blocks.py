@@ -1,7 +1,7 @@
-"""Block of a layer's quantizer, stored in ``node.meta["custom"]`` of cast nodes.
+"""Record a layer's block size on cast nodes, in ``node.meta["custom"]``.
 
-Decomposed graphs have no quantizers. Code that saves a tensor as codes takes the block of other casts of the tensor.
-Inductor then packs the tensor in the kernel that computes the amaxes of these casts.
+Decomposed graphs have no quantizers. `SavedAsCodes` reads the block here to save a tensor in the same blocks, which
+Inductor then packs in the kernel that computes the amaxes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY = "fp8compile_block"
 
 @contextmanager
 def block_noted(block: tuple[int, int] | None) -> Iterator[None]:
-    """Note the block, if there is one, on all nodes that are traced in this context."""
+    """Context that records the block, if there is one, on all nodes that are traced in it."""
     if block is None:
         yield
         return
@@ -35,5 +35,5 @@ def block_noted(block: tuple[int, int] | None) -> Iterator[None]:
 
 
 def noted_block(node: Any) -> tuple[int, int] | None:
-    """The block that `block_noted` stored in ``node.meta["custom"]``, or None."""
+    """Return the block that `block_noted` recorded on a node, or None."""
     return node.meta.get("custom", {}).get(KEY)

@@ -46,12 +46,12 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
 
 
 def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Wrap two ops so that a graph calls one; ``more`` returns the results of ``plain``, then others.
+    """Wrap two ops of which ``more`` returns the results of ``plain`` and others, so that a graph calls only one.
 
-    A graph with calls of both for equal arguments keeps the call of ``more``, whichever was traced first.
+    If a graph calls both with equal arguments, only the call of ``more`` stays, whichever was traced first.
 
     Args:
-        plain: The op with fewer results. Its arguments are those of ``more``, of the kinds that `once_a_graph` takes.
+        plain: The op with fewer results; both ops take the same arguments.
         more: The op with more results.
 
     Returns:
@@ -70,10 +70,9 @@ def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., A
 
 
 def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
-    """Let readers of an earlier call, with the key ``key``, read the first results in ``found`` instead.
+    """Replace an earlier call of the op with fewer results by ``found``, the results of a call that has more.
 
-    ``found`` has the results of a call that was just added to ``graph``; they are returned. ``key`` is the op with
-    fewer results, then its arguments.
+    ``key`` identifies the earlier call: the op, then its arguments.
     """
     before: Any = vars(graph).setdefault(RESULTS, {}).get(key)
     count = len(key[0]._schema.returns)
@@ -95,7 +94,7 @@ def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch
 
 
 def _place(args: tuple[Any, ...], *, by_marks: bool) -> tuple[torch.fx.Graph, tuple[Any, ...]] | None:
-    """The graph that is being traced, and a hashable key for ``args``; None if the call can't be shared.
+    """Return the graph that is being traced and a hashable key for ``args``; None if calls can't be shared.
 
     With ``by_marks``, the partitioner marks in effect are part of the key.
     """
@@ -124,7 +123,6 @@ def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple
 
 
 def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """The result of ``make()`` for ``key``, stored as an attribute of the graph while it is traced."""
     results = vars(graph).setdefault(RESULTS, {})
     if key not in results:
         results[key] = make()
@@ -132,7 +130,6 @@ def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], 
 
 
 def _nodes_below(tensor: torch.Tensor) -> list[Any]:
-    """Graph nodes of a traced tensor; a functional tensor is first synced and unwrapped."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if isinstance(tensor, FunctionalTensor):
@@ -142,10 +139,9 @@ def _nodes_below(tensor: torch.Tensor) -> list[Any]:
 
 
 def _meaning(value: Any) -> Any:
-    """A hashable key for an argument of a call; arguments that stand for the same value have equal keys.
+    """Return a hashable key for a call's argument; equal keys stand for equal values.
 
-    The key of a node is the node. For a view, part or padded copy, the key is the operation and the key of its source.
-    The key of an alias is the key of its source.
+    Aliases, views, parts and padded copies get a key from their operation and their source.
     """
     while isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in ALIASES:
         value = value.args[0]

@@ -36,10 +36,10 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def repeat_in_backward(tensor: torch.Tensor) -> None:
-    """Mark for recomputation all copies, in this tensor's graph, that repeat a smaller tensor.
+    """Mark for recomputation the nodes behind a traced tensor that expand a smaller tensor.
 
-    For example, grouped-query attention copies heads of k and v. Without the mark (MUST_RECOMPUTE) the partitioner
-    would save the copies, because an attention's backward is an opaque call.
+    Grouped-query attention, for example, expands heads of k and v. Without the mark (MUST_RECOMPUTE) the partitioner
+    would save the expanded copies, because attention's backward is an opaque call.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -53,7 +53,6 @@ def repeat_in_backward(tensor: torch.Tensor) -> None:
 
 
 def _repeats(copy: torch.fx.Node) -> bool:
-    """Whether the node ``copy`` is larger than the tensor that it copies, directly or through views."""
     source: Any = copy.args[0]
     while source.op == "call_function" and source.target in VIEWS:
         source = source.args[0]
@@ -69,7 +68,7 @@ def make_in_backward(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def _marked(marks: dict[str, Any]) -> Iterator[None]:
-    """Put ``marks`` into ``node.meta``, for PyTorch's partitioner, of all nodes traced in this context."""
+    """Context in which all traced nodes get ``marks`` in ``node.meta``, for PyTorch's partitioner."""
     from torch.fx import traceback
 
     meta = traceback.current_meta
@@ -84,7 +83,7 @@ def _marked(marks: dict[str, Any]) -> Iterator[None]:
 
 
 def is_repeated_in_backward() -> bool:
-    """Whether code is being traced in a checkpointed region whose policy does not save its results."""
+    """Whether the code being traced is in a checkpointed region whose results are not saved."""
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -93,10 +92,10 @@ def is_repeated_in_backward() -> bool:
 
 
 def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
-    """Mark all nodes that are traced in this context for recomputation in the backward (MUST_RECOMPUTE).
+    """Context in which all traced nodes are recomputed in the backward (MUST_RECOMPUTE).
 
-    With ``in_backward`` the nodes are in the backward only. PyTorch's partitioner would put nodes that need no
-    gradient into the forward too. There a collective, never removed as dead code, would run for nothing.
+    With ``in_backward``, they are in the backward alone. PyTorch's partitioner would also put nodes that need no
+    gradient into the forward, where a collective is never removed as dead code.
     """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy

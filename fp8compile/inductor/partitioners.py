@@ -1,4 +1,4 @@
-"""Partitioners for Inductor that change what its own one has cut."""
+"""Partitioners for Inductor that run its min-cut partitioner and then change the two graphs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["min_cut_then"]
 def min_cut_then(
     change: Callable[[fx.GraphModule, fx.GraphModule, int], None], *, uuid: str, reduced: tuple[Any, ...]
 ) -> Any:
-    """Make a partitioner for Inductor's option ``custom_partitioner_fn``: its min-cut partitioner, then ``change``.
+    """Make a value for Inductor's ``custom_partitioner_fn`` that runs its min-cut partitioner, then ``change``.
 
     Args:
-        change: Changes the forward graph and the backward graph in place; its third argument is the number of outputs
-            of the forward that its caller gets.
-        uuid: The text that keys of compile caches contain.
-        reduced: How keys of compile caches pickle the partitioner, as ``__reduce__`` says it.
+        change: Changes the forward and the backward graph in place; its third argument is the number of outputs that
+            the forward's caller gets.
+        uuid: Text for the keys of compile caches.
+        reduced: What ``__reduce__`` returns, for caches that pickle the partitioner.
     """
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
-        """Inductor's min-cut partitioner, then a change."""
+        """Inductor's min-cut partitioner, followed by a change of its graphs; see `min_cut_then`."""
 
         def uuid(self) -> str:
             """Text that Inductor puts into keys of compile caches."""

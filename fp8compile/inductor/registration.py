@@ -33,10 +33,10 @@ def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) ->
 
 
 def _seeks_schema() -> bool:
-    """Whether PyTorch traces a compiled block (region) only to learn to which inputs the block writes.
+    """Whether PyTorch traces a compiled region only to learn which inputs the region writes to.
 
-    For each call of the block, PyTorch traces it twice for this purpose, and discards the graphs. Schemas of ops
-    suffice for this purpose; tracing decompositions would cost a quarter of a joint graph's tracing time for nothing.
+    PyTorch then discards the graph. Decompositions would cost a quarter of the tracing time for nothing, because the
+    ops' schemas suffice.
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 

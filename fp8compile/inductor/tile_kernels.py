@@ -35,7 +35,7 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class TileMatrix:
-    """One of several matrices for which a template repeats a kernel's code, from its comment "each matrix" on."""
+    """One of several matrices for which a template repeats the kernel's code behind the comment "each matrix"."""
 
     constants: Mapping[str, Any]  # compile-time arguments that are this matrix's own
     left_out: tuple[str, ...] = ()  # names of the pointers among the outputs that this matrix does not have

@@ -58,9 +58,9 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
 
 
 def _computed(x: Any, made: torch.fx.Node) -> Any:
-    """Pointwise IR that computes the matrix ``x`` on a GPU; None if an earlier node reads ``x``.
+    """Return the pointwise IR of the matrix ``x`` on a GPU.
 
-    Also None for IR of another kind.
+    None if there is none, or if an earlier node reads ``x``.
     """
     if x.get_device().type != "cuda" or len(x.get_size()) != 2:
         return None
@@ -71,7 +71,7 @@ def _computed(x: Any, made: torch.fx.Node) -> Any:
 
 
 def _code(x: Any) -> Any:
-    """The pointwise code of a tensor, or of what it views with other sizes or as another dtype; otherwise None."""
+    """Return the pointwise IR of a tensor or of the tensor that it views; otherwise None."""
     view: Any = x.data if isinstance(x, ir.TensorBox) else x
     if isinstance(view, ir.StorageBox):
         data = view.data
@@ -91,7 +91,7 @@ def _pointwise(like: Any, inner: Callable[..., Any]) -> Any:
 
 
 def _is_changed(buffer: Any) -> bool:
-    """Whether a buffer, or an input of the buffer's code, was written to after that code was made."""
+    """Whether a buffer, or an input of its pointwise code, was written to after the code was made."""
     return any(name in V.graph.mutated_buffers for name in (buffer.get_name(), *buffer.get_read_names()))
 
 
@@ -153,13 +153,12 @@ def _allocated(like: torch.Tensor, device: torch.device, *, zero: bool = False) 
 
 
 def _exprs(sizes: Any) -> list[Any]:
-    """Sizes as SymPy expressions, which Inductor uses."""
     return [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in sizes]
 
 
 @cache
 def _template(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, ...], ...]) -> Any:
-    """The template of a kernel. ``matrices`` names the pointers that each of several matrices does not have."""
+    """Make the template of a kernel; ``matrices`` names, for each matrix, the pointers that it lacks."""
 
     def grid(x: Any, y: Any, z: Any, *rest: Any) -> tuple[Any, Any, Any]:
         return x, y, z
@@ -176,12 +175,10 @@ def _template(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str
 
 
 def _first_output(kernel: TileKernel) -> str:
-    """The name of the pointer to the first result, which `write` stores."""
     return WRITE.search(inspect.getsource(kernel.function.fn)).group(2)  # type: ignore[union-attr]
 
 
 def _outputs(kernel: TileKernel, matrices: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    """Names of the pointers to all results but the template's first."""
     if not matrices:
         return kernel.outputs
     every = (_first_output(kernel), *kernel.outputs)
@@ -194,10 +191,10 @@ def _outputs(kernel: TileKernel, matrices: tuple[tuple[str, ...], ...]) -> tuple
 
 
 def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, ...], ...]) -> str:
-    """The text of the template: the kernel's source with the lines of `values` and `write` replaced.
+    """Return the template's source: the kernel's source, with the lines of `values` and `write` replaced.
 
-    For several matrices the lines behind the comment "each matrix" are repeated. They load again what an earlier
-    matrix loaded: a tile of inputs stays in a multiprocessor's cache, but several do not fit its registers.
+    Lines behind the comment "each matrix" are repeated for each matrix. Each repetition loads its inputs again,
+    because a tile of several matrices does not fit the registers.
     """
     body = _body(kernel)
     pointers = (*kernel.inputs, *_outputs(kernel, matrices), *(["values_ptr"] if writes_values else []))
@@ -217,7 +214,7 @@ def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, 
 
 
 def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
-    """The kernel's lines for one matrix, with those of `values`, and of `write` for the first matrix, replaced."""
+    """Return the kernel's lines for one matrix, with the lines of `values` and `write` replaced."""
 
     def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:
         store = f'store_output(("tmp_i", "tmp_j"), "{values}", "{is_stored}", {len(indent)}, {kernel.tile})'
@@ -270,11 +267,11 @@ class _Kernel(TritonTemplateKernel):
         return f"{super().gen_common_triton_imports()}\n{_imports(cls.described)}"
 
     def size_called(self, name: str) -> str:
-        """Value of the kernel's size ``name`` (of ``TileKernel.sizes``), as text for the template."""
+        """Return the value of the kernel's size ``name``, as text for the template."""
         return self.kexpr(self.rename_indexing(self.call_sizes[3 + self.described.sizes.index(name)]))
 
     def computed(self, number: int, is_inside: str, indent: int) -> str:
-        """The lines of code that compute ``x``, which is the matrix with this number."""
+        """Return the lines of code that compute the elements of matrix ``number``."""
         subgraphs: Any = self.subgraphs
         buffer = subgraphs[number]
         with self.create_subgraph_body(f"computed_{number}"):

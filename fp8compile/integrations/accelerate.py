@@ -69,8 +69,7 @@ def _address_of(codes: Tensor) -> Callable[[], int]:
 def _give_addresses(model: nn.Module) -> None:
     """Make ``data_ptr`` of each quantized parameter return the address of its codes.
 
-    After `fully_shard`, accelerate looks up an optimizer's parameters by ``data_ptr``; a quantized parameter has no
-    storage of its own.
+    Accelerate identifies an optimizer's parameters by ``data_ptr``, and a quantized parameter has no storage.
     """
     for parameter in model.parameters():
         if is_quantized_parameter(parameter):

@@ -87,7 +87,6 @@ class _Converts(Precision):
 
 
 def _strategy_shards(module: nn.Module) -> bool:
-    """Whether a module's Trainer uses ``ModelParallelStrategy`` with more than one data parallel rank."""
     if not isinstance(module, pl.LightningModule) or module._trainer is None:
         return False
     strategy = module.trainer.strategy

@@ -52,7 +52,7 @@ SPREAD = (
 
 
 class _Base:
-    """Snapshot of a base layer: the weight, a copy of the bias, and the weight's delayed-scaling state."""
+    """Copy of a LoRA base layer's state before a merge: weight, bias, and delayed-scaling state of the weight."""
 
     def __init__(self, layer: Any, name: str) -> None:
         self.weight: nn.Parameter = layer._parameters[name]
@@ -62,7 +62,7 @@ class _Base:
         self.rows: list[Tensor] = [each[ROW_OF_WEIGHT].clone() for each in state]
 
     def put_back(self, layer: Any, name: str) -> None:
-        """Restore the snapshot in ``layer``, and put the weight object itself, not a copy, at ``name``."""
+        """Restore the layer from this copy; ``name`` is the weight's name."""
         setattr(layer, name, self.weight)
         with torch.no_grad():
             if self.bias is not None:
@@ -94,7 +94,7 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """Mixin of both LoRA layers here: lets PEFT compute with dequantized weights, then restores the codes.
+    """Mixin of both LoRA layers: PEFT computes with dequantized weights, and the codes are restored afterwards.
 
     It precedes PEFT's class in the list of bases. ``_base_of`` returns the FP8 layer and the name of its weight.
     """
@@ -110,7 +110,6 @@ class _OverCodes:
         raise NotImplementedError
 
     def _pefts(self) -> Any:
-        """``super()``, to call PEFT's own versions of the methods that this class overrides."""
         return super()
 
     def _whole_base(self, what: str) -> tuple[Any, str]:
@@ -185,7 +184,7 @@ class _OverCodes:
 
 
 class _WithValues:
-    """Base layer as PEFT's DoRA arithmetic sees it: the layer's bias, and its weight dequantized."""
+    """A base layer for PEFT's DoRA arithmetic: its bias, and its weight dequantized."""
 
     def __init__(self, layer: Any) -> None:
         weight = layer.weight

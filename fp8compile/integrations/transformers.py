@@ -72,9 +72,9 @@ def _names_in(folder: Path) -> Iterator[str]:
 
 
 def _lost_expert(model: nn.Module, report: ConversionReport, folder: Path) -> str | None:
-    """Name of the first parameter of converted experts that a checkpoint lacks; None if all are there.
+    """Return the first parameter of converted experts that a checkpoint lacks; None if all are there.
 
-    ``report`` lists the converted experts. A folder without safetensors files counts as complete.
+    A folder without safetensors files counts as complete.
     """
     experts = [row.fqn for row in report.rows if row.converted and row.experts]
     saved = set(_names_in(folder)) if experts else set()

@@ -96,9 +96,9 @@ def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.c
 
 @triton.jit
 def _to_odd(values):
-    """Round float32 values to 7 mantissa bits: if a dropped bit is 1, the last kept bit becomes 1.
+    """Round float32 values to 7 mantissa bits, to odd: a dropped 1 bit sets the last kept bit.
 
-    A second rounding to float8 then gives the same codes as a single one, as in `fp8compile.formats`.
+    Rounding the result to float8 gives the same code as one rounding of the value; see `fp8compile.formats`.
     """
     bits = values.to(tl.int32, bitcast=True)
     sticky = ((bits & 0xFFFF) + 0xFFFF) & 0x10000
@@ -147,19 +147,19 @@ def _value_of_scale(scale, RULE: tl.constexpr):
 
 @triton.jit
 def _bits(x):
-    """The bits of magnitudes."""
+    """Return the magnitudes of values as int32 bits."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _underflow(magnitude, codes):
-    """How many codes are 0 for values that are not."""
+    """Count the codes that are 0 although their values are not."""
     return tl.sum(is_underflow(magnitude, codes, 0x7F).to(tl.int32))
 
 
 @triton.jit
 def _saturation(magnitude, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr):
-    """How many values saturate; stored scales broadcast against the values."""
+    """Count the values that saturate; ``scale`` broadcasts against the values."""
     if RULE == FLOOR:
         beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
         return tl.sum(beyond.to(tl.int32))
@@ -175,10 +175,10 @@ def both_kernel(
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Quantize one tile of one matrix; rows beyond M and columns beyond K count as zeros, which change no amax.
+    """Quantize one tile of a matrix along rows and along columns; elements beyond M and K count as 0.
 
-    A tile is computed in strips of STRIP columns, because values that are computed take many registers until they are
-    there. Either TILE is STRIP, or TILE is BLOCK. If R_RULE is None, only codes along columns are made.
+    A tile is computed in strips of STRIP columns, which limits the number of registers. Either TILE is STRIP, or TILE
+    is BLOCK. If R_RULE is None, only codes along columns are made.
     """
     BLOCKS: tl.constexpr = TILE // BLOCK
     before = tl.program_id(2).to(tl.int64) * M  # number of rows in the matrices before this one
@@ -250,12 +250,12 @@ BOTH_COUNTED = replace(BOTH, outputs=(*BOTH.outputs, COUNTS))
 
 
 def constants(rows: CurrentScaling | None, columns: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of kernels that make codes of a tile in both directions, or along columns alone."""
+    """Return the compile-time constants of kernels that quantize a tile along rows (if given) and along columns."""
     return {"TILE": TILE, "BLOCK": columns.block[0], **_of_direction("R", rows), **_of_direction("C", columns)}
 
 
 def of_one_matrix(rows: CurrentScaling | None, columns: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of `both_kernel` for a contiguous matrix in memory."""
+    """Return the compile-time constants of `both_kernel` for a contiguous matrix in memory."""
     return {"STRIP": TILE, "stride_k": 1, **constants(rows, columns)}
 
 
@@ -296,13 +296,13 @@ def both_directions(
 def along_columns(
     x: Tensor, quantizer: CurrentScaling, outputs: tuple[Tensor, Tensor], counts: Tensor | None = None
 ) -> None:
-    """Launch the kernel for codes along columns alone.
+    """Launch the kernel that quantizes along columns alone.
 
     Args:
-        x: (M, K), or a stack of matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
+        x: (M, K), or stacked matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
         quantizer: Block (n, 1), n a divisor of 128.
         outputs: Codes (K, M) and scales (ceil(M / n), K), of each matrix.
-        counts: `fp8compile.ops.counting_kernels` of the one direction, to be written; None to count nothing.
+        counts: Receives the statistics that `fp8compile.ops.counting_kernels` describes; None to compute none.
     """
     *_, m, k = x.shape
     chosen, grid = of_one_matrix(None, quantizer), tile_programs(x.shape)
@@ -312,13 +312,13 @@ def along_columns(
 def tiles_of_several(
     shape: Sequence[int], pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]], *, counts: bool
 ) -> TileLaunch:
-    """The launch of `both_kernel` for several matrices (M, K), for a template that computes a tile of all of them.
+    """Return the launch of `both_kernel` for a template that computes and quantizes tiles of several matrices.
 
     Args:
-        shape: Numbers of rows and columns.
+        shape: Rows and columns of each matrix.
         pairs: For each matrix the quantizers along rows and along columns, with blocks (1, n) and (n, 1), n a divisor
             of 128. None along rows makes codes along columns only; the first matrix has both.
-        counts: Whether the last result of each matrix is `fp8compile.ops.counting_kernels` of its directions.
+        counts: Whether each matrix has statistics (`fp8compile.ops.counting_kernels`) as its last result.
     """
     (m, k), block = shape, pairs[0][1].block[0]
     matrices = tuple(

@@ -49,7 +49,6 @@ CAST_WARPS = 16
 
 @triton.jit
 def _sizes(offsets_ptr, e, E):
-    """Load the numbers of tokens of the groups ``e``; 0 where ``e`` is not below E, the number of groups."""
     start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
     return tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
 
@@ -93,10 +92,10 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """Find the groups of UNITS runs of ALIGN columns of transposed codes; run 0 starts at ``first``.
+    """Find which group each run of ALIGN columns of transposed codes belongs to, from run ``first`` on.
 
-    Returns for each run its group (E after the last group), the row of x for the run's first column, and the row where
-    the group ends.
+    Returns for each of UNITS runs its group (E after the last group), the row of x for its first column, and the row
+    where the group ends.
     """
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0

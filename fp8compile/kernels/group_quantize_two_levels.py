@@ -60,7 +60,7 @@ TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
 
 @triton.jit
 def _tiles(size, e, E):
-    """Number of 128-column tiles, at least 1, of groups ``e`` with ``size`` tokens; 0 from ``e`` = E on."""
+    """Return the number of 128-column tiles of groups ``e`` with ``size`` tokens, at least 1; 0 from ``e`` = E on."""
     return tl.where(e < E, tl.maximum(tl.cdiv(size, TILE), 1), 0)
 
 
@@ -86,7 +86,6 @@ def _group_of(offsets_ptr, tile, E):
 
 @triton.jit
 def _end(offsets_ptr, group, R, E):
-    """Row at which a group ends; R, the number of all rows, for ``group`` E (rows after the last group)."""
     return tl.minimum(tl.load(offsets_ptr + group, group < E, other=R), R)
 
 
@@ -271,13 +270,13 @@ def codes_kernel(
 
 
 def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """Compile-time constants of `amaxes_kernel`, without amaxes for a quantizer that is None."""
+    """Return the compile-time constants of `amaxes_kernel`; a quantizer that is None gets no amaxes."""
     chosen = code_constants(rows, columns, target)
     return {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
 
 
 def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """Compile-time constants of `codes_kernel`, without codes for a quantizer that is None."""
+    """Return the compile-time constants of `codes_kernel`; a quantizer that is None gets no codes."""
     first, second = rows or columns, columns or rows
     assert first is not None, "rows, columns or both have a quantizer"
     assert second is not None, "rows, columns or both have a quantizer"

@@ -115,7 +115,6 @@ def rows_kernel(
 
 @triton.jit
 def _blocks_before(offsets_ptr, group, ALIGN: tl.constexpr):
-    """Number of runs of ALIGN columns of transposed codes in all groups before ``group``."""
     blocks = 0
     for first in range(0, group, SEARCHED):
         blocks += tl.sum(tl.cdiv(_sizes(offsets_ptr, first + tl.arange(0, SEARCHED), group), ALIGN), 0)

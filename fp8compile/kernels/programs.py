@@ -45,12 +45,15 @@ def num_tile_programs(shape: Sequence[int]) -> int:
 
 
 def several_tile(block: int) -> int:
-    """Rows and columns of the tile of a program that quantizes several matrices in blocks of this length."""
+    """Return the side of the square tile in which a program quantizes several matrices.
+
+    ``block`` is the block length.
+    """
     return max(SMALL_TILE, block)
 
 
 def several_programs(shape: Sequence[int], block: int) -> tuple[int, int, int]:
-    """The grid of a kernel whose programs each take the same tile of several matrices of one shape."""
+    """Return the launch grid of a kernel whose programs each take the same tile of several matrices of one shape."""
     m, k = shape
     tile = several_tile(block)
     return (-(-m // tile), -(-k // tile), 1)

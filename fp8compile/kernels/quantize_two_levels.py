@@ -75,7 +75,7 @@ def _inverse(x):
 
 @triton.jit
 def _at_most(values, most):
-    """The smaller of each value and ``most``; NaN stays."""
+    """Return the smaller of each value and ``most``; NaN stays."""
     return tl.where(values > most, most, values)
 
 
@@ -124,9 +124,10 @@ def _scales(amax, outer, IS_TE: tl.constexpr):
 
 @triton.jit
 def _outer(outer_amax, IS_TE: tl.constexpr):
-    """Compute the two numbers that `_scales` takes as ``outer``, from the whole tensor's amax.
+    """Compute the pair that `_scales` takes as ``outer``, from the amax of the whole tensor.
 
-    TransformerEngine's rule (IS_TE): a factor of blocks' amaxes, the outer scale; torchao's: outer scale, inverted.
+    With IS_TE (TransformerEngine's rule): a factor for the blocks' amaxes, and the outer scale. Otherwise (torchao's):
+    the outer scale, and its inverse.
     """
     outer_scale = _outer_scale(outer_amax, IS_TE)
     if IS_TE:
@@ -153,7 +154,6 @@ def _noise(values, position, SEED: tl.constexpr):
 
 @triton.jit
 def _word(bits, position, SEED: tl.constexpr):
-    """Compute a 32-bit hash of a value's bits (uint32), its position in the matrix (int64) and the seed."""
     start: tl.constexpr = (SEED * STEP) & MASK
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     return _mixed(_mixed(low + start) ^ high ^ bits)
@@ -274,9 +274,9 @@ def _nonzero_codes(packed):
 
 @triton.jit
 def _counted(x, scale, outer_scale):
-    """Count a tile: returns its amax (int32 bits), how many values are not 0, and how many saturate.
+    """Return a tile's amax (int32 bits), how many of its values are not 0, and how many saturate.
 
-    ``scale`` has the e4m3 scales of the blocks, broadcast to ``x``; ``outer_scale`` is the whole tensor's.
+    ``scale`` has the blocks' e4m3 scales, broadcast to ``x``; ``outer_scale`` is the whole tensor's.
     """
     magnitude = _magnitude(x)
     is_value = (magnitude != 0) & (magnitude <= EXPONENT_MASK)  # the code of a NaN is 0, which is no underflow

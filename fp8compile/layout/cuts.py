@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DimSharding:
-    """How one dim of a tensor is sharded over the ranks of a process group, in the order of the ranks."""
+    """Sharding of one dim of a tensor over the ranks of a process group, in the order of the ranks."""
 
     # the process group, or its name; None on the meta device, if only shapes are asked
     group: ProcessGroup | str | None
@@ -66,7 +66,7 @@ class DimSharding:
         return all(size == self.sizes[0] for size in self.sizes)
 
     def by_name(self) -> DimSharding:
-        """The same sharding with the process group's name in place of the group; can be copied and pickled."""
+        """Return the same sharding with the group's name in place of the group, which can be copied and pickled."""
         if isinstance(self.group, str):
             return self
         return replace(self, group=self.group.group_name)  # type: ignore[union-attr]  # cuts that travel have one
@@ -93,10 +93,9 @@ ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, or of each matrix of a sta
 
 @dataclass(frozen=True)
 class AxisBlocks:
-    """Position of a rank's rows, or of its columns, among the scale blocks of the whole matrix.
+    """Where a rank's rows (or columns) lie among the scale blocks of the whole matrix, or of each stacked matrix.
 
-    If matrices are stacked, the position holds for each matrix. The argument ``dim`` of methods is the described side:
-    ``ROWS`` or ``COLUMNS``.
+    The argument ``dim`` of methods is the described side: ``ROWS`` or ``COLUMNS``.
     """
 
     kind: str  # ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them
@@ -107,17 +106,17 @@ class AxisBlocks:
 
     @property
     def length(self) -> int:
-        """Number of this rank's rows or columns, whichever this object describes."""
+        """Number of this rank's rows (or columns)."""
         return math.prod([length for _, length, _ in self.sizes])
 
     @property
     def total(self) -> int:
-        """Number of the whole tensor's rows or columns, whichever this object describes."""
+        """Number of the whole matrix's rows (or columns)."""
         return math.prod([total for _, _, total in self.sizes])
 
     @property
     def first(self) -> int | None:
-        """First of this rank's row or column indices in the whole tensor; None if they are not consecutive."""
+        """Index of this rank's first row (or column) in the whole matrix; None if its rows are not consecutive."""
         run, first, inner = True, 0, 1
         for start, length, total in reversed(self.sizes):
             if not run and length != 1:
@@ -128,7 +127,6 @@ class AxisBlocks:
         return first
 
     def _positions(self, device: torch.device) -> Tensor:
-        """Index in the whole tensor of each of this rank's rows or columns, (elements,) int64."""
         found = torch.zeros((1,), dtype=torch.int64, device=device)
         for start, length, total in self.sizes:
             found = (found.unsqueeze(1) * total + torch.arange(start, start + length, device=device)).flatten()
@@ -157,9 +155,9 @@ class AxisBlocks:
         return window.narrow(dim, self.first % self.block, self.length)
 
     def _blocks(self) -> tuple[int, int, int]:
-        """Index of the window's first block, number of blocks in the window, and number in the whole tensor.
+        """Return the window's first block, its number of blocks, and the whole matrix's number of blocks.
 
-        The window is what `embed` returns.
+        See `embed`.
         """
         every = -(-self.total // self.block)
         if self.first is None:
@@ -169,7 +167,7 @@ class AxisBlocks:
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def window_positions(self, device: torch.device) -> Tensor:
-        """Index in the whole tensor of each row or column of the window (see `embed`), (elements,) int64."""
+        """Return the index, int64, in the whole matrix of each row or column of the window (see `embed`)."""
         if self.kind != "split":
             return self._positions(device)
         if self.first is None:

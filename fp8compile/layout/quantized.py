@@ -19,7 +19,7 @@ __all__ = ["STACK", "WHOLE", "Plain", "Quantized", "TensorLayout", "as_operand"]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How an operand is divided: into stacked matrices, into groups of rows (tokens), and over ranks."""
+    """How an operand is divided: into stacked matrices, groups of rows (tokens), and shards over ranks."""
 
     # An entry for each group of ranks, with the same groups in the same order for all tensors of a layer. An entry is
     # None if the group's ranks have the same elements. Empty if nothing is spread over ranks.
@@ -37,14 +37,14 @@ STACK = TensorLayout(batch=1)
 
 @dataclass(frozen=True)
 class Plain:
-    """This rank's part of a tensor that is not quantized, and how the whole tensor is sharded."""
+    """A tensor in high precision: this rank's shard, and how the whole tensor is sharded."""
 
     local: Tensor  # the elements of the part
     layout: TensorLayout = WHOLE  # how the whole tensor is divided, and which part of it this is
 
     @property
     def cuts(self) -> Sharding:
-        """How ranks shard the whole tensor: an entry of the layout for each group of ranks."""
+        """How the whole tensor is sharded: an entry for each group of ranks."""
         return self.layout.cuts
 
     @property
@@ -53,7 +53,7 @@ class Plain:
         return self.local.ndim
 
     def whole_shape(self, index: int = 0) -> tuple[int, ...]:
-        """Shape after a gather over the groups of ``cuts[index:]``; index 0 gives the whole tensor's shape."""
+        """Return the shape after a gather over all groups from ``index`` on; 0 gives the whole tensor's shape."""
         shape = list(self.local.shape)
         for cut in reversed(self.cuts[index:]):
             if cut is not None:
@@ -61,7 +61,7 @@ class Plain:
         return tuple(shape)
 
     def with_cuts(self, cuts: Sharding) -> Plain:
-        """Return an operand that shares the tensor, with ``cuts`` as the sharding in its layout."""
+        """Return the same tensor with ``cuts`` as its sharding."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
@@ -99,17 +99,17 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The block scales, and then the outer scale, if any."""
+        """The block scales and, if there are two levels, the outer scale."""
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether ``scale`` also has scales of blocks that lie on other ranks, along rows or columns."""
+        """Whether ``scale`` also has scales of blocks that are on other ranks."""
         return any(self.has_scales_of_whole)
 
     @property
     def cuts(self) -> Sharding:
-        """How ranks shard the whole tensor: an entry of the layout for each group of ranks."""
+        """How the whole tensor is sharded: an entry for each group of ranks."""
         return self.layout.cuts
 
     @property
@@ -126,7 +126,7 @@ class Quantized:
         return (*codes[:batch], *shape_said(self.quantizer, "values_shape", codes[batch:]))
 
     def grid(self) -> Tensor:
-        """The block scales of a matrix as a 2-D grid; undoes a tiled layout."""
+        """Return a matrix's block scales as a 2-D grid; undoes a tiled layout."""
         if self.scale.ndim == 2:
             return self.scale
         rows, columns = self.shape
@@ -135,7 +135,7 @@ class Quantized:
         return untiled(self.scale, columns, rows // self.quantizer.block[0]).t()
 
     def t(self) -> Quantized:
-        """The operand with each matrix transposed, as a view."""
+        """Return the operand with each matrix transposed, as a view."""
         codes, scale = self.codes, self.scale
         is_matrix = codes.ndim == 2
         return Quantized(
@@ -147,16 +147,16 @@ class Quantized:
         )
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The plain tensors: codes, block scales, and the outer scale if there is one."""
+        """Return codes, block scales and, if there are two levels, the outer scale."""
         return self.codes, *self.scales
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
-        """A copy with ``change`` applied to codes, scales and outer scale."""
+        """Return a copy with ``change`` applied to codes, block scales and outer scale."""
         outer = None if self.outer_scale is None else change(self.outer_scale)
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
-        """A copy with other codes, and other scales if ``scale`` is given; ``others`` replace further fields.
+        """Return a copy with other codes and, if given, other scales; ``others`` replace further fields.
 
         Scales that are not replaced are aliases of this operand's scales.
         """
@@ -167,22 +167,22 @@ class Quantized:
         return replace(self, **changed)
 
     def scale_values(self) -> Tensor:
-        """The block scales as float32 numbers."""
+        """Return the block scales as float32 numbers."""
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """Return an operand that shares codes and scales, with ``cuts`` as the sharding in its layout."""
+        """Return the same codes and scales with ``cuts`` as their sharding."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
-    """Turn a shard into an operand that a GEMM takes: a matrix or stacked matrices, not sharded.
+    """Turn a shard into an operand without sharding, which a GEMM takes.
 
     If shards end inside of blocks, the codes are padded with zeros in front, to begin at a block boundary.
 
     Returns:
-        The operand. Then, for its rows and for its columns, the `AxisBlocks` whose ``extract`` cuts this rank's
-        elements out of a result, or None for a side that was not padded.
+        The operand. Then, for rows and for columns, the `AxisBlocks` whose ``extract`` removes the padding from a
+        result; None for a side without padding.
     """
     is_whole = part.layout.ends is not None and not any(part.has_scales_of_whole)
     if not part.cuts or is_whole:

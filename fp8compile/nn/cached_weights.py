@@ -37,7 +37,7 @@ SHARED_SCALE = "layers share an outer scale, which changes with the weights of a
 def check_caches(recipe: Recipe, module: nn.Module, *, shares_scale: bool = False) -> None:
     """Raise a ValueError if ``recipe`` has ``cache_weights`` and the layer ``module`` can't keep codes.
 
-    ``shares_scale`` says whether the layer shares an outer scale with other layers, which rules it out.
+    A layer can't keep codes if it shares an outer scale with other layers (``shares_scale``).
     """
     reason = SHARED_SCALE if shares_scale else why_not_cached(recipe, module)
     if recipe.cache_weights and reason is not None:
@@ -45,7 +45,7 @@ def check_caches(recipe: Recipe, module: nn.Module, *, shares_scale: bool = Fals
 
 
 def why_not_cached(recipe: Recipe, module: nn.Module) -> str | None:
-    """Return why codes of the weights of a layer, ``module``, can't be kept for a step; None if they can."""
+    """Return why a layer can't keep the codes of its weights between steps; None if it can."""
     if recipe.delayed()[1] is not None:
         return "the weight has delayed scaling, whose multiplier changes with each backward, and codes with it"
     if None in (recipe.weight, recipe.quantizer_read("weight_for_grad_input")):
@@ -56,7 +56,7 @@ def why_not_cached(recipe: Recipe, module: nn.Module) -> str | None:
 
 
 class KeepsCodes(Module):
-    """Mixin of layers whose weights' codes are kept for a step if the recipe has ``cache_weights``."""
+    """Mixin of layers that keep the codes of their weights between steps if the recipe has ``cache_weights``."""
 
     recipe: Recipe
     _caches_weights = False  # as the recipe says, of which PyTorch 2.11 traces no attribute
@@ -113,7 +113,7 @@ class KeepsCodes(Module):
         super()._load_from_state_dict(*args)
 
     def _forget_before_a_swap(self) -> None:
-        """Drop codes if moves and loads swap tensors: PyTorch swaps none to which there are weak references."""
+        """Drop kept codes if PyTorch swaps tensors in moves and loads: it refuses tensors with weak references."""
         if torch.__future__.get_swap_module_params_on_conversion():
             for weight in self._parameters.values():
                 forget_codes(weight)
@@ -147,7 +147,6 @@ def _autocast(weight: Tensor) -> torch.dtype | None:
 
 
 def _can_count(weight: Tensor) -> bool:
-    """Whether a weight has data, and a version counter that counts the writes to it."""
     return not (weight.is_meta or weight.is_inference() or _compat.is_traced(weight) or _compat.is_transformed(weight))
 
 
@@ -165,10 +164,9 @@ def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
 
 @_compat.constant_when_traced
 def _make_at_trace(autocast: torch.dtype | None) -> None:
-    """Make the codes of all weights that have none, before the first graph that may read them is traced.
+    """Make the missing codes of all layers' weights, before the first graph that may read them is traced.
 
-    It is those of all layers, because a graph that was traced for one block runs for the others, too. Fake weights,
-    such as those of reports, get fake codes.
+    All layers, because a graph traced for one block runs for the other blocks too. Fake weights get fake codes.
     """
     if _compat.is_exporting() or _compat.is_faking():
         return
@@ -185,10 +183,7 @@ def _make_at_trace(autocast: torch.dtype | None) -> None:
 
 @_compat.constant_when_traced
 def _are_read(weight: Tensor, codes: Any, recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> bool:
-    """Whether a graph may read codes; the guard on their metadata asks again before each call.
-
-    A graph that has written to the weight before may not.
-    """
+    """Whether the graph being traced may read kept codes: it has not written to the weight, and they are current."""
     if _compat.is_exporting() or _compat.is_written_in_trace(weight):
         return False
     return codes.holds() and codes.fits(recipe, dtype, is_turned=is_turned)

@@ -21,10 +21,7 @@ __all__ = ["calibrate", "set_row"]
 
 
 def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
-    """Return the DelayedScaling that makes the same codes as ``quantizer`` from an equal scale.
-
-    None if there is no such DelayedScaling.
-    """
+    """Return the DelayedScaling that makes the same codes as ``quantizer`` from an equal scale, or None."""
     if isinstance(quantizer, DelayedScaling):
         return quantizer
     if not isinstance(quantizer, CurrentScaling) or quantizer != CurrentScaling(format=quantizer.format):

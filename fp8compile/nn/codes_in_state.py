@@ -32,9 +32,9 @@ ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the seco
 
 
 def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], Sequence[int]]:
-    """Return the placements, and the shape over all ranks, of one part of a DTensor of codes.
+    """Return the placements, and the shape over all ranks, of a DTensor's codes or scales.
 
-    ``part`` is ``"codes"``, ``"scale"`` or ``"outer_scale"``; ``own`` is this rank's codes with their scales.
+    ``part`` is ``"codes"``, ``"scale"`` or ``"outer_scale"``; ``own`` has this rank's codes and scales.
     """
     if part == "codes":
         return weight.placements, codes_shape(weight.shape, own.quantizer)
@@ -44,10 +44,9 @@ def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], 
 
 
 def _part(weight: Any, part: str, index: int) -> Tensor | None:
-    """Return one part of a quantized parameter; None if the parameter has no such part.
+    """Return the codes or a scale of a quantized parameter; None if it has no such part.
 
-    ``part`` is as in `_over_ranks`; ``index`` is 0 for the output's codes and 1 for grad_input's. For a DTensor the
-    result is a DTensor too, except scales that are the same on all ranks.
+    ``part`` is as in `_over_ranks`; ``index`` is 0 for the output's codes and 1 for grad_input's.
     """
     sets = local_itself(weight).sets()
     local = getattr(sets[index], part) if index < len(sets) else None
@@ -97,9 +96,9 @@ class PartOfCodes:
 
 
 def reach_codes(cls: type[CodesInState], parameter: str) -> None:
-    """Give a module class attributes such as ``weight_codes`` for the parameter named ``parameter``.
+    """Add attributes such as ``weight_codes`` to a module class, for the entries of its state dict.
 
-    These names are keys in the state dict of a quantized parameter, which checkpoints read by ``getattr``.
+    PyTorch's checkpoints read each key of a state dict by ``getattr``.
     """
     for index, end in enumerate(ENDS):
         for part in PARTS:
@@ -119,7 +118,7 @@ class CodesInState(KeepsCodes, Observed):
         return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
 
     def reach_codes(self) -> None:
-        """Give this module's class attributes such as ``weight_codes`` for its quantized parameters."""
+        """Add attributes such as ``weight_codes`` to this module's class for its quantized parameters."""
         for name in self._quantized_parameters():
             reach_codes(type(self), name)
 

@@ -144,7 +144,7 @@ def _found(model: nn.Module) -> list[nn.Module]:
 
 
 def _why_no_region(block: nn.Module) -> str | None:
-    """Return why a block can't be compiled separately, to follow "block 'name'"; None if it can."""
+    """Return why a block can't be compiled as a region, as text after "block 'name'"; None if it can."""
     if "forward" in vars(block):
         return "has a forward of its own instance, which stands before that of its class"
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())

@@ -173,10 +173,9 @@ NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
-    """Return why a matrix that other code multiplies can't be converted; None if it is no such matrix.
+    """Return why a matrix that is multiplied outside of layers can't be converted; None if it is no such matrix.
 
-    ``kind`` is how forwards used the parameter ``name`` of ``module``. If no forward has shown this (None or
-    `Kind.HANDED`), the name and the number of dims decide.
+    ``kind`` is how forwards used the parameter. If none has shown it, the name and the number of dims decide.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):

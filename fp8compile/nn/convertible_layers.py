@@ -92,10 +92,7 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def converted_class(layer: nn.Module) -> type[Any]:
-    """Return the FP8 class that a layer gets when it is converted, without changing the layer.
-
-    Raises if the class can't be made.
-    """
+    """Return the FP8 class that a layer would get; the layer is not changed."""
     if isinstance(layer, nn.Linear):
         return float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
     return hosted_class(type(layer))

@@ -62,7 +62,7 @@ class DelayedState(NamedTuple):
 
 
 class RowOfWeight:
-    """Callable that reads the weight's row of a layer's DelayedState; its reference to the layer is weak."""
+    """Callable that reads the weight's amax history and multiplier from a layer, to which its reference is weak."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)

@@ -1,10 +1,10 @@
-"""fp8compile::noted_codes and noted_counts: notes in a graph, of which tensor codes and counts are made.
+"""fp8compile::noted_codes and noted_counts: marks in a graph that tell which tensor was cast or counted.
 
     x --amax, scale, cast--> codes, scale --noted_codes(codes, scale, x, quantizer)--> product
     x, codes, scale --> pieces --noted_counts(pieces, x, quantizer, halves)--> totals of a monitor
 
-`fp8compile.ops.fuse_noted` reads the notes before PyTorch cuts the graph into forward and backward, and takes them
-away. If nothing reads them, they are their first results.
+`fp8compile.ops.fuse_noted` uses the marks to let one kernel compute and quantize several tensors, and removes them
+before PyTorch cuts the graph into forward and backward. Otherwise they return their first arguments.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ __all__ = ["outer_amax_of_values", "outer_amaxes"]
 
 
 def outer_amax_of_values(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """The amax of a whole matrix, after the quantizer's transform, (1,) float32."""
+    """Return the amax of a whole matrix after the quantizer's transform, (1,) float32."""
     return quantizer.outer_amax(quantizer.amax(x))
 
 
@@ -33,7 +33,7 @@ def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 
 
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a contiguous copy of the matrix, and its whole amax, (1,) float32, for each quantizer.
+    """Return a contiguous copy of the matrix, and its amax, (1,) float32, for each quantizer.
 
     The amaxes differ if ``columns`` has a transform. Blocks are (1, 16) and (16, 1). On a GPU, the number of rows is a
     multiple of 16.

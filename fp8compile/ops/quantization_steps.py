@@ -72,7 +72,10 @@ def scale(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 def cast(
     x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
-    """Cast values to codes, contiguous uint8; ``rows`` and ``columns`` are positions, as `Quantizer.cast_at` takes."""
+    """Cast values to codes, contiguous uint8.
+
+    ``rows`` and ``columns`` are positions in the whole tensor, as `Quantizer.cast_at` takes them.
+    """
     if rows is None or columns is None:
         found = quantizer.cast(x, multiplier)
     else:
@@ -125,7 +128,7 @@ Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and with two
 
 @dataclass(frozen=True)
 class Steps:
-    """The functions that quantize a tensor step by step: those of this file, or the ops whose kernels they are.
+    """The functions of the steps: those of this file for eager mode, or the ops for graphs.
 
     Eager kernels call the Python functions, because the dispatch of an op costs 10 us.
     """
@@ -139,7 +142,7 @@ class Steps:
     def scales(self, amaxes: Tensor, quantizer: Quantizer, outer_amax: Tensor | None = None) -> Scales:
         """Compute the multiplier (1 / scale), the scale and the outer scale (or None) of a matrix.
 
-        ``amaxes`` is the matrix's grid; ``outer_amax``, (1,) float32, is its largest amax, or None to compute it.
+        ``amaxes`` has an amax for each block. ``outer_amax``, (1,) float32, is the whole matrix's; None to compute it.
         """
         if not quantizer.has_outer_scale():
             return *self.scale(amaxes, quantizer), None

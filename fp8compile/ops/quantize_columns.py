@@ -1,8 +1,8 @@
-"""fp8compile::quantize_columns: codes and scales of a matrix along columns, from one read of the matrix.
+"""fp8compile::quantize_columns: quantize a matrix along columns, by one read of the matrix.
 
-grad_input multiplies a weight along columns. Inductor would read the weight for the amaxes of its blocks, and again
-for its codes. On a GPU this op is one Triton kernel, that of `fp8compile.ops.quantize_both` without codes along rows.
-On a CPU, and as the reference, it runs the steps. A stack (E, M, K) is quantized matrix by matrix.
+grad_input multiplies a weight along columns. Inductor would read the weight twice, for amaxes and for codes. On a GPU
+this op is one Triton kernel; on a CPU, and as the reference, it runs the steps. A stack (E, M, K) is quantized matrix
+by matrix.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def is_along_columns(quantizer: Quantizer | None) -> bool:
 
 
 def empty_columns(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Empty codes, column-major as GEMMs read them, and empty scales."""
+    """Make uninitialized codes, column-major as GEMMs read them, and scales."""
     *stack, m, k = x.shape
     codes = x.new_empty((*stack, k, m), dtype=torch.uint8).transpose(-2, -1)
     return codes, x.new_empty((*stack, quantizer.scale_shape((m, k))[0], k), dtype=quantizer.scale_dtype())
 
 
 def cast_along_columns(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """The reference: run the steps; results are in the layouts of `empty_columns`."""
+    """Quantize by the single steps, into the layouts of `empty_columns`: the reference of the GPU kernel."""
     if x.ndim == 3:
         codes, scales = zip(*(cast_along_columns(matrix, quantizer) for matrix in x), strict=True)
         return torch.stack([each.t() for each in codes]).transpose(-2, -1), torch.stack(scales)

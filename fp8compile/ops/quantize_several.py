@@ -1,11 +1,11 @@
-"""fp8compile::quantize_several: codes of several matrices that are computed from the same tensors.
+"""fp8compile::quantize_several: quantize several matrices that are computed from the same tensors, in one kernel.
 
-The backward of a feed-forward quantizes the gradients of gate and up in both directions, and the activation along
-tokens. All three are pointwise code of the same two or three tensors. Inductor computes all amaxes in one kernel and
-all codes in a second one, so it reads these tensors twice. This op is one kernel that computes its matrices itself; if
-Inductor has stored a matrix already, it is the kernels of `quantize_both` and `quantize_columns`.
+The backward of a gated feed-forward quantizes the gradients of gate and up in both directions, and the activation
+along tokens. All three are computed pointwise from the same two or three tensors, which Inductor would read twice: for
+all amaxes, and for all codes. This op's kernel computes and quantizes a tile of each matrix. If Inductor has stored a
+matrix already, the kernels of `quantize_both` and `quantize_columns` run instead.
 
-`fp8compile.ops.fuse_noted` puts it into graphs.
+`fp8compile.ops.fuse_noted` puts the op into graphs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def _each(
     columns: Quantizer,
     others: Quantizer,
 ) -> list[Tensor]:
-    """The results of all matrices: of ``both`` for the first ``in_both`` of them, of ``one`` for the others."""
     found: list[Tensor] = []
     for number, x in enumerate(matrices):
         found += both(x, rows, columns) if number < in_both else one(x, others)
@@ -67,11 +66,11 @@ def _steps(
 def _kernel(
     matrices: Sequence[Tensor], in_both: int, rows: Quantizer, columns: Quantizer, others: Quantizer
 ) -> list[Tensor]:
-    """Quantize matrices.
+    """Quantize matrices; the first ``in_both`` along rows and columns, the others along columns.
 
     Args:
         matrices: (M, K) each, float32, bfloat16 or float16.
-        in_both: Number of matrices, the first ones, that are quantized along rows and along columns; 1 or more.
+        in_both: Number of matrices that are quantized along rows and along columns; 1 or more.
         rows: Quantizer along rows; with ``columns`` a pair that `fp8compile.ops.quantize_both` takes.
         columns: Quantizer along columns.
         others: Quantizer of the other matrices, along columns, with blocks of the same length.

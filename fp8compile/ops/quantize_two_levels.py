@@ -61,7 +61,7 @@ def _empty_outputs(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quant
 
 
 def by_outer_amax(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a matrix whose outer amax is known; returns codes, scales of blocks and the outer scale.
+    """Quantize a matrix by a known outer amax; return codes, scales of blocks and the outer scale.
 
     ``outer_amax`` is the amax of the whole matrix after the quantizer's transform, (1,) float32.
     """
@@ -124,10 +124,7 @@ def _counted_fake(
 
 
 def counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
-    """Compute a cast's statistics (amax, underflows, saturations), (3,) int32, as `counts_of` does.
-
-    ``outer_amax`` is the amax of the whole matrix ``x``, (1,) float32.
-    """
+    """Compute a cast's amax, underflows and saturations, (3,) int32, by the outer amax of the whole matrix."""
     own = quantizer.unpacked()
     codes, scale, outer = by_outer_amax(x, outer_amax, own)
     values = random_hadamard(x.float(), 0, own.transform()) if own.transform() else x

@@ -35,10 +35,10 @@ ROWS, COLUMNS = (1, -1), (-1, 1)
 
 
 def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: int) -> bool:
-    """Whether the GPU kernel can quantize by ``first`` and compute the amaxes for ``again``.
+    """Whether the GPU kernel can quantize by ``first`` and compute the amaxes for the backward's quantizer ``again``.
 
-    ``again`` is the backward's quantizer. Either both have the same square block; or ``first`` has a scale for each
-    row, ``again`` for each column, and a row of ``columns`` elements fits into registers.
+    Both have the same square block; or ``first`` has a scale for each row, ``again`` for each column, and a row of
+    ``columns`` elements fits into registers.
     """
     if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
         return False

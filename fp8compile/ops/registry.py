@@ -168,9 +168,10 @@ def _schema(name: str, impl: Callable[..., Any]) -> str:
 
 
 def _check_salted(name: str, impl: Callable[..., Any]) -> None:
-    """Raise a TypeError if the op takes no `Constant`, whose text carries a hash of the source.
+    """Raise a TypeError if no argument of the op's kernel ``impl`` is a `Constant`, such as a quantizer.
 
-    Without this hash, the op's source would not be part of the keys of compile caches. ``impl`` is the op's kernel.
+    The text of a constant carries a hash of the sources, without which keys of compile caches would not change with
+    them.
     """
     hints = inspect.get_annotations(impl, eval_str=True)
     types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # finds Recipe in `Recipe | None`
@@ -316,10 +317,7 @@ def for_every_op(listener: Callable[[Op], None]) -> None:
 
 
 def _portable(op: Op) -> Callable[..., Any]:
-    """Find the function that replaces an op in an exported program.
-
-    If the op can't be replaced, the function raises an error with the reason.
-    """
+    """Return the function that replaces an op in an exported program; it raises if the op can't be replaced."""
     if callable(op.portable):
         return op.portable
 
@@ -352,7 +350,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 def _refuse_to_save(target: object) -> None:
     """Raise a RuntimeError if an exported program that is being saved calls an op of this package.
 
-    A process that loads the program need not know the op. ``target`` is what a node of the program calls.
+    A process that loads the program may not know the op.
     """
     if isinstance(target, torch._ops.OpOverload) and target._schema.name in OPS:
         raise RuntimeError(

@@ -33,7 +33,7 @@ def as_sides(
 
 
 def outer_scales_of(a: Quantized, b: Quantized) -> tuple[Tensor | None, ...]:
-    """The outer scales of both operands, as the last arguments of a product's op; () if neither has one."""
+    """Return the outer scales of both operands as the last arguments of a product's op; () if neither has one."""
     return () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
 
 
@@ -76,10 +76,6 @@ def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
 
 
 def _sharding(*args: Any) -> list[Split]:
-    """Returns the ways to shard `scaled_mm`: by rows of ``a`` or by columns of ``b``.
-
-    The summed dim is never sharded, because the result's bits would depend on the number of ranks.
-    """
     _, _, _, _, a_quantizer, b_quantizer, *others = args
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
     whole = (None,) * (2 + len(others))

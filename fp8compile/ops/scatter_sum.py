@@ -1,7 +1,7 @@
-"""fp8compile::scatter_sum: this rank's shard of a sum over ranks, with the gradient sharded likewise.
+"""fp8compile::scatter_sum: reduce-scatter a DTensor; in the backward, the gradient stays sharded.
 
-DTensor's own redistribution gathers the gradient in high precision before the layer gets it. With this op the layer
-quantizes its shard of the gradient, and gathers codes. For a plain tensor the op is a copy.
+DTensor's own redistribution would gather the gradient in high precision. With this op the layer quantizes its shard of
+the gradient, and gathers codes. For a plain tensor the op is a copy.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ REDUCTIONS = ("max", "min", "sum")
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim along which an argument may be sharded.
+    """One dim along which an argument may be sharded.
 
     Attributes:
         dim: The dim; negative numbers count from the end.
@@ -73,10 +73,9 @@ def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) ->
 
 
 def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]]:
-    """The ways to shard a tensor between blocks: a cut of the tensor, and one of its grid of scales.
+    """Return the ways to shard a tensor at block boundaries: for each, a cut of the tensor and one of its scales.
 
-    The grid's cut is None if the grid has a single entry along the dim: a shard can be cast or dequantized with that
-    scale, but can't compute the scale alone.
+    The scales' cut is None if there is one scale along the dim: shards can be cast by it, but can't compute it alone.
     """
     cuts: list[tuple[Cut, Cut | None]] = []
     last = len(shape) - 1

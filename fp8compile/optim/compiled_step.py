@@ -1,8 +1,7 @@
-"""The step of an optimizer with quantized moments: one function of tensors, for all parameters.
+"""The step of an optimizer with quantized moments, as one function of tensors for all parameters.
 
-An update rule takes float32 tensors of one parameter. This file dequantizes the moments before the rule runs, and
-quantizes the new moments afterwards. Numbers that change with each step, such as the learning rate, are in the tensor
-``scalars``, so that no step recompiles.
+It dequantizes the moments, runs the optimizer's update rule on float32 tensors, and quantizes the new moments. Numbers
+that change with each step, such as the learning rate, are in the tensor ``scalars``, so that no step recompiles.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tens
 
 @dataclass(frozen=True)
 class Job:
-    """Tensors that a step reads and writes for one parameter; each is this rank's shard.
+    """Tensors that a step reads and writes for one parameter, as this rank's shards.
 
     Attributes:
         shape: Shape in which the rule sees the parameter, from ``MomentRows.in_blocks``.
         parameter: The parameter, any floating-point dtype.
         grad: Its gradient, any floating-point dtype.
-        target: Tensor to which the rule's first result is written: the parameter, or one of as many elements.
+        target: Tensor that receives the rule's first result: the parameter, or another tensor of its size.
         moments: For each moment its values, or its codes and scales; values and codes have the shape ``shape``.
         quantizers: For each moment its quantizer; None for a moment that is not quantized.
         place: Row and column positions from `MomentRows.place`, for stochastic rounding; () means 0, 1, 2, ...
@@ -93,10 +92,7 @@ def is_local(quantizer: CurrentScaling | None) -> bool:
 
 
 def _of_step(place: tuple[Tensor, ...], step: Tensor) -> tuple[Tensor, Tensor]:
-    """Add 2**32 times the step count to the row positions ``place[0]``, so that noise differs per step.
-
-    Without this, a value that does not change would be rounded in the same direction in every step.
-    """
+    """Add the step count, times 2**32, to the row positions, so that the rounding noise differs per step."""
     rows, columns = place
     return rows + step.to(torch.int64) * 2**32, columns
 

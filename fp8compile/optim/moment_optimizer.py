@@ -156,7 +156,7 @@ class MomentOptimizer(Optimizer):
             yield p
 
     def _store_anew(self, p: Tensor, group: dict[str, Any], rows: MomentRows) -> None:
-        """Turn the state of a parameter into what its group's options say now."""
+        """Convert a parameter's stored moments to the dtypes that its group's options ask for now."""
         self._check_options(group)
         stored, state = self._stored(group), self.state[p]
         if any(each.dtype == CODES for each in stored):

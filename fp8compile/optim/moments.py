@@ -41,7 +41,7 @@ SHORTEST_ROW = 16  # a shorter row stays float32, because its scale would cost m
 
 @dataclass(frozen=True)
 class MomentRows:
-    """Shapes and sharding of a parameter that is reshaped to rows, along which its moments are quantized.
+    """A parameter reshaped to rows, along which its moments are quantized: shapes and sharding.
 
     Attributes:
         local: Shape of this rank's shard, reshaped to rows.
@@ -90,10 +90,10 @@ class MomentRows:
                 )
 
     def in_blocks(self) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """Shape in which a step computes this rank's rows, and the quantization block in that shape.
+        """Return the shape in which a step computes this rank's rows, and the block in that shape.
 
         If the row length is a multiple of 128, each block becomes a row, and Inductor generates one kernel for a step.
-        Otherwise Inductor generates two kernels, which exchange float32 moments through memory.
+        Otherwise it generates two, which exchange float32 moments through memory.
         """
         length = BLOCK[1]
         if self.local[-1:] and self.local[-1] % length == 0:
@@ -101,9 +101,9 @@ class MomentRows:
         return self.local, BLOCK
 
     def place(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Positions of `in_blocks` rows and columns in the unsharded parameter, int64; () if not sharded.
+        """Return the positions of rows and columns of `in_blocks` in the unsharded parameter, int64.
 
-        `fp8compile.ops.cast` takes these positions as arguments ``rows`` and ``columns`` for stochastic rounding.
+        () if not sharded.
         """
         if not self.cuts:
             return ()
@@ -118,10 +118,7 @@ class MomentRows:
 
 
 def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape with trailing dims merged until a row has 128 elements or more.
-
-    Dim 0, which FSDP2 shards, is never merged.
-    """
+    """Merge trailing dims until a row has 128 elements or more; dim 0, which FSDP2 shards, is never merged."""
     rows = tuple(shape)
     while len(rows) > 2 and rows[-1] < BLOCK[1]:
         rows = (*rows[:-2], rows[-2] * rows[-1])
@@ -130,7 +127,6 @@ def _as_rows(shape: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def _quantizer(root: bool, block: tuple[int, int], rounding: str, seed: int) -> CurrentScaling:
-    """The quantizer of a moment, or of its square root if ``root``; cached, as each step looks it up."""
     return (RootScaling if root else CurrentScaling)(block=block, rounding=rounding, seed=seed)
 
 
@@ -175,11 +171,11 @@ class StoredMoment:
         return tuple(local_itself(state[key]).view(each) for key, each in zip(self.keys(rows), shapes, strict=False))
 
     def keys(self, rows: MomentRows) -> tuple[str, ...]:
-        """Keys of the moment's tensors in a parameter's state: `name`, or `keys_of_codes` if it is quantized."""
+        """Return the keys of the moment's tensors in a parameter's state."""
         return (self.name,) if self.quantizer_for(rows) is None else self.keys_of_codes()
 
     def is_in(self, state: dict[str, Any], rows: MomentRows) -> bool:
-        """Whether a parameter's state has this moment with this dtype: a group's options may change between steps."""
+        """Whether a state stores this moment in this dtype; a group's options may have changed since."""
         keys = self.keys(rows)
         if not all(key in state for key in keys):
             return False
@@ -209,9 +205,7 @@ class StoredMoment:
         return dict(zip(self.keys_of_codes(), found, strict=True))
 
     def loaded(self, state: dict[str, Any], parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """This moment's tensors from a saved ``state``, by key; quantizes or dequantizes copies if needed.
-
-        ``rows`` is the parameter reshaped to rows.
+        """Return this moment's tensors from a saved ``state``, by key; quantizes or dequantizes copies if needed.
 
         Raises:
             KeyError: The state has neither codes nor values of the moment.
@@ -237,9 +231,9 @@ class StoredMoment:
 
 
 def quantized(values: Tensor, quantizer: CurrentScaling, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Quantize a moment, float32 in the shape `MomentRows.in_blocks`, to codes and scales.
+    """Quantize a float32 moment in the shape `MomentRows.in_blocks` to codes and scales.
 
-    ``place`` is from `MomentRows.place`. No communication is needed, because no block is divided between ranks.
+    ``place`` is from `MomentRows.place`. Ranks send nothing, because no block is divided between ranks.
     """
     multiplier, scale = ops.scale(ops.amax(values, quantizer), quantizer)
     return ops.cast(values, multiplier, quantizer, *place), scale

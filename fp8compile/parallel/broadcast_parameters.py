@@ -18,9 +18,9 @@ __all__ = ["broadcast_parameters"]
 
 
 def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
-    """Mark a quantized parameter as written, and broadcast its initial values if it keeps them.
+    """Mark a quantized parameter as written, and broadcast its values before quantization if it has kept them.
 
-    Initial values are the values before quantization; master weights start from them. ``source`` is the sending rank.
+    Master weights start from these values. ``source`` is the sending rank.
     """
     parameter.written = True
     if parameter.initial is not None:

@@ -2,7 +2,7 @@
 
     left operand      this rank's shard of the input or of grad_output
     right operand     this rank's shard of the weight or of the input, as values or codes
-    product           quantize, gather codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
+    product           quantize, gather codes, GEMM, and a sum over ranks if there is one
 
 The result has the placements that a plain linear layer gives, so PyTorch's plans work unchanged.
 """
@@ -55,10 +55,7 @@ ON_MESHES = Whole, SharedScale, Delayed, DelayedForGradient, *OVER_FSDP  # other
 
 @dataclass(frozen=True)
 class _Right:
-    """The right operand of a GEMM (weight or input): this rank's shard, and the result's whole width.
-
-    The shard's codes may be given too; otherwise the GEMM quantizes the shard.
-    """
+    """The right operand of a GEMM (weight or input): this rank's shard, perhaps its codes, and the result's width."""
 
     # This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel part.
     part: Plain
@@ -68,9 +65,9 @@ class _Right:
 
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
-    """Return the codes of a quantized weight's shard that ``gemm`` reads, and how ranks shard it.
+    """Return the codes of a quantized weight's shard that ``gemm`` reads, and how ranks shard them.
 
-    Raise a ValueError if the shard's scales do not have the shape that blocks of a weight sharded like this have.
+    Raise a ValueError if the shard's scales don't have the shape that its blocks need.
     """
     function, quantized = gemm.name, weight.local
     assert has_codes(quantized), "the weight is quantized"
@@ -116,7 +113,7 @@ def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
 
 
 def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, rows: int) -> _Right:
-    """Make the right operand of grad_weight from codes and scales of the input that the forward kept.
+    """Make grad_weight's right operand from codes and scales of the input that the forward kept.
 
     A byte holds two codes. ``rows`` is the number of rows of this rank's shard of grad_output.
     """
@@ -172,10 +169,9 @@ def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
 def _of_tokens(
     gemm: Gemm, tokens: DTensor, a: Plain, right: _Right, operands: Operands, bias: Plain | None
 ) -> DTensor:
-    """Compute the output (..., N) or grad_input (..., K) as a DTensor, for tokens (..., features).
+    """Compute the output (..., N) or grad_input (..., K) as a DTensor from tokens (..., features).
 
-    N is out_features and K in_features. ``gemm`` multiplies ``a``, this rank's shard of ``tokens``, by ``right``;
-    ``operands`` has the quantizers.
+    ``a`` is this rank's shard of ``tokens``, and ``right`` the other operand.
     """
     product, mesh = multiply_parts(gemm, a, right.part, operands, bias), tokens.device_mesh
     rows: list[Any] = [None if cut is None else cut.dim for cut in product.cuts]
@@ -207,9 +203,9 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
 
 
 def _counts(cuts: Sharding, mesh: DeviceMesh) -> bool:
-    """Whether statistics count this rank's elements, so that each element counts on one rank only.
+    """Whether this rank counts its elements in statistics; of ranks with the same elements, only the first does.
 
-    ``cuts`` says how each dim of ``mesh`` shards the tensor. Of ranks with the same elements, the first one counts.
+    ``cuts`` says how each dim of ``mesh`` shards the tensor.
     """
     return all(cut is not None or mesh.get_local_rank(index) == 0 for index, cut in enumerate(cuts))
 
@@ -263,10 +259,10 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
 
 
 def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
-    """Return what a layer with delayed scaling returns beside its output: multipliers and amaxes.
+    """Return the other results of a layer with delayed scaling: multipliers (1 / scale), and amaxes of x and weight.
 
-    ``used`` are the multipliers (1 / scale). The amaxes of ``x`` and ``weight`` cover the whole tensors. Under
-    graph_fsdp, as ``place`` tells, the weight's amax covers this rank's rows, and the backward reduces it over ranks.
+    The amaxes cover the whole tensors. Under graph_fsdp the weight's amax covers this rank's rows, and the backward
+    reduces it over ranks.
     """
     (for_x, for_weight, _), mesh = recipe.delayed(), x.device_mesh
     if isinstance(place, OVER_FSDP):

@@ -1,7 +1,7 @@
-"""Run registered ops, ours and those of other libraries, on DTensors by their sharding rules.
+"""Run registered ops, of this and other libraries, on DTensors by their sharding rules.
 
-For each mesh dim, the `Split` (way to shard arguments and results) that gathers the fewest bytes is chosen. A maximum
-over ranks is reduced at once: gloo's later reduction of ``Partial("max")`` would lose other ranks' NaN.
+For each mesh dim, the `Split` (a way to shard arguments and results) that gathers the fewest bytes is chosen. A
+maximum over ranks is reduced at once, because gloo's reduction of ``Partial("max")`` would lose other ranks' NaN.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ __all__ = ["dispatch_by_rule"]
 
 
 def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
-    """Return how many units of ``unit`` elements each rank has; None if a shard ends within a unit.
-
-    ``cut`` has the sizes of the ranks' shards.
-    """
     end = 0
     for size in cut.sizes:
         end += size
@@ -44,9 +40,9 @@ def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Way:
-    """How an op runs over the ranks of one mesh dim: which arguments are gathered, and which sharded.
+    """How an op runs over the ranks of one mesh dim.
 
-    ``cost`` is the number of bytes that are gathered; ``outputs`` says how results are sharded.
+    ``cost`` is the number of gathered bytes; ``outputs`` says how results are sharded.
     """
 
     # For each argument, the dim along which it has to be cut, and the number of elements that stay together (a unit).

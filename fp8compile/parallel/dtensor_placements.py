@@ -37,8 +37,7 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
 def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[ProcessGroup | None, int]:
     """Return the process group of mesh dim ``index``, and this rank's number in it.
 
-    The group is None if the mesh has no groups and ``is_meta``: the tensor is on the meta device. Tools that only
-    check placements use such meshes, and send nothing.
+    The group is None if the mesh has no groups, which is allowed for tensors on the meta device (``is_meta``).
     """
     if is_meta and not _compat.has_groups(mesh):
         return None, mesh.get_coordinate()[index]  # type: ignore[index]  # this rank is on the mesh

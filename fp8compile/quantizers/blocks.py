@@ -80,10 +80,6 @@ def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 
 
 def _sides(rows: int, columns: int, block: Block) -> tuple[int, int, int, int]:
-    """Returns (grid rows, block rows, grid columns, block columns) for a matrix (rows, columns).
-
-    A -1 in ``block`` is replaced by the size of the dim.
-    """
     block_rows = rows if block[0] == -1 else block[0]
     block_columns = columns if block[1] == -1 else block[1]
     return _count(rows, block[0]), block_rows, _count(columns, block[1]), block_columns
@@ -129,7 +125,7 @@ def _block_index(size: int, block: int, device: torch.device) -> Tensor:
 
 
 def _is_one(blocks: int) -> bool:
-    """Whether the number of blocks along a dim is the int 1.
+    """Whether there is one block along a dim, as a plain int.
 
     A symbolic size that a guard fixed to 1 does not count: Inductor (up to PyTorch 2.13) would read out of bounds.
     """

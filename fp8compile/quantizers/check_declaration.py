@@ -52,7 +52,7 @@ def _annotations(cls: type[Any]) -> dict[str, Any]:
 
 
 def _refused(hint: Any, constant: type[Any]) -> Any:
-    """The part of an annotation ``hint`` that a field may not hold; None if all of it is allowed.
+    """Return the part of a field's annotation that is not allowed; None if all of it is.
 
     Allowed are plain values, tuples of them and instances of ``constant``, the class `Constant`.
     """

@@ -1,7 +1,6 @@
-"""Checks of the type, shape and dtype of what the methods of a user's quantizer return.
+"""Calls of a user's quantizer, with checks of the type, shape and dtype of what its methods return.
 
-The checks read metadata only. Ops call `is_own` first: this package's own classes are checked by tests instead,
-because checks slow down eager calls.
+The checks read metadata only. They are skipped for this package's own classes, because they slow down eager calls.
 """
 
 from __future__ import annotations

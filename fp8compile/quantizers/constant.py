@@ -79,9 +79,7 @@ def module_source(module_name: str) -> bytes:
 
 
 def salt_with(module_name: str, function: str = "") -> None:
-    """Add a module's source to the hashes in all compile cache keys from now on.
-
-    A graph may contain code of the module's ops.
+    """Add a module's source to all compile cache keys from now on, because graphs contain code of its ops.
 
     Args:
         module_name: The module.
@@ -96,9 +94,9 @@ def salt_with(module_name: str, function: str = "") -> None:
 
 @cache
 def source_salt(cls: type[Any]) -> str:
-    """Salt for compile caches: eight hex digits that change with the source a graph is compiled from.
+    """Return the salt of compile caches: eight hex digits that change with the source a graph is compiled from.
 
-    The source is that of this package, of the class ``cls`` and its bases, and of modules added by `salt_with`.
+    The source is this package's, the class's and its bases', and that of modules added by `salt_with`.
     """
     digest = hashlib.sha256(_package_hash())
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
@@ -112,10 +110,9 @@ def source_salt(cls: type[Any]) -> str:
 
 @cache
 def _global_name(cls: type[Any]) -> str:
-    """Unique name of a class in a graph's globals, made from its module and qualified name.
+    """Return a name for a class in a graph's globals that no other class has.
 
-    FX keeps only the first of two globals with one name. Two classes have the same qualified name, for example, if a
-    function that defines a class is called twice.
+    FX keeps only the first of two globals with one name, and two classes can have the same qualified name.
     """
     name = re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
     NAMED[name] += 1
@@ -150,10 +147,7 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 @cache
 def _foreign_types(cls: type[Any]) -> dict[str, Any]:
-    """Types, by name, of the fields that classes of other packages in the MRO of ``cls`` declare.
-
-    Classes of this package check their own fields.
-    """
+    """Return the types of fields that other packages' classes declare, which are checked at construction."""
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
     types = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     return {name: hint for name, hint in types.items() if name in declared}

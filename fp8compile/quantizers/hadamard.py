@@ -30,10 +30,9 @@ def is_signs(signs: object) -> bool:
 
 
 def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-    """Compute 0.25 * (-1)**popcount(i & j) as a dict from i = 1 to 15 to a tensor over j.
+    """Compute 0.25 * (-1)**popcount(i & j) for i from 1 to 15, each as a tensor over the numbers j in ``places``.
 
-    ``places`` has the numbers j. Each entry is the entry for i without its highest bit, times the sign of that bit. A
-    graph has one node for each i, and not eight nodes that count bits.
+    A graph gets one node for each i, instead of eight nodes that count bits.
     """
     quarters: dict[int, Tensor] = {}
     for bit in range(GROUP.bit_length() - 1):
@@ -44,9 +43,9 @@ def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
 
 
 def _sign_vector(signs: tuple[int, ...], places: Tensor) -> Tensor:
-    """The sixteen signs as a float32 tensor in the shape of ``places``, 0 to 15, computed from one int.
+    """Return the sixteen signs as a float32 tensor in the shape of ``places``, computed from one int.
 
-    With one int, a graph holds no constant tensor.
+    A graph then holds no constant tensor.
     """
     negative = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
     return (1 - 2 * ((negative >> places) & 1)).float()

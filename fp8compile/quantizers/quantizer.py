@@ -118,7 +118,7 @@ class Quantizer(Constant):
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
     def code_bits(self) -> int:
-        """Number of bits of a code that carry information: 4 if ranks may send two codes in a byte, else 8."""
+        """Return the number of bits that ranks need to send for a code: 4 if a byte can hold two codes, else 8."""
         return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:

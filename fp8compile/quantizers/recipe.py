@@ -26,10 +26,9 @@ __all__ = ["GEMMS", "TENSORS", "Gemm", "Recipe", "gemm_kind"]
 
 
 class Gemm(NamedTuple):
-    """One of the three GEMMs: its name, and the names of the recipe's fields for its two operands.
+    """One of the three GEMMs, (m, k) by (k, n): its name, and the recipe's fields of its two operands.
 
-    Operands are (m, k) and (k, n). ``a_transposed`` and ``b_transposed`` tell whether the tensor that the layer holds
-    is transposed first.
+    ``a_transposed`` and ``b_transposed`` tell whether the layer's tensor is transposed first.
     """
 
     name: str

@@ -31,12 +31,12 @@ LAYER_COLUMNS = ("layer", "out x in", "recipe", "GEMMs", "really run in")
 
 
 def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
-    """Merge rows that differ only in the first cell, the layer's name; names merge into a pattern."""
+    """Merge rows that differ only in the layer's name; names become a pattern such as ``layers.{0..3}``."""
     return tuple((name, *rest) for name, rest in folded((str(row[0]), row[1:]) for row in rows))
 
 
 def _runs(gemm: GemmExplanation) -> Cell:
-    """Table cell with the formats in which a GEMM runs; a note explains formats other than the recipe's."""
+    """Return the table cell with the formats in which a GEMM runs; a note tells where they differ from the recipe."""
     if gemm.status in (ABSENT, UNPROVEN):
         return Note(gemm.detail, gemm.status)
     if gemm.status == FELL_BACK:

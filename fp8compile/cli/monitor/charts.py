@@ -87,7 +87,7 @@ def _grid(rows: Rows) -> Any:
 
 
 def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Rows]) -> dict[str, Rows]:
-    """Map operands to numbers by layer; operands with equal numbers share a key, their joined names.
+    """Return each operand's numbers by layer; operands with equal numbers share an entry, named by all of them.
 
     ``rows_of(operand, statistic)`` returns the numbers, such as `Readings.rows` or `Readings.last`.
     """
@@ -132,7 +132,7 @@ def _heat_map(readings: Readings, statistic: str, norm: Callable[[list[Any]], An
 
 @dataclass(frozen=True)
 class _Scale:
-    """A color scale: matplotlib's norm, a function that maps a grid of numbers to drawable ones, a label."""
+    """Color scale of a heat map: matplotlib's norm, a function that maps numbers to drawable ones, and a label."""
 
     norm: Any
     shown: Callable[[Any], Any]

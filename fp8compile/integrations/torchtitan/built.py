@@ -1,7 +1,6 @@
-"""Copies of torchtitan configs; the ``build`` of a copy also changes the object that it makes.
+"""Copies of torchtitan configs whose ``build`` also changes the object that it makes.
 
-A torchtitan config builds an instance of the class that contains it; the copy's class derives from the config's class.
-Code that checks the type of a config, or of the built object, therefore still works.
+The copy's class derives from the config's class, so that type checks still work.
 """
 
 from __future__ import annotations

@@ -38,10 +38,7 @@ NO_CODES = (
 
 @dataclass(frozen=True)
 class _BeforeCompile:
-    """Object whose ``apply(model)`` prepares gathers of codes, then applies activation checkpointing.
-
-    ``policy`` is torchtitan's checkpointing, or None; ``gather`` tells whether FSDP2 gathers weights as codes.
-    """
+    """Object whose ``apply(model)`` calls `fsdp_float8_all_gather`, if ``gather``, then torchtitan's ``policy``."""
 
     policy: ActivationCheckpointing | None
     gather: bool

@@ -34,7 +34,7 @@ def declare_states(model: nn.Module) -> None:
 
 
 def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
-    """Process group over which layers reduce amaxes, in addition to a DTensor's mesh; None if not needed."""
+    """Return the process group that reduces amaxes beyond a DTensor's mesh; None if there is no need."""
     if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
         mesh = parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()

@@ -93,7 +93,6 @@ OWN_CODES = "codes: the parameter itself is made of them"
 
 
 def _why_no_pair(weight: _Weight) -> str | None:
-    """Return why FSDP2 can't gather separate codes of a weight for forward and backward; None if it can."""
     if weight.module.recipe.delayed()[1] is not None:
         return "delayed scaling makes codes of one product of the weight, and not of the other"
     if getattr(weight.module, "scale_group", ()):
@@ -135,9 +134,9 @@ def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
 
 
 def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
-    """Return the weight as a parameter of a `ShardedWeight`, which FSDP2 gathers as codes.
+    """Return the weight as a `ShardedWeight` parameter, which FSDP2 gathers as codes.
 
-    ``gathers`` says what gathers send if forward and backward read different codes; else ``gathers`` is None.
+    ``gathers`` says what is sent if forward and backward read different codes; otherwise it is None.
     """
     parameter = weight.parameter
     cuts = () if parameter.ndim == 3 else _cuts_of(parameter)  # other ranks have other experts, not parts of these
@@ -254,10 +253,9 @@ def fsdp_float8_all_gather(
 
 
 def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
-    """Store ``checkpointed`` in a quantized parameter with separate codes for grad_input.
+    """Tell a quantized parameter with separate codes for grad_input whether the backward repeats the forward.
 
-    ``checkpointed`` says whether the backward repeats the forward. Raise a ValueError for
-    ``one_gather="param_dtype"``, because a quantized parameter has no values to gather.
+    Raise a ValueError for ``one_gather="param_dtype"``, because a quantized parameter has no values to gather.
     """
     if one_gather == PLAIN:
         raise ValueError(

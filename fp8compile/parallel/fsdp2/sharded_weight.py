@@ -57,7 +57,7 @@ PAIR = GEMMS[:2]  # the products that read a weight
 
 
 class Edits:
-    """Counter ``count`` of the writes to one memory, shared by all `ShardedWeight` views of the memory."""
+    """Counter of the writes to one memory, shared by all `ShardedWeight` views of the memory."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -191,11 +191,10 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
     def own_levels(self, part: Plain, quantizer: Quantizer) -> tuple[bool, ...]:
-        """Whether, at each level of scales, this rank alone computes its shard's scales and sends them.
+        """Whether, at each level of scales, each rank alone computes its shard's scales and sends them.
 
-        The levels are the scales of blocks and, if ``quantizer`` has them, the outer scales of matrices. ``part`` is
-        the shard and its layout. If forward and backward multiply the same codes, all are False, because ranks
-        exchange amaxes and then know every scale.
+        The levels are the scales of blocks and, if there are any, the outer scales of matrices. All are False if
+        forward and backward multiply the same codes: ranks then exchange amaxes and know every scale.
         """
         levels = 2 if quantizer.has_outer_scale() else 1
         if self.gathers is None:
@@ -225,9 +224,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
         """Return arguments for the gathered QuantizedTensor that say which ranks share its scales.
 
-        A matrix sharded by tensor parallelism has the tensor parallel group, dim and sizes. Any other matrix has
-        FSDP2's group (in ``shards``), whose ranks all hold the whole matrix after the gather. Stacked experts get
-        none.
+        They name the tensor parallel ranks of a matrix that these shard, else FSDP2's ranks; stacked experts get none.
         """
         if self.batch:
             return {}
@@ -291,10 +288,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Return, of a whole weight's scales, the scales of the tensor parallel shard that FSDP2 gathers.
-
-        ``size`` is the shape of this tensor parallel shard.
-        """
+        """Return the scales of the tensor parallel shard that FSDP2 gathers, from the whole weight's scales."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 

@@ -24,7 +24,7 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Version:
-    """A weight's version counters at the time when scales or codes were computed from the weight."""
+    """A weight's version counters when its scales or codes were computed."""
 
     edits: Edits  # the counter of writes that the weight had
     writes: tuple[int, ...]  # version counters of the weight
@@ -42,7 +42,7 @@ class _Version:
 
 @dataclass(frozen=True)
 class _Scales:
-    """Scales of one weight by the recipe's field, and the version of the weight when they were computed.
+    """Scales of one weight by the recipe's field, and the weight's version when they were computed.
 
     If each block lies on one rank, the outer amax is held instead, and each rank computes its own scales.
     """
@@ -79,7 +79,6 @@ def _end_of_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 @cache
 def _listen_to_optimizers() -> None:
-    """Register `_end_of_step` as a hook on the steps of all optimizers, once."""
     register_optimizer_step_post_hook(_end_of_step)
 
 
@@ -99,7 +98,7 @@ class WeightScales:
         self._sent: dict[tuple[nn.Module, str], tuple[_Version, dict[Hashable, tuple[Tensor, ...]]]] = {}
 
     def _known(self, weight: tuple[nn.Module, str]) -> dict[tuple[nn.Module, str], _compat.FsdpParameter]:
-        """Return FSDP2's records of weights, by (module, name); look again if ``weight`` is missing."""
+        """Return FSDP2's records of weights, by (module, name); refreshes them if ``weight`` is missing."""
         if weight not in self._parameters:
             found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
             self._parameters = {each: found[each] for each in self._weights if each in found}
@@ -130,7 +129,7 @@ class WeightScales:
     def sent(
         self, module: nn.Module, name: str, which: Hashable, make: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """Return the result of ``make``: codes and scales to send, cached until the weight changes.
+        """Return ``make()``, codes and scales to send, cached until the weight changes.
 
         The weight is the parameter ``name`` of ``module``; ``which`` is the key in the weight's cache.
         """
@@ -211,12 +210,10 @@ def _shared_amaxes(
     entries: list[tuple[tuple[nn.Module, str], str, Quantizer, bool]],
     amaxes: list[Tensor],
 ) -> dict[tuple[nn.Module, str], Tensor]:
-    """Return {(layer, recipe field): amax of the scale that several layers share, (1,) float32}.
-
-    ``entries`` has weight, recipe field and quantizer of each of ``amaxes``.
+    """Return, by layer and recipe field, the amax of a scale that several layers share, (1,) float32.
 
     Raises:
-        RuntimeError: FSDP2 gathers only some of the layers as codes.
+        RuntimeError: FSDP2 gathers only some of these layers as codes.
     """
     own: dict[tuple[nn.Module, str], Tensor] = {}
     for (weight, slot, quantizer, _), amax in zip(entries, amaxes, strict=True):
@@ -236,10 +233,7 @@ def _shared_amaxes(
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """Return (multiplier, scale, None) for a layer's weight with delayed scaling.
-
-    The last backward computed the multiplier, 1 / scale. ``slot`` is the recipe's field of the quantizer.
-    """
+    """Return (multiplier, scale, None) of a weight with delayed scaling; the last backward computed the multiplier."""
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)

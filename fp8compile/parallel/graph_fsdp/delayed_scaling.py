@@ -1,8 +1,8 @@
-"""Delayed scaling of sharded layers: which ranks reduce which amaxes, in one message for all layers.
+"""Delayed scaling of layers that graph_fsdp shards: ranks reduce the amaxes of all layers in one message.
 
-An amax carrier is a pair of zero tensors, whose gradients are the amaxes of one layer; see
-`fp8compile.ops.layer.fsdp_delayed_amaxes`. A second call of a layer within a forward, and a call outside of the
-model's forward, send their own messages.
+Each layer gets an amax carrier, a pair of zero tensors whose gradients are the layer's amaxes
+(`fp8compile.ops.layer.fsdp_delayed_amaxes`). A layer's second call in a forward, and a call outside of the model's
+forward, send their own messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class AmaxReduction(NamedTuple):
 
 
 def _without_parts(names: Iterable[Any]) -> tuple[str, ...]:
-    """Return group names without duplicates, and without groups whose ranks are all in another group."""
     ranks = {name: set(get_process_group_ranks(_resolve_process_group(name))) for name in dict.fromkeys(names)}
     found: list[str] = []
     for name, own in sorted(ranks.items(), key=lambda each: -len(each[1])):
@@ -62,10 +61,7 @@ def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction 
 
 
 def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
-    """Return a tensor that requires grad, to make an amax carrier from; None if there is no backward.
-
-    It is the layer's weight, or one of the parameters or ``inputs`` of ``module``, whose forward runs.
-    """
+    """Return a tensor that requires grad, from which an amax carrier can be made; None if there is no backward."""
     weight = layer._parameters["weight"]
     if weight.requires_grad:
         return weight
@@ -74,20 +70,17 @@ def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
 
 
 def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tensor]:
-    """Pass ``tokens``, tensors of amax carriers, through an op whose backward reduces their gradients.
-
-    The gradients are amaxes, reduced over ``groups``. Without groups, the tensors are returned unchanged.
-    """
+    """Let the backward reduce the gradients of ``tokens``, which are amaxes, over ``groups`` in one message."""
     if groups is None:
         return tokens
     return fsdp_amaxes_together(torch.cat(tokens), groups).split([token.numel() for token in tokens])
 
 
 def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
-    """Make an amax carrier for each of ``layers``, which the forward of ``module`` runs on ``inputs``.
+    """Make an amax carrier for each of ``layers``: a pair of zero tensors whose gradients are the layer's amaxes.
 
-    A carrier is a pair of zero tensors whose gradients are the layer's amaxes. It is (None, None) if the layer has no
-    delayed scaling or there is no backward.
+    It is (None, None) without delayed scaling or without a backward. ``module`` is the module whose forward, on
+    ``inputs``, runs these layers.
     """
     found: list[AmaxCarrier] = [(None, None)] * len(layers)
     messages: dict[tuple[str, ...], list[tuple[int, int, Tensor]]] = {}
@@ -128,10 +121,7 @@ def _mark_consumed(key: int) -> bool:
 
 
 def attach(layers: Sequence[Any], module: nn.Module, inputs: Any) -> None:
-    """Attach an amax carrier to each layer for its first call, so that all amaxes travel in one message.
-
-    For carriers and the arguments see `assign`.
-    """
+    """Attach an amax carrier (see `assign`) to each layer for its first call; one message sends all amaxes."""
     for layer, carrier in zip(layers, assign(layers, module, inputs), strict=True):
         layer.graph_fsdp.carrier = carrier
     if torch.compiler.is_dynamo_compiling():
@@ -141,7 +131,7 @@ def attach(layers: Sequence[Any], module: nn.Module, inputs: Any) -> None:
 def consume(layer: Any, x: Tensor) -> AmaxCarrier:
     """Return the amax carrier (see `assign`) for a call of a layer; ``x`` is its input.
 
-    The first call gets the attached carrier, each later call a new one, because autograd adds gradients of two uses.
+    The first call takes the attached carrier. Later calls get new ones, because autograd would add the gradients.
     """
     state = layer.graph_fsdp
     if torch.compiler.is_dynamo_compiling():

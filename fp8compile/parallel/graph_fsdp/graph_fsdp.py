@@ -121,15 +121,12 @@ def _stacks_of_whole_experts(module: nn.Module, state: ModuleState) -> frozenset
 
 
 def _reads_children(module: nn.Module) -> bool:
-    """Whether a module multiplies by parameters of its children, whose own forwards do not run."""
+    """Whether a module multiplies by parameters of its children without calling them."""
     return is_converted(module) and any("." in name for name in weight_names(module))
 
 
 def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]) -> bool:
-    """Whether the op of a `Linear` gathers its weight as codes: all modules with the weight are `Linear`.
-
-    ``users`` has the modules that have each parameter.
-    """
+    """Whether the op of a `Linear` gathers the weight as codes: every module that has the weight is a `Linear`."""
     weight = module._parameters.get("weight") if isinstance(module, Linear) else None
     return weight is not None and all(isinstance(user, Linear) for user in users[weight])
 

@@ -1,8 +1,7 @@
-"""The class of a module with sharded parameters, which are whole inside the model's forward.
+"""The class of a module whose parameters graph_fsdp shards, and which are whole while the model's forward runs.
 
-Each parameter becomes a property of the module's new class that gathers the parameter while a forward runs.
-Initialization, optimizers and state dicts find the shards. The weights of FP8 layers are not gathered by the property,
-because the layer's op gathers them as codes.
+Each parameter becomes a property that gathers. Initialization, optimizers and state dicts find the shards. The op of
+an FP8 layer gathers the weight itself, as codes.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ __all__ = ["ForwardScope", "ModuleState", "become_sharded", "is_sharded"]
 
 @dataclass
 class ForwardScope:
-    """Whether the model's forward runs, and the gathered parameters that several modules share.
-
-    All modules of the model refer to the same object.
-    """
+    """State of the model's forward, shared by all of its modules: whether it runs, and parameters gathered once."""
 
     runs: bool = False  # whether a forward is running
     # The gathered parameters that several modules share. Each is gathered once, so its gradients are added up before
@@ -49,7 +45,7 @@ class ForwardScope:
 
 @dataclass
 class ModuleState:
-    """What graph_fsdp keeps for one module: how its parameters are sharded, and amaxes of its weight."""
+    """The state that graph_fsdp keeps for one module, such as its parameters' sharding and its weight's amaxes."""
 
     forward: ForwardScope  # state of the model's forward
     shardings: dict[str, ParameterSharding]  # sharding of each parameter, by name
@@ -110,7 +106,6 @@ class _ShardedModule(nn.Module):
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
     def _without_amaxes(self) -> list[Any]:
-        """Return the layers for whose weights this forward exchanges amaxes over ranks."""
         return self.graph_fsdp.layers
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,9 +136,9 @@ def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used
 
 
 def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack:
-    """Wrap a shard of stacked weights of experts, so that the module sees the shape of all weights.
+    """Wrap a shard of stacked weights, so that the module sees the shape of all experts' weights.
 
-    The grouped GEMMs gather the codes. ``sharding`` says how the weights are sharded.
+    The grouped GEMMs gather the codes.
     """
     local = weight.to_local()
     used = used_dtype(sharding, local.device.type)

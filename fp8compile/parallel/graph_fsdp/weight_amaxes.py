@@ -28,7 +28,7 @@ SLOTS = ("weight", "weight_for_grad_input")
 
 @dataclass(frozen=True)
 class WeightAmaxPlan:
-    """Which amaxes of a layer's weight ranks exchange, with their shapes, and over which process groups."""
+    """The amaxes of a layer's weight that ranks exchange: their shapes, and the process groups."""
 
     # shape of the amaxes, by the recipe's field; only for quantizers whose blocks span several ranks
     grids: dict[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""An operand's values with their codes and scales, for statistics of what a cast does to values.
+"""The elements of an operand (values, codes and scales), which statistics of a cast are computed from.
 
     operand                     values, codes, scales                       partial counts ("pieces")
     a matrix                    (M, K)                                      (1, rows or blocks)
@@ -6,12 +6,9 @@
     groups, codes along rows    (R, K), a row belongs to a group            (rows,)
     groups, codes along tokens  (C, K), a column of codes is a row here     (rows,)
 
-If two codes share a byte, the elements are split into two lanes, at even and at odd positions. The numbers of both
-lanes are combined before they are reduced.
-
-A sum traverses a matrix in the order of its cast, along rows or within the blocks of a row, so that Inductor fuses
-both into one kernel. If one kernel makes amaxes along features and casts along tokens, pieces are blocks of a row too.
-`fp8compile.ops.layer.statistics.add_pieces` combines the pieces.
+If two codes share a byte, the elements are split into two lanes, at even and at odd positions; both lanes' numbers are
+combined before they are reduced. Partial counts are per row, or per block of a row, in the order of the cast, so that
+Inductor fuses counting and casting into one kernel.
 """
 
 from __future__ import annotations
@@ -86,7 +83,7 @@ class Elements:
     lanes: tuple[Elements, ...] = ()
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
-        """Call ``compute`` on these elements, and cache the result, because several statistics need it."""
+        """Return ``compute`` of these elements, cached because several statistics need it."""
         known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
         if compute not in known:
             known[compute] = compute(self)
@@ -171,7 +168,7 @@ def _of_matrices(values: Tensor | None, found: Quantized, rows: int | None, n: i
 def _lane(
     values: Tensor, scales: Tensor, dim: int, place: int, codes: Tensor, fmt: Float8Format | Float4Format
 ) -> Elements:
-    """The elements at every second position along ``dim``, from position ``place`` (0 or 1) on.
+    """Return the elements at every second position along ``dim``, from position ``place`` (0 or 1) on.
 
     ``codes`` are the codes at these positions; ``values`` and ``scales`` are for all positions.
     """
@@ -182,10 +179,9 @@ def _lane(
 
 
 def _run(quantizer: Quantizer, *, along_tokens: bool) -> int:
-    """Number of neighbours in a row that are counted together: a block's length, or -1 for a whole row.
+    """Return how many neighbours of a row are counted together: a block's length, or -1 for a whole row.
 
-    ``along_tokens``: whether codes of groups lie along tokens. Blocks are counted by themselves only if one kernel
-    computes their amax and codes; with an outer scale, codes first need the amaxes of all blocks.
+    Blocks are counted one by one only if one kernel computes their amaxes and codes.
     """
     rows, columns = quantizer.block
     if quantizer.has_outer_scale() or (columns == 1 and not along_tokens) or rows == columns:
@@ -251,10 +247,9 @@ def numel_of_groups(ends: Tensor, quantizer: Quantizer, features: int) -> Tensor
 
 
 def _grid_along_tokens(found: Quantized, rows: int, shape: torch.Size) -> Tensor:
-    """The scales of blocks of tokens, (blocks, features), or of whole groups, (E, features or 1).
+    """Return the scales of blocks of tokens, (blocks, features), or of whole groups, (E, features or 1).
 
-    ``found`` has transposed codes and scales. ``rows`` is the number of tokens in a block, -1 for a group; ``shape``
-    is (tokens, features).
+    ``rows`` is the number of tokens in a block, -1 for a group; ``shape`` is (tokens, features).
     """
     if rows == -1 or found.scale.ndim == 2:
         return found.scale
@@ -292,7 +287,7 @@ def pieces_of(elements: Elements, numbers: Tensor, combine: str) -> Tensor:
 
 
 def counts_of_pieces(elements: Elements) -> Tensor:
-    """Call `count_cast` on elements of unpacked codes; the result has the shape of `pieces_of`."""
+    """Count underflows and saturations of elements with unpacked codes, in the shape of `pieces_of`."""
     limit = torch.where(elements.scale > 0, elements.scale * limit_of(elements.format), torch.inf)
     mask = magnitude_of_code(elements.format)
     return _pieces(elements, lambda: count_cast(elements.magnitude(), elements.codes, limit, mask))

@@ -2,18 +2,12 @@
 
     y = linear(x, weight, bias, recipe)                          the layer's op, unchanged
     y, totals = observe(y, x, weight, ..., recipe)               y again; totals of input and weight
-        its backward: observe_gradient(grad_output, x, weight)   totals of grad_output, and of the codes of input and
-                                                                 weight that the backward makes; then adds all totals
-                                                                 to the buffer
+        its backward: observe_gradient(grad_output, x, weight)   totals of grad_output and of the codes made in the
+                                                                 backward; then adds all totals to a buffer
 
-These ops request the same codes from `Operands` as the GEMMs do. In a graph the equal nodes are merged, so codes are
-made once, and counting fuses with the cast. In eager mode codes are made a second time.
-
-A graph counts in the pass that casts, because the other pass would read the tensor once more: codes for gradients are
-usually cast in the backward. In eager mode the forward counts everything, so the backward needs no input or weight.
-
-The backward writes the buffer once, whatever checkpointing repeats, as it does with the state of delayed scaling.
-Without a backward nothing is written.
+In a graph, these ops ask for the codes that the GEMMs read; equal nodes are merged, and counting fuses with the cast.
+The pass that casts also counts, because the other pass would read the tensor again. In eager mode codes are made a
+second time, in the forward. The backward writes the buffer once, even if checkpointing repeats the forward.
 """
 
 from __future__ import annotations
@@ -97,10 +91,10 @@ class Observer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveOp(PlacedOp):
-    """Description of an op that observes a layer's tensors.
+    """An op that observes a layer's tensors: its arguments, and how it computes its results.
 
-    The op's constants are the index of this rank's first matrix, whether the backward counts the codes that it makes
-    of input and weight, names of the totals, and the recipe.
+    Its constants are the index of this rank's first matrix, whether the backward counts the codes that it makes of
+    input and weight, the names of the totals, and the recipe.
 
     Attributes:
         gradient: Whether this is the backward's op, which observes grad_output, and also input and weight if given.
@@ -119,7 +113,7 @@ class ObserveOp(PlacedOp):
         return {"first": int, "later": bool, "totals": str, "recipe": Recipe}
 
     def is_here(self, slot: str, found: Quantized | None, *, later: bool) -> bool:
-        """Whether this op counts the codes of a field of the recipe; if not, the layer's other op does.
+        """Whether this op, and not the layer's other one, counts the codes of a field of the recipe.
 
         Args:
             slot: The field, such as ``"weight"``.
@@ -153,7 +147,10 @@ class ObserveOp(PlacedOp):
         *constants: Any,
         weight: Seen | None = None,
     ) -> Any:
-        """Compute the op's results from its arguments, as `split` returns them; for ``weight`` see `run`."""
+        """Compute the op's results from what `split` returns.
+
+        ``weight`` is a weight that is kept as codes, or None.
+        """
         tokens, x, values, *_ = tensors
         (_, later, names, recipe), y = constants, tokens
         operands = operands_of(recipe, phase, ends, place.given())
@@ -175,10 +172,9 @@ class ObserveOp(PlacedOp):
     def results(
         self, ends: Tensor | None, names: str, y: Tensor, found: Mapping[str, Pieces | None], phase: Phase
     ) -> Any:
-        """Combine ``found``, partial counts by field, to totals; in the forward, return ``y`` and the totals.
+        """Combine partial counts to totals; the forward's op returns ``y`` and the totals, the backward's only totals.
 
-        ``ends`` are the ends of groups, ``names`` those of the totals, ``y`` is this rank's part of the op's first
-        argument.
+        ``found`` has partial counts by field, ``names`` the names of the totals, ``ends`` the ends of groups or None.
         """
         sums, maxima = columns_of(names)
         slots, matrices = SLOTS if self.gradient else FORWARD_SLOTS, 1 if ends is None else ends.shape[0]
@@ -239,7 +235,6 @@ class Observe:
 
 
 def _is_made_in_backward(codes: Tensor) -> bool:
-    """Whether traced codes are marked for the backward, or come from a cast that only a backward calls."""
     return inductor.is_left_in_backward(codes) or inductor.is_result_of(codes, (group_cast, group_cast_counted))
 
 

@@ -1,8 +1,4 @@
-"""Partial counts ("pieces") of what casts do to a layer's tensors, for `add_pieces` to combine.
-
-Partial counts are made beside the cast of each field of the recipe. Both casts of a tensor have the same amax, so the
-forward computes this amax also for the codes that the backward makes.
-"""
+"""Partial counts ("pieces") of what the casts of a layer's tensors do; `add_pieces` sums them to totals."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ IsHere = Callable[[str, Quantized | None], bool]
 
 @dataclass(frozen=True)
 class Seen:
-    """One tensor of a layer on this rank, as statistics see it.
+    """One of a layer's tensors on this rank, for statistics.
 
     Attributes:
         part: This rank's part of the values; None if only codes are known.
@@ -110,11 +106,7 @@ def counted(
 
 
 def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, str]) -> bool:
-    """Whether one of the two casts of the tensor ``seen`` counts totals of magnitudes for both.
-
-    Both casts, for the recipe's fields ``slots``, must be counted and read the same values. ``names`` is from
-    `totals_of`.
-    """
+    """Whether one cast of a tensor counts totals of magnitudes for both casts, which read the same values."""
     if seen.part is None or slots[1] not in FOR_GRADIENTS:
         return False
     own, other = (getattr(recipe, slot) if counts_slot(names, slot) else None for slot in slots)
@@ -122,7 +114,6 @@ def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, 
 
 
 def _magnitudes_alone(found: Any, names: str) -> Pieces:
-    """Return partial counts ``found`` with totals of magnitudes only; ``names`` is from `totals_of`."""
     if _are_magnitudes(names):
         return found
     sums, maxima = columns_of(names)
@@ -165,11 +156,7 @@ def _of_slot(
 
 
 def _of_counts(found: Any, part: Plain, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
-    """Make partial counts of the statistics that a casting kernel returned with the codes ``found``.
-
-    ``part`` are the values and ``layout`` is their layout; ``names`` is from `totals_of`, ``counts`` and ``first`` are
-    fields of `Pieces`.
-    """
+    """Make partial counts of the statistics that a casting kernel returned together with the codes ``found``."""
     sums, maxima = columns_of(names)
     local, ends, matrices = part.local, layout.ends, 1
     numel: Tensor | int = local.shape[layout.batch :].numel()
@@ -205,7 +192,7 @@ def _of_elements(cast: _Cast, names: str, *, counts: bool, first: int) -> Pieces
 
 
 def _noted(found: Pieces, x: Tensor, quantizer: Quantizer) -> Pieces:
-    """Note in the graph of which cast these pieces are, so that a kernel that makes the codes may count them."""
+    """Record in the graph which cast these counts belong to, so that the kernel that casts can also count."""
     noted: dict[int, Tensor] = {}  # totals that share a number go on sharing it
 
     def note(piece: Piece | None) -> Piece | None:
@@ -225,10 +212,7 @@ def _sum(total: Total, elements: Elements) -> Piece:
 
 
 def _largest(total: Total, cast: _Cast) -> Piece | None:
-    """The partial maxima of a total; None for magnitudes that another cast counts.
-
-    Magnitudes are stored in the dtype of the values, which takes fewer bytes.
-    """
+    """Return the partial maxima of a total, in the dtype of the values; None if another cast counts magnitudes."""
     if total.is_magnitude and not cast.has_magnitudes:
         return None
     found = numbers_of(cast.elements, total.compute, "max")
