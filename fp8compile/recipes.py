@@ -67,9 +67,9 @@ def _of_blocks(
 ) -> Recipe:
     """Make a recipe with current scaling for all operands, from the blocks that share a scale.
 
-    ``x`` (of inputs and output gradients) and ``weight`` are the blocks in GEMMs that sum over a tensor's columns.
-    ``x_turned`` and ``weight_turned`` are those in GEMMs that sum over a tensor's rows. ``rule`` has ``scale`` and
-    ``eps``; the other arguments are those of `rowwise` and `mxfp8`.
+    ``x`` is the block of inputs and output gradients and ``weight`` the weight's, where a GEMM sums over columns;
+    ``x_turned`` and ``weight_turned`` are those where it sums over rows. ``rule`` has ``scale`` and ``eps``; the other
+    arguments are those of `rowwise` and `mxfp8`.
     """
     gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
     return Recipe(
@@ -555,10 +555,7 @@ ARGUMENTS = {
 
 
 def _call(name: str, recipe: Recipe) -> str | None:
-    """Text of the call ``name(...)`` that makes this recipe, without default arguments.
-
-    None if no arguments of the ready recipe ``name`` make this recipe.
-    """
+    """Return the call ``name(...)``, without default arguments, that makes this recipe; None if there is none."""
     function = READY[name]
     defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
     weight: Any = recipe.weight  # any class of quantizers, or None

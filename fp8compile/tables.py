@@ -75,7 +75,6 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _common(words: Sequence[list[str]]) -> int:
-    """Number of leading parts that all words have in common; a word is a list of parts."""
     return next(
         (at for at, parts in enumerate(zip(*words, strict=False)) if len(set(parts)) > 1), min(map(len, words))
     )
@@ -101,10 +100,7 @@ Pattern = tuple[tuple[str, ...], ...]  # alternatives of each part between dots
 
 
 def _merged_at(patterns: list[Pattern], place: int) -> list[Pattern]:
-    """Merge patterns that differ only in the part at index ``place``; parts are those between dots.
-
-    A merged pattern takes the position of its first member.
-    """
+    """Merge patterns that differ only in the part at index ``place``; parts are separated by dots."""
     together: dict[Hashable, list[Pattern]] = {}
     for pattern in patterns:
         key = (*pattern[:place], None, *pattern[place + 1 :]) if place < len(pattern) else pattern
@@ -197,10 +193,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> list[int]:
-    """Column widths with a sum of at most ``room`` characters; no width is less than the column's floor.
+    """Choose column widths with a sum of at most ``room`` characters, none below the column's floor.
 
-    The column whose shrinking adds the fewest lines to the table shrinks first. If all columns are at their
-    floors, the sum may be larger.
+    The column whose shrinking adds the fewest lines shrinks first. If all columns are at their floors, the sum may be
+    larger.
     """
 
     def heights(at: int, width: int) -> list[int]:
@@ -223,20 +219,19 @@ def _fitted(cells: Sequence[Sequence[str]], floors: list[int], room: int) -> lis
 
 
 def _least(word: str) -> int:
-    """Least column width for a word: that of a short word, else of the word's longest readable part."""
     if len(word) <= LONG_WORD:
         return len(word)
     return min(LONG_WORD, max(map(len, BREAKS[-1].split(word))))
 
 
 def _floor(cells: Sequence[str], *, is_number: bool) -> int:
-    """Least width at which a column of ``cells`` breaks no short word and, if ``is_number``, no number."""
+    """Return the width below which a column would break a short word or, if ``is_number``, a number."""
     words = [word for cell in cells for word in SPACES.split(cell)]
     return max([NARROWEST, *map(len if is_number else _least, words)])
 
 
 def _plain(rows: Sequence[Sequence[Cell]], notes: list[str]) -> list[list[str]]:
-    """Cells as text; the cell of a note shows the note's number. Adds each note's text to ``notes`` once."""
+    """Convert cells to text; a note's cell shows the note's number, and its text is added to ``notes`` once."""
     plain = []
     for row in rows:
         cells = []

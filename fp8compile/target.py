@@ -79,7 +79,7 @@ class Target:
 
     @property
     def architecture(self) -> tuple[int, int] | str:
-        """What identifies the GPU's architecture: ``capability``, or ``gcn`` for an AMD GPU."""
+        """The GPU's architecture: its compute capability, or AMD's name such as "gfx950"."""
         return self.capability if self.hip is None else self.gcn
 
     @property

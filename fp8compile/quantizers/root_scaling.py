@@ -56,5 +56,4 @@ class RootScaling(CurrentScaling):
 
 
 def _above_zero(codes: Tensor, x: Tensor) -> Tensor:
-    """The codes, with the code 1 wherever a code is 0 and its value in ``x`` is above 0."""
     return torch.where((codes == 0) & (x > 0), 1, codes)

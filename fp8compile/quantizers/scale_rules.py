@@ -62,7 +62,7 @@ def exact_root(x: Tensor) -> Tensor:
 
 
 def _floored(amax: Tensor, eps: float) -> Tensor:
-    """The amax, but at least eps. The comparison is in float64, because eps is rarely a float32 number."""
+    """Return the amax, but at least eps; compared in float64, because eps is rarely a float32 number."""
     return amax.double().clamp(min=eps) if eps else amax
 
 

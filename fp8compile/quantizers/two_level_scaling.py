@@ -87,11 +87,11 @@ class TwoLevelScaling(Quantizer):
     # ------------------------------------------------------------------ layout
 
     def _summed_dim(self) -> int:
-        """The dim, 0 or 1, along which sixteen values share a scale, and along which the transform runs."""
+        """Return the dim, 0 or 1, along which sixteen values share a scale and the transform runs."""
         return 1 if self.block == ROWS else 0
 
     def _codes_matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of the codes of a tensor of shape ``shape``, before packing two into a byte."""
+        """Return rows and columns of the codes of a tensor of shape ``shape``, with one code per byte."""
         sizes = [math.prod(shape[:-1]), shape[-1]] if len(shape) else [1, 1]
         if self.hadamard:
             dim = self._summed_dim()
@@ -256,8 +256,8 @@ class TwoLevelScaling(Quantizer):
     def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
         """Cast the first (``start`` 0) or second (``start`` 1) value of each pair that shares a byte.
 
-        ``where`` are the arguments ``rows`` and ``columns`` of `noise`, or nothing. If all codes were computed first
-        and then split, compiled code would store all of them.
+        ``where`` are the arguments ``rows`` and ``columns`` of `noise`, or nothing. Compiled code would store all
+        codes if they were computed first and then split.
         """
         dim, every = PAIRS[self.packed], slice(start, None, 2)
         block = tuple(size // 2 if axis == dim else size for axis, size in enumerate(self.block))

@@ -156,19 +156,19 @@ class SavedAsCodes:
         return SavedAsCodes(filter=tuple(chosen))
 
     def quantizer_for(self, block: tuple[int, int] | None) -> Quantizer:
-        """Quantizer for one saved tensor: ``quantizer``, or e4m3 with power-of-two scales for ``block``.
+        """Return the quantizer for one saved tensor: ``quantizer``, or e4m3 with power-of-two scales for ``block``.
 
-        ``block`` has the rows and columns that share a scale, from `block_beside`; None means 1 x 128.
+        ``block`` is (rows, columns) that share a scale; None means 1 x 128.
         """
         if self.quantizer is not None:
             return self.quantizer
         return _powers_of_two(ALONE if block is None else ROW if block == WHOLE else block)
 
     def uuid(self) -> str:
-        """Text for keys of compile caches: equal in all processes for equal fields and equal source code.
+        """Return a text for keys of compile caches, equal in all processes for equal fields and source code.
 
-        A filter function with a closure or defaults gets a new text in each process, because the closure's and
-        defaults' values can't be compared.
+        A filter function with a closure or defaults gets a new text in each process, because their values can't be
+        compared.
         """
         chosen = repr(self.filter) if not callable(self.filter) else _source_of(self.filter)
         return f"SavedAsCodes {source_salt(SavedAsCodes)} {self.quantizer!r} {chosen}"
@@ -181,7 +181,6 @@ def _powers_of_two(block: tuple[int, int]) -> CurrentScaling:
 
 @lru_cache
 def _source_of(function: Callable[..., Any]) -> str:
-    """Text that changes with a function's source; new in each process if there are closures or defaults."""
     if not inspect.isfunction(function) or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return uuid.uuid4().hex
     import hashlib

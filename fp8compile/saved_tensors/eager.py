@@ -1,7 +1,7 @@
-"""Saving tensors as codes in eager mode, where autograd's pack hook runs before the saving operator.
+"""Save tensors as codes in eager mode, where autograd's pack hook runs before the operator that saves.
 
-The hook can't know the kind of tensor (norm, activation, ...), and returns a `Kept` that still holds the tensor. The
-operator that runs next tells the kind; then codes replace the tensor if the kind was chosen.
+The hook can't know what reads the tensor (a norm, an activation, ...), so it returns a `Kept` that still holds the
+tensor. The next operator tells, and codes then replace the tensor if this kind was chosen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WATCHES = threading.local()
 
 
 class Kept:
-    """Object that autograd saves for a tensor; holds the tensor, or codes if `settle` chose codes."""
+    """What autograd saves for a tensor: the tensor at first, its codes once `settle` has chosen them."""
 
     def __init__(self, value: Tensor) -> None:
         self.value: Tensor | None = value
@@ -115,16 +115,16 @@ class Watch(_compat.OnlookingMode):
         return result
 
     def settle(self) -> None:
-        """Give all tensors whose kind is still open the kind "other"; called when no operator follows."""
+        """Settle all remaining tensors as kind "other", because no operator follows."""
         for kept in self.pending:
             kept.settle("other", self.saved)
         self.pending = []
 
 
 def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
-    """Kind of the saved tensor ``kept``, told by ``func``, the operator that runs next.
+    """Return the kind of a saved tensor, told by ``func``, the operator that runs next.
 
-    None if ``func`` squares the tensor: the operator after ``func`` tells whether this is part of a norm.
+    None if ``func`` squares the tensor: the operator after it tells whether this belongs to a norm.
     """
     name, x = operator_name(func), kept.value
     if kept.square is not None:
@@ -149,9 +149,9 @@ def _watches() -> list[Watch]:
 
 
 def _may_be_packed(x: Tensor) -> bool:
-    """Whether ``x`` may become codes: a floating-point tensor of two or more dims made by the forward.
+    """Whether ``x`` may become codes: a floating-point tensor of two or more dims that the forward computed.
 
-    A result that its own operator saves is never packed, because it has no ``grad_fn`` yet.
+    An operator's own result, which it saves before it has a ``grad_fn``, never does.
     """
     is_callers = x._base is not None and x._base.is_leaf and x._base.requires_grad  # a part of a parameter
     return (
@@ -166,9 +166,6 @@ def _may_be_packed(x: Tensor) -> bool:
 
 
 def packed_in_eager(x: Tensor, saved: SavedAsCodes) -> Any:
-    """What autograd saves for ``x``: a `Kept` inside of the context of ``saved``, otherwise ``x`` itself.
-
-    Tensors that can't become codes are also saved as they are.
-    """
+    """Return what autograd saves for ``x`` in eager mode: a `Kept`, or ``x`` itself if it can't become codes."""
     watch = next((each for each in reversed(_watches()) if each.saved == saved), None)
     return watch.keep(x) if watch is not None and _may_be_packed(x) else x

@@ -75,12 +75,10 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a node has no tensor inputs, so that it is a constant."""
     return node.op == "call_function" and not any(isinstance(value_of(each), Tensor) for each in node.all_input_nodes)
 
 
 def _body(call: fx.Node) -> fx.Graph:
-    """Graph of the compiled region that ``call`` runs."""
     holder: Any = call.args[0]
     owner = call.graph.owning_module
     assert owner is not None, "a graph that calls a region belongs to a module, which has the region's graph"
@@ -90,10 +88,7 @@ def _body(call: fx.Node) -> fx.Graph:
 
 
 def same_memory(node: fx.Node) -> list[fx.Node]:
-    """The nodes from ``node`` itself back to the node that allocates the memory of ``node``.
-
-    The walk passes views and compiled regions (``invoke_subgraph``).
-    """
+    """Return the nodes from ``node`` back to the node that allocates its memory, through views and regions."""
     found = [node]
     while (node := found[-1]).op == "call_function":
         source: Any = node.args[0] if node.args else None
@@ -113,12 +108,12 @@ def same_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """The node that allocates the memory of ``node``, in the same graph: an operator or a region call."""
+    """Return the node, in the same graph, that allocates the memory of ``node``: an operator or a region's call."""
     return [each for each in same_memory(node) if each.graph is node.graph][-1]
 
 
 def users_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read ``node``; instead of a compiled region, its placeholders."""
+    """Yield the nodes that read ``node``; for a compiled region, its placeholders instead."""
     for user in node.users:
         if user.op == "output":
             continue
@@ -145,7 +140,7 @@ def readers_of(node: fx.Node, *, through_copies: bool) -> list[fx.Node]:
 
 
 def functions_of(node: fx.Node, *, past_nonlinear: bool) -> list[fx.Node]:
-    """The node itself and nodes computed elementwise from it, without other tensors except in adds.
+    """Return the node and the nodes computed elementwise from it alone, or by adding other tensors.
 
     Nodes behind an operator in `NONLINEAR`, such as exp, are included only if ``past_nonlinear``.
     """

@@ -80,7 +80,7 @@ def _check_hooks_around() -> None:
 
 @cache
 def _hooks(saved: SavedAsCodes) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Pack hook and unpack hook for ``saved``; cached, because Dynamo guards on the identity of hooks."""
+    """Return the pack and unpack hooks for ``saved``, cached because Dynamo guards on the identity of hooks."""
     name = saved.uuid()
     VALUES[name] = saved
     return _as_graph(pack_hook, name), _as_graph(unpack_hook, name)
@@ -97,9 +97,9 @@ def _as_graph(function: Any, name: str) -> fx.GraphModule:
 
 
 def _traced_packing(saved: SavedAsCodes) -> Any:
-    """The `Packing` of AOTAutograd's current saved tensor; None if the tensor is saved as it is.
+    """Return the `Packing` of the tensor that AOTAutograd is saving; None if it is saved as it is.
 
-    In eager mode the result is NotImplemented.
+    NotImplemented in eager mode.
     """
     context = _compat.saved_tensor_context()
     if context is None:

@@ -51,7 +51,7 @@ def pack_in_joint_graph(module: fx.GraphModule, saved: SavedAsCodes, is_backward
 
 
 def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
-    """Forward nodes tagged for recomputation that the backward reads, also through other such nodes."""
+    """Return the forward nodes tagged for recomputation that the backward reads, directly or through others."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -70,9 +70,9 @@ def _made_again(graph: fx.Graph, is_backward: IsBackward) -> set[fx.Node]:
 def _chosen(
     graph: fx.Graph, kept: list[fx.Node], readers: set[fx.Node], saved: SavedAsCodes, is_backward: IsBackward
 ) -> dict[fx.Node, Packing]:
-    """Map each node of ``kept`` that becomes codes to its `Packing`.
+    """Return a `Packing` for each node of ``kept`` that becomes codes.
 
-    ``readers`` are the nodes that run in the backward. A node is left out if its memory stays alive for another view.
+    ``readers`` are the nodes that run in the backward. A node is left out if a view of its memory stays alive.
     """
     forward = _copied(graph, [node for node in graph.nodes if not is_backward(node)])
     backward = _copied(graph, [node for node in graph.nodes if node in readers])
@@ -88,7 +88,6 @@ def _chosen(
 
 
 def _copied(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Copy ``nodes`` into a new graph, with placeholders for other inputs; returns the copy of each node."""
     copy = fx.Graph(owning_module=graph.owning_module)
     env: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -126,9 +125,9 @@ def _compress(graph: fx.Graph, chosen: dict[fx.Node, Packing], again: set[fx.Nod
 
 
 def _inserted(place: fx.Node, body: fx.GraphModule, inputs: Sequence[fx.Node], tag: object) -> list[fx.Node]:
-    """Insert the graph ``body``, called with ``inputs``, before the node ``place``; returns its results.
+    """Insert the graph ``body``, called with ``inputs``, before the node ``place``; return its results.
 
-    New nodes get ``tag`` in ``meta["recompute"]``, and ``meta["custom"]`` of the first input.
+    New nodes get ``tag`` in ``meta["recompute"]``.
     """
     before = place.prev
     with place.graph.inserting_before(place):

@@ -1,4 +1,4 @@
-"""Kind of a saved tensor (norm, activation, ...), told by the graphs that save it and that read it."""
+"""Find what kind of tensor is saved (norm, activation, ...) from the graphs that make it and read it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ __all__ = ["block_beside", "described"]
 
 
 def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
-    """Describe a saved tensor; None if it can't become codes.
-
-    Statistics, arguments of the forward, and tensors other than float32, bfloat16 and float16 never become codes.
+    """Describe a saved tensor; None if it can't become codes, as statistics and arguments of the forward.
 
     Args:
         node: Node of the forward graph that makes the tensor.
@@ -66,9 +64,9 @@ def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
 
 
 def block_beside(node: fx.Node, place: fx.Node) -> tuple[int, int] | None:
-    """Block (rows, columns) of the nearest FP8 cast among values computed from a saved tensor; or None.
+    """Return the block (rows, columns) of the nearest FP8 cast of a value computed from a saved tensor, or None.
 
-    ``node`` makes the tensor in the forward, where the search begins; ``place`` receives it in the backward.
+    ``node`` makes the tensor in the forward; ``place`` receives it in the backward.
     """
     starts = (*same_memory(node), place)
     return next((block for start in starts if (block := _nearest_block(start)) is not None), None)
@@ -92,9 +90,9 @@ def _nearest_block(start: fx.Node) -> tuple[int, int] | None:
 
 
 def _kind(nodes: Sequence[fx.Node], place: fx.Node) -> str:
-    """Kind of a saved tensor, made by the first of ``nodes``, which share its memory in the forward.
+    """Return the kind of a saved tensor.
 
-    ``place`` is the backward's placeholder for the tensor.
+    ``nodes`` share its memory in the forward, ``place`` receives it in the backward.
     """
     if any(map(_is_checkpoints_input, nodes)):
         return "checkpoint"
@@ -116,16 +114,13 @@ def _functions(nodes: Sequence[fx.Node], *, past_nonlinear: bool) -> list[fx.Nod
 
 
 def _is_checkpoints_input(node: fx.Node) -> bool:
-    """Whether a node is read in a checkpointed region (``meta["ac_graph_id"]``) other than the node's."""
+    """Whether another checkpointed region than the node's own reads it (``meta["ac_graph_id"]``)."""
     own = node.meta.get("ac_graph_id")
     return any((user.meta.get("ac_graph_id") or own) != own for user in readers_of(node, through_copies=True))
 
 
 def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
-    """Kind of a tensor that a call reads as ``place``: "gemm" or "attention"; "other" for other calls.
-
-    None if only operators that Inductor fuses read it.
-    """
+    """Return "gemm", "attention" or "other" for the call that reads ``place``; None if only fused operators do."""
     for user in readers_of(place, through_copies=through_copies):
         if is_pointwise(user):
             continue
@@ -139,7 +134,7 @@ def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
 def _is_softmaxs_input(node: fx.Node) -> bool:
     """Whether a softmax, which amplifies rounding errors, reads a node.
 
-    A maximum over a node ``abs`` is an amax for a scale, and not part of a softmax.
+    A maximum of absolute values belongs to an amax, not to a softmax.
     """
     if node.op == "call_function" and name_of(node) == "abs":
         return False
@@ -157,7 +152,6 @@ def _is_norms_input(node: fx.Node) -> bool:
 
 
 def _is_factor(node: fx.Node) -> bool:
-    """Whether a node is multiplied elementwise by another tensor of two or more dims."""
     for user in users_of(node):
         if user.op == "call_function" and name_of(user) == "mul":
             others = [each for each in tensor_inputs(user) if each is not node]
@@ -171,7 +165,6 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def _reduces_last_dim(node: fx.Node) -> bool:
-    """Whether a node reduces the last dim of its input, but not all dims."""
     source = value_of(node.args[0])
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if not isinstance(source, Tensor) or not isinstance(dims, (int, list, tuple)):
@@ -186,9 +179,10 @@ def _has_values_of_first(node: fx.Node) -> bool:
 
 
 def _is_statistic(node: fx.Node) -> bool:
-    """Whether a node is a statistic: one value per row, or the second or a later result of an operator.
+    """Whether a node is a statistic, which never becomes codes.
 
-    Values computed elementwise from a reduction over the last dim count too.
+    It is one if it has one value per row, is computed elementwise from such values, or is not an operator's first
+    result.
     """
     current = node
     while current.op == "call_function" and name_of(current) != "realize" and _has_values_of_first(current):
@@ -220,7 +214,6 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _hint(size: Any) -> int:
-    """A size as an int: for a symbolic size its traced hint, or 8192 for a size that depends on data."""
     if is_unbacked(size):
         return 8192
     found: Any = size.node.hint if isinstance(size, torch.SymInt) else size

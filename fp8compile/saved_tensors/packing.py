@@ -65,15 +65,15 @@ class Packing:
         return found.parts()
 
     def _takes_rows_one_by_one(self, x: Tensor) -> bool:
-        """Whether blocks are groups of rows in one column, whole ones, so that groups need no reduction."""
+        """Whether blocks are groups of rows in one column, so that each group can be packed without reading others."""
         rows, columns = self.quantizer.block
         is_column = columns == 1 and 1 < rows <= MOST_ROWS and _is_exact(self.quantizer)
         return is_column and statically_true(math.prod(x.shape[:-1]) % rows == 0)
 
     def _packed_by_rows(self, x: Tensor, steps: Steps) -> tuple[Tensor, ...]:
-        """What `pack` returns, computed in a loop over groups of rows.
+        """Pack as `pack` does, in a loop over groups of rows.
 
-        A recipe that transforms groups of tokens reads them in such a loop, and Inductor packs there what it reads.
+        A recipe that transforms groups of tokens reads them in such a loop; Inductor then packs in the same kernel.
         """
         one_by_one = with_block(self.quantizer, (1, 1))
         rows = x.reshape(-1, self.quantizer.block[0], x.shape[-1]).unbind(1)
@@ -109,7 +109,6 @@ def _is_exact(quantizer: Quantizer) -> bool:
 
 
 def _times(numbers: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Multiply each number by the scale of its block of ``block`` rows and columns."""
     rows, columns = block
     if columns == 1 and statically_true(math.prod(numbers.shape[:-1]) % rows == 0):
         groups = numbers.reshape(-1, rows, numbers.shape[-1])

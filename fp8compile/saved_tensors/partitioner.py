@@ -67,7 +67,7 @@ def pack_saved(forward: fx.GraphModule, backward: fx.GraphModule, returned: int,
 def _chosen(
     outputs: Sequence[Any], returned: int, places: dict[str, fx.Node], saved: SavedAsCodes
 ) -> dict[fx.Node, Packing]:
-    """Map each saved output that becomes codes to its `Packing`; the first ``returned`` are not saved.
+    """Return a `Packing` for each saved output that becomes codes; the first ``returned`` outputs are not saved.
 
     ``places`` are the backward's placeholders by name. An output whose memory stays alive anyway is left out.
     """
@@ -89,9 +89,9 @@ def _chosen(
 def _packed(
     forward: fx.GraphModule, backward: fx.GraphModule, node: fx.Node, place: fx.Node, packing: Packing
 ) -> list[fx.Node]:
-    """Pack the tensor of ``node`` in the forward and unpack it in the backward; returns the saved nodes.
+    """Pack a tensor in the forward and unpack it in the backward; return the saved nodes.
 
-    ``place`` is the backward's placeholder for the tensor, which new placeholders for codes and scales replace.
+    New placeholders for codes and scales replace the tensor's placeholder, ``place``.
     """
     with forward.graph.inserting_before(forward.graph.output_node()):
         parts = inlined(forward.graph, packing_graph(packing, node), [node])
@@ -151,5 +151,5 @@ def partitioner(saved: SavedAsCodes) -> Any:
 
 
 def _named(text: str) -> Any:
-    """Unpickle: the partitioner of this process whose ``uuid()`` is ``text``."""
+    """Return this process's partitioner whose ``uuid()`` is ``text``; called when a cache unpickles it."""
     return NAMED[text]

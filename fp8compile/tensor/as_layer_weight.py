@@ -22,7 +22,7 @@ __all__ = ["check_serves", "codes_seen", "is_stack", "unserved"]
 
 @_compat.constant_when_traced
 def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | None = None) -> str | None:
-    """Return why a layer with ``recipe`` can't multiply a quantized weight's codes; None if it can.
+    """Return why a layer with ``recipe`` can't multiply the codes of a quantized weight; None if it can.
 
     ``quantizer`` made the codes; ``for_grad_input`` made separate codes for grad_input, if there are any.
     """
@@ -98,7 +98,7 @@ def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
 
 
 def _run(func: Any, *args: Any) -> Any:
-    """Run an op of a layer, ``func``, on the codes of its weight; the op quantizes its other operand."""
+    """Run an op of a layer on the codes of its weight; the op quantizes its other operand."""
     op, gemm = OPS_OF_LAYERS[func], LAYER_OPS[func]
     x, weight, recipe = args[0], args[1], args[-1]
     if op.ends:
@@ -111,7 +111,7 @@ def _run(func: Any, *args: Any) -> Any:
 
 
 def _observe(func: Any, *args: Any) -> Any:
-    """Run a layer's statistics op, ``func``, on the codes and scales of a weight that is kept as codes."""
+    """Run a layer's statistics op on the codes and scales of its weight."""
     op = OBSERVE_OPS[func]
     if op.gradient:  # the forward has counted the weight's codes
         tokens, x, _, *others = args
@@ -120,10 +120,9 @@ def _observe(func: Any, *args: Any) -> Any:
 
 
 def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:
-    """Return {field of the recipe, such as ``"weight"``: codes of a quantized weight}, for statistics.
+    """Return the codes of a quantized weight by the recipe's field, such as ``"weight"``, for statistics.
 
-    If the codes for the output and for grad_input share memory, only the codes for the output are returned. If the
-    codes do not fit ``recipe``, no codes are returned.
+    Only the codes for the output, if those for grad_input share their memory; none, if they don't fit ``recipe``.
     """
     if unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input) is not None:
         return Seen(None)

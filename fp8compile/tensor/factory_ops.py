@@ -22,7 +22,7 @@ aten: Any = torch.ops.aten
 
 
 def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
-    """Run ``func``, empty_like: return a parameter with uninitialized codes, and scales of NaN."""
+    """Run ``empty_like``: return a parameter with uninitialized codes and scales of NaN."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
     sets = []
@@ -39,7 +39,7 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
 
 
 def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
-    """Run ``func``, such as zeros_like: return a plain tensor of the shape of ``x``, for optimizer state."""
+    """Run an op such as ``zeros_like``: return a plain tensor of the shape of ``x``, for optimizer state."""
     values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return func(values, *args, **{"device": x.device, **kwargs})
 
@@ -56,10 +56,9 @@ def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> 
 
 
 def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
-    """Make codes of zeros and new scales for a tensor of shape ``size``, by the quantizer of ``own``.
+    """Make codes of zeros, and scales, for a tensor of shape ``size`` with the quantizer of ``own``.
 
-    ``own`` are codes of ``x``, for the output or for grad_input. A whole sharded weight's scales in ``own`` are
-    copied, because even a rank without elements needs them.
+    If scales are those of the whole sharded weight, they are copied, because ranks without elements need them too.
     """
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(

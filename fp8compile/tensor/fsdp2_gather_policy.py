@@ -1,6 +1,6 @@
-"""What FSDP2 gathers for a weight whose output and grad_input GEMMs read different codes.
+"""What FSDP2 gathers for a weight whose output and grad_input read different codes.
 
-These are the codes of one GEMM, the codes of both, or plain values. A record says which codes memory holds.
+The choices are the codes of one GEMM, the codes of both, or values. `PassInMemory` records which codes are in memory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ TOO_EARLY = (
 
 
 class PassInMemory:
-    """Record of the GEMM whose codes FSDP2 gathered last.
+    """Records whose codes FSDP2 gathered last.
 
-    ``gemm`` is the GEMM's name; None before the first gather and while tracing.
+    ``gemm`` is the name of the GEMM that reads them; None before the first gather and while tracing.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class PassInMemory:
 
 @dataclass
 class GatherPolicy:
-    """Decides at the first gather of a weight what all its gathers send, as FSDP2 keeps its buffers.
+    """Decides, at a weight's first gather, what all its gathers send; FSDP2 keeps the size of its buffers.
 
     Attributes:
         for_both: What is gathered if one gather serves forward and backward: ``"codes"`` or ``"param_dtype"``.
@@ -102,7 +102,7 @@ class GatherPolicy:
     def _kind_for(self, parameter: _compat.FsdpParameter) -> str:
         """Return the kind of gather that FSDP2's settings for the parameter need.
 
-        Raise a RuntimeError if each pass has gathered its own codes so far, and FSDP2 now keeps the weight after the
+        Raise a RuntimeError if passes have gathered separate codes so far and FSDP2 now keeps the weight after the
         forward.
         """
         kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN

@@ -116,10 +116,9 @@ class FullyShardHooks:
 
 
 def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quantized], tuple[Tensor, ...]]:
-    """Make a gathered weight's codes, as views of the ``gathered`` tensors, and uninitialized scales.
+    """Return a gathered weight's codes, as views of the gathered tensors, with uninitialized scales.
 
-    Returns the codes with scales (for the output, then for grad_input), and the tensors that were allocated here.
-    ``layout`` has the shapes.
+    Also returns the tensors that were allocated here. ``layout`` has the shapes.
     """
     sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to these tensors, in inference mode or not
@@ -147,7 +146,7 @@ def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quan
 def _fill(weight: QuantizedTensor, gathered: Sequence[Tensor], layout: GatherLayout) -> None:
     """Write the scales of the gathered codes into ``weight``, and record whose codes were gathered.
 
-    ``layout`` says how to read the ``gathered`` tensors. Scales of codes that were not gathered become NaN.
+    Scales of codes that were not gathered become NaN.
     """
     arrived = layout.scales_of_whole(gathered)
     if layout.is_alone_with_both:
@@ -169,7 +168,6 @@ def _write(memory: Tensor, values: Tensor) -> None:
 
 
 def _without_values(own: Quantized) -> list[Tensor]:
-    """Return NaN in place of each scale of the codes ``own``, which were not gathered."""
     device = own.scale.device
     levels = scale_without_values(own.quantizer, (), torch.nan, device), torch.full((), torch.nan, device=device)
     return [level.expand(scale.shape) for level, scale in zip(levels, own.scales, strict=False)]

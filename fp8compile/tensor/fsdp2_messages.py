@@ -28,15 +28,15 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class SetToGather:
-    """Codes of a rank's shard of a weight that FSDP2 may gather, for the output or for grad_input.
+    """One set of a weight's codes that FSDP2 may gather: for the output, for grad_input, or for both.
 
     Attributes:
         gemm: The GEMM that reads the codes.
         quantizer: The quantizer of the codes.
         is_own: For each level of scales (blocks, outer), whether the scales cover only this rank's shard and are sent.
         scale_shapes: Shapes of the gathered weight's scales, by level.
-        make: Function that gets a quantizer, which may pack codes differently than ``quantizer``; returns the codes
-            packed by the given quantizer, then the scales by level.
+        make: Takes a quantizer, which may pack codes differently than ``quantizer``; returns the codes and then the
+            scales by level.
     """
 
     gemm: Gemm
@@ -54,7 +54,7 @@ class SetToGather:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """How to read the tensors of a gather. Holds no codes, because a rank may keep it until the backward.
+    """How to read the tensors of a gather; it holds no codes, because a rank may keep it until the backward.
 
     Attributes:
         shards: How ranks shard the weight.
@@ -62,7 +62,7 @@ class GatherLayout:
         quantizers: The quantizer of the output's codes and, if different, of grad_input's, packed as they are sent.
         scale_shapes: For each of these quantizers, the shapes of the whole weight's scales, by level (blocks, outer).
         scales: For each GEMM whose codes are sent, a pair for each level: the scale, and whether it is sent beside the
-            codes because it belongs to this rank alone. None if plain values are gathered.
+            codes because it belongs to this rank alone. None if values are gathered.
     """
 
     shards: DimSharding
@@ -142,9 +142,9 @@ def codes_to_send(
 def _scales_of_all_ranks(
     levels: Sequence[Tensor], own: SetToGather, shards: DimSharding, size: tuple[int, ...]
 ) -> list[Tensor]:
-    """Return the whole weight's scales, by level; ranks exchange scales that cover only their own shards.
+    """Return the whole weight's scales, by level; ranks exchange those that cover only their own shards.
 
-    ``levels`` has this rank's scales of blocks and any outer scales; ``own`` says which cover only this rank's shard.
+    ``levels`` has this rank's scales; ``own`` says which cover only its shard.
     """
     dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), own.quantizer) for each in shards.sizes]
@@ -156,9 +156,8 @@ def _scales_of_all_ranks(
 def as_they_travel(quantizers: Sequence[Quantizer], shards: DimSharding, size: Sequence[int]) -> tuple[Quantizer, ...]:
     """Return the quantizers of the codes as FSDP2 sends them: four-bit codes one or two to a byte.
 
-    Codes for the output and for grad_input are packed alike, so that messages of both have the same length. If shards
-    are uneven or columns are sharded, codes are sent one to a byte, because in a padded shard each code needs its own
-    element. ``size`` is the whole weight's shape.
+    Codes for output and grad_input are packed alike, so that their messages have the same length. Uneven shards and
+    sharded columns need one code per byte. ``size`` is the whole weight's shape.
     """
     found = [_as_it_travels(each, shards, size) for each in quantizers]
     if any(packed_dim(each) is None for each in found):
@@ -177,5 +176,4 @@ def _as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int
 
 @cache
 def _one_object(quantizer: Quantizer) -> Quantizer:
-    """Return the same object for equal quantizers, because graphs have guards on the object's identity."""
     return quantizer

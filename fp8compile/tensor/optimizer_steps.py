@@ -1,7 +1,7 @@
-"""Quantize parameters once at the end of an optimizer step, although several ops write to them.
+"""Quantize parameters once, at the end of an optimizer's step, although several ops write to them.
 
-Hooks on all optimizers begin and end a step. In between, a `Pending` holds each parameter's plain values. A compiled
-step takes these values as inputs beside the codes, so that its graph is the same as for plain parameters.
+Hooks on all optimizers begin and end a step. In between, a `Pending` holds each parameter's values. A compiled step
+takes these values as inputs, so that its graph is that of plain parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return a tensor's shape, strides and offset, which are equal for views of the same elements."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
@@ -77,7 +76,7 @@ class Pending:
         return self.values
 
     def take(self, values: Tensor) -> None:
-        """Replace the values; a tensor of earlier values is overwritten, because a graph may refer to it."""
+        """Replace the values, in the memory of earlier values if there are any, because a graph may refer to it."""
         if self.values is None:
             self.values = values
         elif self.values is not values:
@@ -147,7 +146,7 @@ def _close(parameters: Sequence[QuantizedParameter]) -> None:
 
 
 def _outside(argument: Any, parameters: Sequence[QuantizedParameter]) -> Any:
-    """Wrap an optimizer's closure: before the closure runs, values become codes; then the step goes on.
+    """Wrap an optimizer's closure, which reads parameters: values become codes before it runs.
 
     An ``argument`` that is not callable is returned unchanged; ``parameters`` are the optimizer's.
     """

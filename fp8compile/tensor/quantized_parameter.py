@@ -47,7 +47,7 @@ NO_MESSAGE = (
 
 
 class _Shared:
-    """What a QuantizedParameter and its views share: initial values, a running step's values, flags."""
+    """State shared by a QuantizedParameter and its views: initial values, flags, a running step's values."""
 
     def __init__(self) -> None:
         self.written = False
@@ -62,17 +62,13 @@ class _Shared:
 
 
 def _of_shared(name: str, what: str) -> Any:
-    """Make a property with docstring ``what`` for the attribute ``name`` that all views share."""
     return property(
         lambda self: getattr(self._shared, name), lambda self, value: setattr(self._shared, name, value), doc=what
     )
 
 
 def _up_to_date(name: str) -> property:
-    """Make a property that reads codes or scales, named ``_`` + ``name``, in their present state.
-
-    If an optimizer's step is running, the step's values are quantized first.
-    """
+    """Make a property for codes or scales that first quantizes the values of a running optimizer step."""
 
     def read(self: QuantizedParameter) -> Tensor | None:
         if self._shared.pending is not None:
@@ -216,7 +212,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def stored(self) -> tuple[Quantized, ...]:
         """Return the codes and scales in memory, for the output and, if separate, for grad_input.
 
-        Values that a running optimizer step has computed are not quantized first.
+        Values of a running optimizer step are not quantized first.
         """
         return self._sets_named("_")
 
@@ -269,7 +265,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return super()._values(dtype)
 
     def amax_of(self, own: Quantized, values: Tensor) -> Tensor:
-        """Return the amaxes of new values over this rank's elements, one for each scale of the codes ``own``."""
+        """Return the amaxes of new values on this rank, one for each scale of the codes ``own``."""
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
             return ops.amax(values, own.quantizer)
@@ -520,7 +516,6 @@ def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Quantized:
 
 
 def _have_scales_in_common(whole: Quantized, part: Quantized) -> bool:
-    """Whether codes ``part``, a part of ``whole``, share a scale with elements outside of the part."""
     return any(one.numel() == other.numel() for one, other in zip(whole.scales, part.scales, strict=True))
 
 

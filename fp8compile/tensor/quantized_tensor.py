@@ -43,7 +43,6 @@ INNER = tuple(f"{part}{end}" for end in ENDS for part in PARTS)
 
 
 def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> DimSharding:
-    """Check the arguments of ``x.all_gather(dim, sizes)``, and return how ranks shard the whole tensor."""
     if x.group is None:
         raise ValueError(
             "all_gather: this QuantizedTensor has no group, so it is no part of anything. Make it by "
@@ -211,9 +210,9 @@ class QuantizedTensor(Tensor):
         return self._sets_named("")
 
     def stored(self) -> tuple[Quantized, ...]:
-        """Return the codes with their scales as they are in memory, like `sets`.
+        """Return the codes and scales in memory, as `sets` does.
 
-        While an optimizer's step runs, a `QuantizedParameter` returns the codes from before the step.
+        In an optimizer's step, a `QuantizedParameter` returns the codes from before the step.
         """
         return self.sets()
 
@@ -481,9 +480,9 @@ def has_codes(tensor: object) -> TypeGuard[QuantizedTensor]:
 
 
 def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int | torch.SymInt]:
-    """Return strides and offset of the values, as if values lay in memory in the order of the codes.
+    """Return strides and offset of the values, as if they lay in memory in the order of the codes.
 
-    ``shape`` is the shape of the values. If a byte holds several values, each value counts as one element.
+    ``shape`` is the shape of the values. If a byte holds several values, each counts as one element.
     """
     shared = [dim for dim in range(codes.ndim) if codes.shape[dim] != shape[dim]]
     if not shared:

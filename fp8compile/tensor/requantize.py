@@ -28,9 +28,9 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
 def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """Return the ranks that share a scale of the codes ``own`` of a sharded weight; None if no ranks do.
+    """Return the ranks that share a scale of a sharded weight's codes ``own``; None if no ranks do.
 
-    The scale is the outer scale or, with one level of scales, a block's scale.
+    With two levels this is the outer scale, else a block's scale.
     """
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
@@ -48,11 +48,10 @@ def _share_blocks(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | 
 
 
 def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Reduce ``amaxes``, one entry for each of ``sets``, over the ranks that share the scales.
+    """Reduce ``amaxes``, one for each of ``sets``, over the ranks that share the scales.
 
-    Returns the amaxes of blocks, and the amax of each matrix (None for codes with one level of scales). For codes with
-    two levels, tensor parallel ranks send only the matrices' amaxes, because tensor parallelism never cuts their
-    blocks.
+    Returns the amaxes of blocks, and each matrix's amax (None with one level of scales). With two levels, tensor
+    parallel ranks exchange only the matrices' amaxes, because tensor parallelism never cuts their blocks.
     """
     two_levels = [index for index, each in enumerate(sets) if each.codes.quantizer.has_outer_scale()]
     of_two = ((amaxes[index], sets[index].codes.quantizer, sets[index].weight.batch) for index in two_levels)
@@ -83,7 +82,7 @@ def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
 
 @dataclass(frozen=True)
 class _Set:
-    """A weight, its codes for output or grad_input, and the tensor parallel ranks that share the scale."""
+    """A weight, its codes for one GEMM, and the tensor parallel ranks that share the scale."""
 
     weight: QuantizedParameter
     codes: Quantized
@@ -97,10 +96,10 @@ def _quantized_anew(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding] | None,
 ) -> Iterator[tuple[_Set, Tensor, Quantized, Tensor]]:
-    """Quantize new values of weights, without writing anything. For the arguments see `assign`.
+    """Quantize new values of weights without writing them; for the arguments see `assign`.
 
     Yields, for each weight's codes for the output and then for grad_input: the codes to replace, the values, the new
-    codes and scales, and the amaxes from which these scales were computed.
+    codes with scales, and the amaxes of these scales.
     """
     dtypes = dtypes or [value.dtype for value in values]
     sets: list[_Set] = []
@@ -121,10 +120,7 @@ def _quantized_anew(
 
 
 def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
-    """Return all multipliers whose scale, 1 / multiplier rounded to float32, may be this ``scale``.
-
-    These are 1 / scale and the two neighbours of 1 / scale in float32.
-    """
+    """Return the multipliers whose rounded reciprocal may be ``scale``: 1 / scale and its two float32 neighbours."""
     near = (1.0 / scale.double()).float()
     return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
 

@@ -122,7 +122,7 @@ def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
-    """Return the sharded dim of a view that reshapes shape ``before`` to ``after``; None if it has none.
+    """Return the sharded dim of a view that reshapes ``before`` to ``after``; None if it has none.
 
     ``dim`` is the sharded dim of ``before``. Both shapes have the same last dim.
     """
@@ -207,7 +207,6 @@ def _as_strided(
 
 
 def _position(offset: Any, stride: Sequence[int]) -> list[int]:
-    """Return the indices, one for each dim, of the element that lies ``offset`` elements into memory."""
     indices = [0] * len(stride)
     for dim in sorted(range(len(stride)), key=lambda d: -stride[d]):
         indices[dim], offset = divmod(offset, stride[dim]) if stride[dim] else (0, offset)

@@ -34,14 +34,14 @@ ATTRIBUTE = "_fp8compile_codes"  # of a parameter
 
 
 class WeightCodes(QuantizedTensor):
-    """The codes of a plain weight, which know the version of the weight that they were made of.
+    """Codes of a plain weight that can tell whether the weight has changed since they were made.
 
     Attributes:
         recipe: The recipe of the layer that multiplies by them.
         is_turned: Whether they are codes of the transposed matrices.
-        is_compiled: Whether a compiled graph reads them, so that they are made by compiled code too.
-        is_in_step: Whether an optimizer's step runs, which may write to the weight past its version counter, and then
-            call a closure: until it ends, each forward makes codes itself.
+        is_compiled: Whether a compiled graph reads them, so that compiled code makes them too.
+        is_in_step: Whether an optimizer's step runs. It may write to the weight without counting a version and then
+            call a closure; until it ends, each forward quantizes the weight.
     """
 
     recipe: Recipe | None = None
@@ -92,7 +92,7 @@ class WeightCodes(QuantizedTensor):
     @torch.inference_mode(mode=False)  # training reads them too
     @torch.no_grad()
     def renew(self) -> None:
-        """Make the codes again from the weight's present values, in the memory that graphs refer to."""
+        """Quantize the weight's present values again, into the memory that graphs refer to."""
         weight: Any = None if self._weight is None else self._weight()
         how: Any = self.recipe, self.dtype, self.is_turned
         run = _compiled(*how) if self.is_compiled else partial(_renew, how)
@@ -125,9 +125,9 @@ class WeightCodes(QuantizedTensor):
 
 
 def _version(weight: Tensor) -> tuple[Any, ...]:
-    """What changes if something writes to a weight, or if it gets other memory, as by ``.to`` of its module.
+    """Return what changes if something writes to a weight, or gives it other memory, as ``.to`` of its module does.
 
-    The storage tells more than an address, at which other memory may come to lie after it was freed.
+    It contains the storage and not its address, at which other memory may lie later.
     """
     return weight.shape, weight._version, weight.untyped_storage()._cdata, weight.storage_offset(), weight.dtype
 
@@ -148,10 +148,7 @@ def _renew(how: tuple[Recipe, torch.dtype, bool], weight: Tensor, memories: list
 
 @cache
 def _compiled(recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> Any:
-    """Return the compiled function that renews codes with these arguments, one graph for each shape.
-
-    See `WeightCodes.of` for the arguments.
-    """
+    """Return the compiled function that renews codes, one graph for each shape; see `WeightCodes.of`."""
     return _compat.compiled_alone(_renew, (recipe, dtype, is_turned), "inductor")
 
 
@@ -212,10 +209,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @_compat.untraced
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Renew the kept codes of an optimizer's parameters after its step; a hook of all optimizers.
-
-    This is done even if the optimizer's kernels do not increment version counters.
-    """
+    """Renew the kept codes of an optimizer's parameters after its step, even if its kernels count no version."""
     for codes in _codes_of_parameters(optimizer):
         codes.is_in_step = False
         if codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):
@@ -224,6 +218,5 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @cache
 def _listen() -> None:
-    """Register the hooks on all optimizers, once."""
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)

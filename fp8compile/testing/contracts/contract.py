@@ -54,7 +54,7 @@ def shown(value: Any) -> str:
 
 
 def looking_at(value: Input) -> Input:
-    """Record an input's shapes and dtypes, and return it; a later failure's report names the last input."""
+    """Record an input's shapes and dtypes for the report of a later failure, and return it."""
     _INPUT.set(shown(value))
     return value
 

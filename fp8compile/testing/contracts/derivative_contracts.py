@@ -25,7 +25,6 @@ MEND = (
 
 
 def _updated(op: Op) -> list[int]:
-    """Positions of the arguments that are named in ``op.updates``: the op's backward writes to them."""
     return [place for place, name in enumerate(inspect.signature(op.impl).parameters) if name in op.updates]
 
 
@@ -34,9 +33,7 @@ def _is_leaf(op: Op, place: int, arg: Any) -> bool:
 
 
 def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Copy an op's floating-point arguments as leaves that require grad.
-
-    Arguments that the op's backward writes to are not copied.
+    """Copy an op's floating-point arguments as leaves that require grad, except those that its backward writes to.
 
     Returns:
         All arguments with the copies in place, and the list of the copies.
@@ -95,8 +92,7 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
 def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
     """Describe how gradients differ by more than half of their dtype's digits; None if they agree.
 
-    The tolerance is sqrt(eps) times the largest finite element of ``expected``. A correct derivative computed
-    differently is within this tolerance; a wrong derivative is not.
+    The tolerance is sqrt(eps) times the largest finite element of ``expected``: a wrong derivative exceeds it.
     """
     finite = expected.isfinite()
     if not finite.any():
@@ -111,7 +107,6 @@ def _weights_like(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of ``leaves`` by autograd through ``call(*args)``; None for leaves it doesn't reach."""
     outputs = [out for out in results(call(*args)) if out.requires_grad]
     if not outputs:
         return [None] * len(leaves)
@@ -121,7 +116,7 @@ def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tens
 def _by_autograd(
     op: Op, args: tuple[Any, ...], reference: Callable[..., Any] | None
 ) -> tuple[str, list[Tensor | None]] | None:
-    """Gradients of an op's arguments by autograd through ``reference``; if None, through the op's code.
+    """Return the gradients of an op's arguments by autograd through ``reference`` or, if None, the op's code.
 
     The op's code is ``op.impl``, or ``op.decompose`` if autograd can't differentiate ``op.impl``.
 
@@ -145,9 +140,9 @@ def _by_autograd(
 
 
 def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
-    """Slopes of a weighted sum of ``op.impl``'s results if the arguments move along ``direction``.
+    """Return finite-difference slopes of a weighted sum of ``op.impl``'s results along ``direction``, by step size.
 
-    The slopes are central differences, one for each size in ``STEPS``; ``direction`` has a tensor for each leaf.
+    ``direction`` has a tensor for each argument that requires grad; step sizes are ``STEPS``.
     """
 
     def value(step: float) -> float:

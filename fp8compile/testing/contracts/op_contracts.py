@@ -139,9 +139,9 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
 
 
 def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
-    """Value of the tensor's ``aspect``: "shape", "dtype", "device" or "strides".
+    """Return a tensor's "shape", "dtype", "device" or "strides", without sizes that depend on data.
 
-    Shape and strides leave out sizes that depend on data. These are symbolic in the op's fake result ``fake``.
+    Such sizes are symbolic in the op's fake result ``fake``.
     """
     known = [not is_unbacked(size) for size in fake.shape]
     if aspect == "shape" and len(known) == tensor.ndim:

@@ -39,10 +39,7 @@ def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
 
 
 def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
-    """Whether a function can be called with ``args``: each further parameter has a default.
-
-    ``defaults`` has the default of each parameter, or ``inspect.Parameter.empty``.
-    """
+    """Whether a function with these parameters' ``defaults`` can be called with ``args``."""
     return len(args) <= len(defaults) and inspect.Parameter.empty not in defaults[len(args) :]
 
 
