@@ -47,7 +47,6 @@ class ExecutionOrder:
 
 @cache
 def _watch() -> None:
-    """Register a function that records the observed layers in each graph that Dynamo makes from now on."""
     _compat.when_graph_is_made(_note_graph)
 
 
@@ -57,7 +56,7 @@ def _note_graph(graph: fx.GraphModule, inputs: Sequence[Any], _: object) -> None
 
 
 def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
-    """Record the observed layers that a graph, or a region inside it, runs, in the order of its nodes.
+    """Record the observed layers that a graph, or a region in it, runs, in the order of its nodes.
 
     ``inputs`` are the graph's inputs, among them the layers' statistics buffers.
     """
@@ -80,7 +79,7 @@ def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
 
 
 def note_call(buffer: Any) -> None:
-    """Record a call of the layer with this statistics buffer; do nothing if the buffer is None."""
+    """Record that the layer with this statistics buffer runs; does nothing for None."""
     if buffer is not None:
         for order in EVERY:
             order.note(buffer)

@@ -103,15 +103,14 @@ def _check(counts: object, ranks: int, capacity: object) -> None:
 
 
 def _is_read(counts: Tensor) -> bool:
-    """Whether the host can read ``counts``: in eager mode, unless the tensor is fake."""
     return not torch.compiler.is_compiling() and not _compat.is_fake(counts)
 
 
 def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
-    """Return how many of this rank's rows exceed ``capacity``; in eager mode raise if any rank has such.
+    """Return how many of this rank's rows exceed ``capacity``; in eager mode raise if any rank has such rows.
 
-    ``sent`` and ``received`` are numbers of rows for each expert of each rank, and ``error`` is an error that this
-    rank found, or None. All ranks of ``group`` raise together, so that none waits for another.
+    ``error`` is an error that this rank found, or None. All ranks of ``group`` raise together, so that none waits
+    forever.
     """
     found = sent.sum() - fitting(sent, capacity).sum()
     if not _is_read(found):

@@ -81,7 +81,6 @@ def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
 
 
 def _did_you_mean(pattern: str, fqns: list[str]) -> str:
-    """Return " Did you mean ...?" with a pattern like ``pattern`` that matches one of ``fqns``, or ""."""
     known = sorted({part for fqn in fqns for part in fqn.split(".")})
     parts = pattern.split(".")
     mended = [

@@ -22,10 +22,9 @@ FUNCTION = "freeze_weights"
 
 
 def _frozen(recipe: Recipe) -> Recipe | None:
-    """Return the recipe for a layer that keeps only the codes that its forward reads.
+    """Return the recipe of a layer that keeps only the codes of its forward; None if the forward reads no codes.
 
-    None if the forward reads no codes. If grad_input would read other codes of the weight, then in the returned recipe
-    grad_input multiplies the dequantized codes of the forward.
+    If the backward would read other codes, grad_input multiplies the dequantized codes of the forward instead.
     """
     if recipe.weight is None:
         return None

@@ -150,10 +150,7 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
 
 
 def only_given(**options: Any) -> dict[str, Any]:
-    """Return the keyword arguments ``options`` that are not None.
-
-    PyTorch modes of other packages, which see the call, may not know these arguments.
-    """
+    """Return the keyword arguments that are not None, because other packages' PyTorch modes may not know the rest."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -243,10 +243,7 @@ class Linear(CodesInState, nn.Linear):
             warnings.warn(ONE_RANK, stacklevel=2)
 
     def _state_is_of_one_rank(self) -> bool:
-        """Whether other ranks have the same layer with a different state of delayed scaling.
-
-        This is so if FSDP shards the layer and no process group reduces amaxes.
-        """
+        """Whether ranks have different delayed-scaling states: FSDP shards the layer, and no group reduces amaxes."""
         if (state := self.delayed_state()) is None or state.group is not None:
             return False
         is_sharded = is_fsdp_managed(self) or hasattr(self, "graph_fsdp")
@@ -277,17 +274,14 @@ reach_codes(Linear, "weight")
 
 @cache  # the same object for all layers, because graphs have guards on its identity
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """Return the recipe without ``keep_weight_codes``, for layers under FSDP.
-
-    FSDP frees weights after the forward, and kept codes would stay in memory.
-    """
+    """Return the recipe without ``keep_weight_codes``: FSDP frees weights after the forward, and codes would stay."""
     return replace(recipe, keep_weight_codes=False)
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Give a layer the attributes of a `Linear`: the recipe, and the buffers of delayed scaling.
+    """Turn a linear into a `Linear`: set the recipe and, for delayed scaling, the buffers of its state.
 
-    Only a recipe with delayed scaling has buffers; ``amax_group`` are the ranks that reduce its amaxes, or None.
+    ``amax_group`` are the ranks that reduce amaxes of delayed scaling, or None.
     """
     layer.recipe = recipe
     CONVERTED.add(layer)
@@ -316,7 +310,6 @@ def become_plain(layer: nn.Linear) -> None:
 
 
 def _bypasses_class(layer: nn.Linear) -> bool:
-    """Whether a call of the layer runs a forward that is compiled or set on the instance."""
     return "forward" in vars(layer) or layer._compiled_call_impl is not None
 
 

@@ -12,13 +12,12 @@ __all__ = ["MadeClass", "made_class"]
 
 
 class MadeClass:
-    """Base of a class that a function makes from a user's class, to replace the class of an instance.
+    """Base of classes that replace an instance's class and are made at run time from a user's class.
 
-    Pickle can't find a made class by name. Pickles of its instances name the function instead.
+    Pickle can't find such a class by name, so pickles of instances name the function that makes it.
 
     Attributes:
-        made_by: The function that made the class, and its arguments: ``made_by[0](*made_by[1:])`` is the class. Each
-            made class sets it.
+        made_by: The function that made the class, and its arguments: ``made_by[0](*made_by[1:])`` is the class.
     """
 
     made_by: ClassVar[tuple[Callable[..., type[Any]], Any]]
@@ -39,10 +38,7 @@ class MadeClass:
 
 
 def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
-    """Make an empty instance of the class that ``made_by`` makes, for pickle and copy to fill.
-
-    ``arguments`` are passed to the class's ``__new__``.
-    """
+    """Make an empty instance of the class that ``made_by`` makes, for pickle and copy to fill."""
     function, *given = made_by
     cls = function(*given)
     return cls.__new__(cls, *arguments)

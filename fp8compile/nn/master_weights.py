@@ -143,8 +143,7 @@ class MasterWeights(Optimizer):
     def _stands_still(self) -> bool:
         """Whether all learning rates are 0, as when `torch.distributed.checkpoint` initializes states.
 
-        Such a step must not round codes that were just loaded: separate codes for grad_input would then be computed
-        from the values of the forward's codes.
+        Such a step must not round: codes that were just loaded would be computed anew from dequantized values.
         """
         rates = [group.get("lr") for group in self.param_groups]
         return all(not (isinstance(rate, Tensor) and not rate.is_cpu) and rate == 0 for rate in rates)
@@ -189,10 +188,7 @@ class MasterWeights(Optimizer):
         self._show_state()
 
     def _check_exchanged(self) -> None:
-        """Raise a RuntimeError if the parameter groups have quantized parameters without masters.
-
-        This is so if other code has put new parameters into the groups.
-        """
+        """Raise a RuntimeError if other code has put quantized parameters without masters into the groups."""
         if any(_is_quantized(p) and p not in self._masters for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "MasterWeights: quantized parameters of its groups are not those it was made of. Make it after "
@@ -214,19 +210,16 @@ class MasterWeights(Optimizer):
                 group["params"] = params
 
     def _share_groups(self, weights: list[list[Tensor]]) -> None:
-        """Use the inner optimizer's dicts of parameter groups as this optimizer's own.
+        """Share the inner optimizer's dicts of parameter groups.
 
-        ``weights`` has the parameters of each group, which are put into the dicts instead of masters.
+        ``weights`` has each group's parameters, which replace the masters in these dicts.
         """
         for group, params in zip(self.inner.param_groups, weights, strict=True):
             group["params"] = params
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
 
     def _as_written(self, params: list[Tensor]) -> tuple[Any, ...]:
-        """Return the arguments of `assign`, which rounds masters to codes, for ``params``.
-
-        They are local weights, their masters, dtypes, rounding and shardings.
-        """
+        """Return the arguments with which `assign` rounds the masters of ``params`` to codes."""
         weights = [local_itself(p) for p in params]
         # nearest: first round to the weight's dtype, as `copy_` of the master does. Stochastic: keep all its digits.
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
@@ -234,10 +227,9 @@ class MasterWeights(Optimizer):
         return weights, values, dtypes, self._rounding_of, [sharding_of(p) for p in params]
 
     def _take_over(self, params: list[Tensor]) -> None:
-        """Reset the masters of ``params`` that other code wrote to; the new values are the codes' values.
+        """Reset masters of parameters that other code has written to; new values are dequantized codes.
 
-        A master that rounds to the weight's codes stays. Masters from a checkpoint therefore stay, whether the model
-        or the optimizer was loaded first.
+        A master that rounds to the present codes stays, so model and optimizer may be loaded in either order.
         """
         written = [p for p in params if self._keep and local_itself(p).written]
         for p, is_same in zip(written, stand_for(*self._as_written(written)), strict=True):

@@ -238,7 +238,7 @@ class Monitor:
         self._products, self._modules = {}, []
 
     def _switch(self, *, on: bool) -> None:
-        """Give the observed modules their statistics buffers if ``on``, else take the buffers away."""
+        """Attach the statistics buffers to the observed modules if ``on``, else detach them."""
         for module in self._modules:
             vars(module).pop("_observers", None)  # the attribute itself goes, so that the graph is that of before
         for product in self._products.values() if on else ():
@@ -256,7 +256,6 @@ class Monitor:
         return self._matrices
 
     def _ordered(self) -> dict[str, Observer]:
-        """Return the layers' statistics buffers by layer name, in the order in which the layers run."""
         every = list(self._products.items())
         return {every[index][0]: every[index][1].observer for index in self._order.sorted()}
 
@@ -280,9 +279,9 @@ class Monitor:
 
 
 def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
-    """Return a weight's sums divided by how often they were added: per micro-batch and replica.
+    """Divide a weight's sums by how often they were added: per micro-batch and replica.
 
-    ``slot`` is the recipe's field of the operand; totals of other operands than weights are returned unchanged.
+    ``slot`` is the recipe's field of the operand; totals of other operands are returned unchanged.
     """
     if slot not in TENSORS["weight"] or not (passes := totals[PASSES]):
         return totals

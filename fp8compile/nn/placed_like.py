@@ -12,7 +12,7 @@ __all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> Tensor:
     """Wrap ``local`` as a DTensor placed like ``tensor``; unchanged if ``tensor`` is no DTensor.
 
-    The DTensor has the shape and strides of ``whole``, which is ``tensor`` by default.
+    ``whole`` gives shape and strides; by default ``tensor`` does.
     """
     if not is_dtensor(tensor):
         return local

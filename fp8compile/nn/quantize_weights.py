@@ -48,10 +48,7 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """Return the quantizers of a layer's weights: one, or two if grad_input reads separate codes.
-
-    The quantizers are transposed if the module stores its weights transposed.
-    """
+    """Return the quantizers of a layer's weights as it stores them: one, or two if grad_input reads separate codes."""
     slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
     return tuple(as_it_lies(layer, each) for each in slots)
 
@@ -75,10 +72,7 @@ def _check_shared(
     weight: Tensor,
     users: Sequence[nn.Module],
 ) -> None:
-    """Raise a ValueError unless all ``users`` of a weight need the same codes as ``module``.
-
-    ``names`` and ``recipes`` have each module's name and recipe. ``function`` is the beginning of the error's text.
-    """
+    """Raise a ValueError unless all ``users`` of a weight need the same codes as ``module``."""
     name, recipe = names[module] or "the model", recipes[module]
     others = [names[each] for each in users if each not in recipes]
     if others:
@@ -137,9 +131,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
 
 
 def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
-    """Return the quantizers of a layer's weights: one, or two if grad_input reads separate codes.
-
-    The quantizers are transposed if the layer stores its weights transposed.
+    """Return the quantizers of a layer's weights as it stores them: one, or two if grad_input reads separate codes.
 
     Raises:
         ValueError: The weight can't be kept as codes; the text says why.

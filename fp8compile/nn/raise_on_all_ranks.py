@@ -24,10 +24,7 @@ WAITING = (
 
 
 def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """Call ``function`` with ``args``; return its result and None, or None and the error that it raised.
-
-    While compiling, the error is raised.
-    """
+    """Call ``function``; return its result and None, or None and its error. While compiling, errors are raised."""
     if torch.compiler.is_compiling():
         return function(*args), None
     try:
@@ -38,7 +35,7 @@ def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | No
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Context that adds a note to errors raised inside it: other ranks wait for this rank."""
+    """Context that adds to errors the note that other ranks wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -47,10 +44,10 @@ def noted() -> Iterator[None]:
 
 
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
-    """Raise the errors that ranks of a group found; all ranks call this, once they know of an error.
+    """Raise the errors that ranks of a group found; all ranks call this once they know of an error.
 
-    ``error`` is this rank's, or None. If all ranks found the same error, it is raised. Otherwise a RuntimeError with
-    the errors of all ranks is raised, which names ``function``.
+    ``error`` is this rank's, or None. If all ranks found the same error, it is raised, else a RuntimeError with all
+    texts.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

@@ -35,9 +35,9 @@ def _has_codes(recipe: Recipe) -> bool:
 
 
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
-    """Whether gradients multiply the dequantized codes of the new recipe, ``forward``.
+    """Whether gradients multiply dequantized codes of the new ``forward`` recipe.
 
-    The layer's own ``recipe`` decides, or ``forward`` if ``recipe`` has no codes in the forward.
+    The layer's own recipe decides, or ``forward`` if it has no codes in the forward.
     """
     if _has_codes(recipe):
         return recipe.dequantized_gradients

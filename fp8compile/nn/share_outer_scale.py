@@ -26,9 +26,9 @@ Groups = bool | Sequence[Sequence[str]]
 
 
 def _names(given: object) -> tuple[tuple[str, ...], ...]:
-    """Return the layer names of each group in convert's ``share_outer_scale``, which is ``given``.
+    """Return each group's layer names from convert's argument ``share_outer_scale``.
 
-    Raise a TypeError if ``given`` is neither True nor a list of groups of names.
+    Raise a TypeError if it is neither True nor a list of groups of names.
     """
     if given is True:
         return FUSED

@@ -1,4 +1,4 @@
-"""Compute the amax for a scale that several weights share, from all these weights in each forward."""
+"""Compute one amax over several weights that share a scale, in each forward."""
 
 from __future__ import annotations
 

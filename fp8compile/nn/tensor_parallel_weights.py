@@ -57,10 +57,7 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
 
 
 def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
-    """Return why a DTensor can't be quantized with its placements; None if it can.
-
-    One reason is that a shard would end within a block of one of the ``quantizers``.
-    """
+    """Return why a DTensor can't be quantized with its placements, as when a shard ends within a block; or None."""
     reasons = (_why_not(weight.shape, weight.device_mesh, weight.placements, each) for each in quantizers)
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -110,10 +107,9 @@ def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
 
 
 def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Quantized:
-    """Quantize ``local``, a rank's shard of a weight, with ``quantizer``.
+    """Quantize a rank's shard of a weight; ``options`` are the arguments of `quantize` that describe the shard.
 
-    ``options`` are the arguments of `quantize` that describe the shard. Four-bit codes are packed two to a byte if the
-    shape can be packed.
+    Four-bit codes are packed two to a byte if the shape allows.
     """
     q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
     codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)

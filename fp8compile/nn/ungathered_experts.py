@@ -21,7 +21,7 @@ __all__ = ["UngatheredStack"]
 
 
 class UngatheredStack:
-    """A rank's shard of stacked weights of experts, with the shape of all; only grouped GEMMs take it.
+    """A rank's shard of stacked weights that looks like the whole stack; only grouped GEMMs take it.
 
     Args:
         shard: This rank's matrices, (experts of this rank, out_features, in_features).
@@ -48,7 +48,7 @@ class UngatheredStack:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the stacked weights of all ranks' experts."""
+        """Shape of the whole stack."""
         return torch.Size((self.groups, *self.shard.shape[1:]))
 
     @property

@@ -73,10 +73,9 @@ def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function of a layer and its names that decides the layer's recipe by convert's arguments.
+    """Make a function (layer, names) -> (recipe, "") or (None, reason), by convert's arguments.
 
-    ``recipe``, ``filter`` and ``keep_ends`` are these arguments; ``fqns`` are the names of all layers. The function
-    returns (recipe, "") or (None, reason why the layer has no recipe).
+    ``fqns`` are the names of all layers.
     """
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
 
@@ -98,8 +97,7 @@ def recipes_and_reasons(
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
     """Decide the recipe of each layer that is not converted yet; for the arguments see `convert`.
 
-    The first result maps each layer to (recipe, "") or (None, reason why the layer is left out). The second says
-    whether any layer is converted already with the recipe that it would get now.
+    Returns {layer: (recipe, "") or (None, reason)}, and whether any layer is already converted with its recipe.
 
     Raises:
         ValueError: The model has no layers, or a converted layer would get another recipe.

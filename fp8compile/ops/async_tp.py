@@ -22,11 +22,10 @@ __all__ = ["on_the_wire"]
 
 
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """View codes as the dtype to gather: float8 if async tensor parallelism can use it, else uint8.
+    """View codes as the dtype to gather: float8 if async tensor parallelism can fuse the gather, else uint8.
 
-    Inductor's pass ignores gathers of uint8. PyTorch's fused operator takes one scale for a tensor or one for each row
-    of a matrix; scales of smaller blocks would be separated from their codes. Codes with other scales, and all codes
-    on a CPU, stay uint8.
+    Inductor's pass ignores gathers of uint8, and takes one scale for a tensor or for each row of a matrix. Other
+    codes, and all codes on a CPU, stay uint8.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):
@@ -57,7 +56,7 @@ def _has_plain_scales(product: fx.Node) -> bool:
 def _is_of_reshaped_bytes(match: Any) -> bool:
     """Whether the matched node is a view of bytes as float8 that `_straighten` can move or remove.
 
-    Only GEMMs read the view, as left operand, and the bytes were reshaped, or viewed from the same float8 dtype.
+    Only GEMMs may read it, as left operand.
     """
     node = match.nodes[-1]
     if not _compat.async_tp() or not all(_has_plain_scales(user) and user.args[0] is node for user in node.users):

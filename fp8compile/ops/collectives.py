@@ -133,7 +133,6 @@ def all_to_all(
 
 
 def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
-    """The argument of `pad` that adds ``before`` and ``after`` entries to dim ``dim`` of ``ndim`` dims."""
     return (0, 0) * (ndim - 1 - dim) + (before, after)
 
 

@@ -1,9 +1,7 @@
 """fp8compile::count_cast: count the underflows and the saturations in each row of a cast.
 
-Underflows are nonzero values with code 0. Both counts are halves of one integer, so a cast gets only one more
-reduction. By default Inductor would store the summand of each element, because many operators compute it, and the code
-would be too long to fuse casts of several layers. Therefore the op has its own lowering: a reduction that computes the
-summands itself.
+Underflows are nonzero values with code 0. Both counts are halves of one integer, so that a cast gets only one more
+reduction. The op has a lowering of its own: Inductor would otherwise store the summand of each element.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def half_of(counts: Tensor, half: int) -> Tensor:
 
 
 def in_halves(underflows: Tensor, saturations: Tensor) -> Tensor:
-    """Two counts as one number, int64, as `count_cast` returns them."""
+    """Combine two counts into one int64, in the form in which `count_cast` returns them."""
     return underflows.long() + (saturations.long() << _shift(torch.int64))
 
 

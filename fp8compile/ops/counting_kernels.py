@@ -67,7 +67,7 @@ def counts_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Tens
 
 
 def counts_of_blocks(values: Tensor, codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """Compute what `counts_of` does, for a matrix with one code per byte and the grid ``scale``."""
+    """Compute `counts_of` for a matrix with one code per byte, from the grid ``scale``."""
     scales = expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
     return counts_of(values, codes, scales, quantizer.element_format())
 
@@ -112,7 +112,7 @@ def counts_of_groups(
 
 
 def pieces_of_counts(counts: Tensor, name: str, matrices: int) -> Tensor:
-    """One statistic of `COUNTED`, by ``name``, for each matrix: (matrices, values to combine).
+    """Return one statistic of `COUNTED` as (matrices, values to combine).
 
     ``counts`` is (3, programs) or (3, E). ``matrices`` is the number of stacked matrices or of groups, else 1.
     """

@@ -1,9 +1,10 @@
-"""The pass that puts `quantize_several` into a joint graph, in place of steps whose results are noted.
+"""Graph pass that replaces separate quantizations of related tensors by `quantize_several`, one kernel.
 
     traced       x --amax, scale, cast--> codes, scale --noted_codes--> product
-    joint graph  for each set of matrices of one read: quantize_several --> codes, scales; all notes vanish
+    joint graph  for each set of matrices of one read: quantize_several --> codes, scales; all marks are removed
 
-It runs before PyTorch cuts the graph into forward and backward. The steps that it replaces are then dead code.
+The op `noted_codes` marks which tensor was quantized. The pass runs before PyTorch cuts the graph into forward and
+backward; the replaced steps are dead code.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ __all__ = ["fuse_noted"]
 
 @dataclass(eq=False)
 class _Matrix:
-    """A matrix with notes.
+    """A tensor in the graph that is quantized, with the `noted_codes` and `noted_counts` nodes that say so.
 
     Attributes:
         source: The node that computes it.
-        seen: The tensor that notes name: the matrix itself, or the matrix behind a barrier.
-        rows: Notes of codes along rows.
-        columns: Notes of codes along columns.
-        counts: Notes of counts of these casts.
+        seen: The tensor that these nodes name: the matrix itself, or the matrix behind a rounding barrier.
+        rows: `noted_codes` nodes of codes along rows.
+        columns: `noted_codes` nodes of codes along columns.
+        counts: `noted_counts` nodes of these casts.
     """
 
     source: fx.Node
@@ -49,27 +50,26 @@ class _Matrix:
         return [*self.rows, *self.columns, *self.counts]
 
     def directions(self) -> list[list[fx.Node]]:
-        """The notes of codes in each direction, in the order of the kernel's results."""
+        """Return the `noted_codes` nodes of each direction, in the order of the kernel's results."""
         return [self.rows, self.columns] if self.rows else [self.columns]
 
     def quantizers(self) -> tuple[Any, Any]:
-        """The quantizers along rows and along columns; None for a direction without notes, or with two quantizers."""
+        """Return the quantizers along rows and along columns; None for a direction without one, or with two."""
         rows, columns = ({note.args[3] for note in notes} for notes in (self.rows, self.columns))
         return tuple(each.pop() if len(each) == 1 else None for each in (rows, columns))  # type: ignore[return-value]
 
     def direction_of(self, quantizer: Any) -> int | None:
-        """The direction, among the kernel's results, in which a quantizer casts the matrix."""
+        """Return the index, among the kernel's directions, in which ``quantizer`` casts the matrix."""
         own = self.quantizers()[not self.rows :]
         return own.index(quantizer) if quantizer in own else None
 
 
 def fuse_noted(graph: fx.Graph) -> None:
-    """Replace notes by calls of `quantize_several` where fewer bytes are read so, and drop all others.
+    """Replace quantizations by calls of `quantize_several` where that reads fewer bytes, and remove all marks.
 
-    Matrices that are quantized in both directions and computed from a common tensor form a set. Matrices quantized
-    along columns alone join a set whose tensors suffice for them. Inductor reads a set's tensors twice; the kernel
-    reads them once. A matrix that other nodes read too stays as it was, because the kernel would have to store it; so
-    does a part of a matrix, or a transposed one.
+    Matrices that are quantized in both directions and computed from a common tensor form a set. A matrix quantized
+    along columns alone joins a set whose tensors it is computed from. A matrix that other nodes read, a part of a
+    matrix and a transposed matrix are left alone, because the kernel would have to store them.
     """
     matrices = _matrices(graph)
     used = _read_beside(graph, {note for each in matrices for note in each.notes()})
@@ -97,7 +97,7 @@ def _matrices(graph: fx.Graph) -> list[_Matrix]:
 
 
 def _read_beside(graph: fx.Graph, notes: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that are still read if nobody makes what these notes are given."""
+    """Return the nodes that are still read if the marked quantizations are removed."""
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node not in notes and (node in read or node.op == "output" or node.is_impure()):
@@ -109,7 +109,7 @@ def _read_beside(graph: fx.Graph, notes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _sets(matrices: list[_Matrix]) -> list[list[_Matrix]]:
-    """Sets of matrices that one kernel computes; in each, those in both directions come first."""
+    """Return sets of matrices that one kernel quantizes; those in both directions come first."""
     leaves = {each: inductor.leaves_of(each.source) for each in matrices}
     sets: list[list[_Matrix]] = []
     for matrix in (each for each in matrices if is_pair(*each.quantizers())):
@@ -127,7 +127,7 @@ def _sets(matrices: list[_Matrix]) -> list[list[_Matrix]]:
 
 
 def _is_beside(one: _Matrix, other: _Matrix) -> bool:
-    """Whether a kernel that makes one matrix's codes may also make another one's codes along columns."""
+    """Whether a kernel that quantizes one matrix may also quantize the other along columns."""
     return _has_shape_of(one, other) and one.quantizers()[1].block == other.quantizers()[1].block
 
 
@@ -173,8 +173,6 @@ def _replace_counts(graph: fx.Graph, matrix: _Matrix, counts: fx.Node, place: fx
 
 
 def _pieces_of(direction: Any, *, halves: Any) -> Callable[[Tensor], Tensor]:
-    """A function from a kernel's counts to the pieces of one direction, as `noted_counts` returns them."""
-
     def pieces(counts: Tensor) -> Tensor:
         amax, *others = (pieces_of_counts(counts[direction], name, 1) for name in COUNTED)
         return in_halves(*others) if halves else amax
@@ -185,7 +183,7 @@ def _pieces_of(direction: Any, *, halves: Any) -> Callable[[Tensor], Tensor]:
 def _put(
     graph: fx.Graph, place: fx.Node, code: Callable[..., Any], inputs: Sequence[fx.Node], like: fx.Node
 ) -> list[fx.Node]:
-    """Insert code behind a node, with what the metadata of another node says; returns the nodes of its results."""
+    """Insert code behind the node ``place``, with the metadata of ``like``; return the nodes of its results."""
     body, end = inductor.traced(code, *(each.meta["val"] for each in inputs)), place.next
     with graph.inserting_before(end):
         results = inductor.inlined(graph, body, inputs)
@@ -201,7 +199,6 @@ def _between(first: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
 
 
 def _take_away(graph: fx.Graph, note: fx.Node, results: Sequence[Any]) -> None:
-    """Remove a note from a graph; readers of its results read others."""
     if isinstance(note.meta["val"], torch.Tensor):
         note.replace_all_uses_with(results[0])
     else:

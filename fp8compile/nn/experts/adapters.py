@@ -1,4 +1,4 @@
-"""Add to the product with stacked weights of experts, as the low-rank product of an adapter does."""
+"""Let adapters add their low-rank product to a product with stacked weights of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "_fp8compile_added"  # attribute of a module: for each of its weights, by
 
 
 def takes_additions(module: nn.Module) -> bool:
-    """Whether `add_to_product` works for a module, because its FP8 method calls `with_additions`."""
+    """Whether `add_to_product` works for a module."""
     host = getattr(type(module), "_host", None)
     return host is not None and bool(host.takes_additions)
 
@@ -23,7 +23,7 @@ def takes_additions(module: nn.Module) -> bool:
 def add_to_product(module: nn.Module, weight: str, added: Added) -> None:
     """Make a module add ``added(x, offsets)`` to products of rows ``x`` with the weight named ``weight``.
 
-    This replaces an earlier addition. ``offsets`` has the end of each expert's rows.
+    An earlier addition is replaced. ``offsets`` has the end of each expert's rows.
     """
     vars(module).setdefault(NAME, {})[weight] = added
 

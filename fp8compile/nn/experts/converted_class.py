@@ -126,8 +126,6 @@ OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quanti
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``replacement``, a module's FP8 method, so that it first calls `warn_if_not_sharded`."""
-
     @wraps(replacement)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         warn_if_not_sharded(self)
@@ -155,7 +153,6 @@ experts_class = hosted_class  # older pickles have this name
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    """Return the name of the method that multiplies if the instance overrides this method; else None."""
     host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 

@@ -14,7 +14,7 @@ __all__ = ["Host", "Layout", "code_of", "inherits", "stacks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The matrices by which a module multiplies.
+    """The matrices of a module: which parameters hold them, and their shapes.
 
     Attributes:
         weights: The parameters that hold the matrices, by name; ``"mlp.w1"`` is the parameter of a child.
@@ -29,7 +29,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Describes a kind of modules of another library: its classes, its matrices, and its method in FP8."""
+    """Description of a kind of modules of another library: classes, matrices, and the method in FP8."""
 
     # Returns whether a class is of this kind. It looks at the class only, and imports nothing.
     takes: Callable[[type[nn.Module]], bool]
@@ -57,10 +57,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """Return the module name and the qualified name of a class's forward.
-
-    If a decorator wrapped the forward, the names are the wrapper's.
-    """
+    """Return the module name and the qualified name of a class's forward; of a decorator's wrapper if it has one."""
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")

@@ -1,4 +1,4 @@
-"""The modules of other libraries that `convert` knows: the registered hosts, and what they describe."""
+"""Registry of the modules of other libraries that `convert` knows, and queries about such modules."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
-    """Return ``quantizer``, or its transpose if the module stores its matrices transposed."""
+    """Return ``quantizer``, transposed if the module stores its matrices transposed."""
     return quantizer.transposed() if is_transposed(module) else quantizer
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """Return the matrices by which a module multiplies; a `Host` describes the module."""
+    """Return the matrices by which a module multiplies."""
     host = _host(module)
     if host.layout is not None:
         return host.layout(module)
@@ -97,5 +97,5 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """Return the name of the method in which a module multiplies, from the `Host` that describes it."""
+    """Return the name of the method in which a module multiplies."""
     return _host(module).method

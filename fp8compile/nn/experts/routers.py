@@ -21,9 +21,9 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
-    """Return the numbers of scores that a router may have: the experts on this rank, or on all ranks.
+    """Return the numbers of scores that a router may have: the experts of this rank, or of all ranks.
 
-    The number on all ranks is the attribute ``num_experts`` of ``experts``, or of ``beside``, which may be the router.
+    The number on all ranks is the attribute ``num_experts`` of ``experts`` or ``beside``.
     """
     own = layout_of(experts).num_experts
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
@@ -37,15 +37,13 @@ def _scores(module: nn.Module, experts: nn.Module) -> bool:
 
 
 def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
-    """Return the children of ``parent`` that have matrices, except ``module``."""
     return [each for each in parent.children() if each is not module and _matrices(each)]
 
 
 def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
-    """Return the routers among the siblings of ``experts`` and of the modules around the experts.
+    """Return the routers among the siblings of ``experts`` and of the modules around them, `LEVELS` levels up.
 
-    ``parents`` has each module's parents. The search goes up `LEVELS` levels, not counting levels without siblings
-    that have matrices.
+    ``parents`` has each module's parents. Levels without siblings that have matrices don't count.
     """
     below, level = {experts}, 0
     while below and level < LEVELS:

@@ -15,7 +15,7 @@ __all__ = ["SortedRows", "sorted_rows", "summed"]
 
 
 class SortedRows(NamedTuple):
-    """Rows of tokens sorted by expert: the rows, their factors, and which token each row comes from."""
+    """Rows of tokens sorted by expert: the rows, the factors of their results, and the token of each row."""
 
     x: Tensor  # (R, hidden), the rows; R = tokens * top_k
     weights: Tensor  # (R, 1), the factor of each row's result

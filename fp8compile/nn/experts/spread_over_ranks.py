@@ -23,7 +23,7 @@ SPREAD = "_experts_are_spread"  # attribute of a module whose experts were sprea
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """How rows are sent to the ranks of their experts: the capacity, as codes or as values.
+    """Options of expert parallelism: the capacity of messages, and whether rows travel as codes.
 
     ``same_tokens`` is a mesh of ranks with the same tokens; each of these ranks sends a share of the tokens.
     """

@@ -24,10 +24,6 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
 
 
 def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
-    """Return {shape of one expert's matrix: name of the stacked weights}, for statistics.
-
-    A call of ``_grouped_mm`` shows only a shape. Weights of equal shape share a name, joined by "+".
-    """
     found: dict[tuple[int, ...], list[str]] = {}
     for name, stack in stacks(module).items():
         found.setdefault(tuple(stack.shape[1:]), []).append(name)

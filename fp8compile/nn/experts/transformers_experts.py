@@ -77,7 +77,7 @@ def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return this rank's share, about (tokens / R, ...), of a tensor that all R ranks of ``mesh`` have.
 
-    If all ranks sent all tokens, each token would count R times in the experts' gradients.
+    If all ranks sent all tokens, the experts' gradients would count each token R times.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -98,10 +98,6 @@ def _all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
 
 
 def _rows(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
-    """Sort the rows of all tokens, or of this rank's share, by expert, after a check of the arguments.
-
-    Wrong arguments raise here, before any rank sends. For the arguments see `sorted_rows`.
-    """
     given: tuple[Any, ...] = (hidden_states, top_k_index, top_k_weights)
     _check_given(self, *given)
     if (mesh := self.dispatch_options.same_tokens) is not None:
@@ -119,9 +115,9 @@ def _products(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup) -> Tensor:
-    """Send rows to the ranks of their experts, multiply there, send results back and sum them by token.
+    """Send `SortedRows` to the ranks of their experts, multiply there, send results back and sum them by token.
 
-    ``rows`` are `SortedRows`. If this rank found an ``error`` in its rows, all ranks of ``group`` raise.
+    If this rank found an ``error`` in its rows, all ranks of ``group`` raise.
     """
     experts, capacity = self.down_proj.shape[0], self.dispatch_options.capacity
     if error is None:

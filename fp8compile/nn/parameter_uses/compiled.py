@@ -38,7 +38,7 @@ def _value_of_input(given: Any, owners: Owners) -> Value:
 
 
 class _Reading:
-    """Follows parameters through the nodes of a graph and of graphs inside it, and collects their uses."""
+    """Follows parameters through the nodes of a graph and its subgraphs, and collects their uses."""
 
     def __init__(self, traced: type[Any]) -> None:
         self.traced, self.uses = traced, Uses()
@@ -53,7 +53,7 @@ class _Reading:
                 values[node] = self._called(graph, node, values)
 
     def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
-        """Return which parameters a node's result is made of, and record how the node uses parameters.
+        """Return the parameters that a node's result is computed from, and record how the node uses them.
 
         ``values`` has these parameters for each earlier node; None stands for data.
         """
@@ -72,7 +72,6 @@ class _Reading:
         return value
 
     def _method_of(self, node: fx.Node) -> str:
-        """Return the name of the forward in which a node was traced, such as "Attention.forward"."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         cls = stack[-1][1] if stack else self.traced
         name = cls.rpartition(".")[2] if isinstance(cls, str) else cls.__name__

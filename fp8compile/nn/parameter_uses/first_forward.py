@@ -40,7 +40,7 @@ class _Traced:
 
 
 class _Running(threading.local):
-    """The mode that watches a forward in this thread, if any, and the module whose call ends it."""
+    """The mode that watches a forward in this thread, if any, and the module whose call ends the watching."""
 
     module: nn.Module | None = None  # the module whose call ends the watching; None if `watched` ends it
     watching: Watching | None = None  # the mode that watches; None if no forward is watched
@@ -85,9 +85,9 @@ def watched(model: nn.Module) -> Iterator[Watching]:
 
 
 def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: bool) -> None:
-    """Watch the next forward of a model in which `convert` has converted ``layers``.
+    """Watch a model's next forward; warn if other code multiplies the weight of a layer in ``layers``.
 
-    If a layer's weight is multiplied outside of the layer, a warning is issued, or an error raised if ``strict``.
+    With ``strict`` an error is raised instead.
     """
     ROOTS.add(model)
     for layer in layers if strict else ():
@@ -120,9 +120,9 @@ def stop_watching(model: nn.Module) -> None:
 
 @_compat.constant_when_traced
 def _note_traced() -> None:
-    """Count that Dynamo has traced a module's hooks, and so has a guard on the number of hooks.
+    """Record that Dynamo has traced a module's hooks, and therefore has a guard on their number.
 
-    The count is global: an attribute of the module would become a guard, and blocks could no longer share code.
+    The record is global: an attribute of the module would be guarded too, and blocks could not share code.
     """
     _Traced.count += 1
 
@@ -177,10 +177,9 @@ _compat.when_graph_is_made(_in_graph)
 
 
 def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
-    """Keep ``uses`` for the report, and return the warning about weights multiplied outside of layers.
+    """Keep ``uses`` for the report, and return a warning about weights multiplied outside of layers, or "".
 
-    The text is empty if there is nothing new to warn about. If one of the layers is strict, raise ``error`` with the
-    text. ``owners`` finds the modules of parameters.
+    If such a layer is strict, raise ``error`` with the text instead.
     """
     uses = settled(uses, owners)
     weights = {slot for layer in CONVERTED for slot in weight_slots(layer)}

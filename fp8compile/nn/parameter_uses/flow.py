@@ -60,7 +60,6 @@ def _name_and_namespace(op: Any) -> tuple[str, str]:
 
 
 def _kind_of(op: Any) -> Kind:
-    """Return how the operator ``op`` uses a parameter that it combines with data, such as in a product."""
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in OPS:
         return Kind.FLOAT8
@@ -70,10 +69,9 @@ def _kind_of(op: Any) -> Kind:
 
 
 def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
-    """Return the value of the result of ``op``, and the parameters that it combines with data, by kind.
+    """Return what the result of ``op`` is computed from, and the parameters that it combines with data, by kind.
 
-    A value is the set of parameters that a tensor was computed from; None stands for data. ``operands`` are the values
-    of the operator's tensor arguments.
+    ``operands`` are the values of its tensor arguments: sets of parameters, or None for data.
     """
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in LAYERS:

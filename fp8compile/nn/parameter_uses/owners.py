@@ -64,9 +64,9 @@ class Owners:
             slots.add((module, name))
 
     def of(self, memory: Hashable, tensor: Any) -> Value:
-        """Return the parameters that lie in ``memory``, the key of a tensor's memory; None if none does.
+        """Return the parameters in the memory ``memory``; None if there are none.
 
-        Of several parameters in this memory, the one at the offset of ``tensor`` is returned.
+        If several share it, the one at the offset of ``tensor`` is returned.
         """
         if memory not in self.parts and isinstance(tensor, nn.Parameter):
             self.refresh()
@@ -80,10 +80,7 @@ class Owners:
         return frozenset().union(*(slots for (start, stop), slots in parts.items() if start <= first < stop))
 
     def sharing(self, slot: Slot) -> frozenset[Slot]:
-        """Return all (module, name) that hold the parameter of ``slot``, itself one such pair.
-
-        A tied parameter has several.
-        """
+        """Return all (module, name) pairs that hold the same parameter as ``slot``; more than one if it is tied."""
         groups = (slots for parts in self.parts.values() for slots in parts.values() if slot in slots)
         return frozenset().union(*groups)
 

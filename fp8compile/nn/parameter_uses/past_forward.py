@@ -35,7 +35,7 @@ def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def past_forward(layer: nn.Module, uses: Uses) -> str | None:
-    """Return the name of a method that multiplied a layer's weight itself, as ``uses`` tell; else None."""
+    """Return the method that multiplied a layer's weight without calling the layer; None if there is none."""
     found = (uses.found.get(slot) for slot in weight_slots(layer))
     return next((use.method for use in found if use is not None and use.multiplies), None)
 
@@ -43,8 +43,8 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
 def settled(uses: Uses, owners: Owners) -> Uses:
     """Return a copy of ``uses`` without uses of tied weights that need no warning.
 
-    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it too. An example is
-    an embedding that shares its matrix with the head. ``owners`` finds the modules of parameters.
+    If a layer multiplies its weight in FP8, a module that shares it, such as an embedding, may use it in high
+    precision.
     """
     of_layers = {slot for layer in CONVERTED for slot in weight_slots(layer)}
 

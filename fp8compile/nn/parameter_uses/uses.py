@@ -16,7 +16,7 @@ Slot = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
 
 class Kind(enum.IntEnum):
-    """How an operator uses a parameter together with data. Of several uses, the greatest kind counts."""
+    """How an operator uses a parameter together with data; the greatest kind counts."""
 
     FLOAT8 = 0  # in an operator of this library, or one registered with it
     OTHER = 1  # in an operator that is no product
@@ -56,10 +56,7 @@ class Uses:
             self.found[slot] = use
 
     def note(self, met: Met, method: str) -> None:
-        """Add the uses in one operator; ``method`` is the module's method that called the operator.
-
-        ``met`` has the parameters that the operator combines with data, by kind of use.
-        """
+        """Record one operator's uses of parameters: ``met`` has the parameters by kind, ``method`` is its caller."""
         for kind, slots in met.items():
             if kind is Kind.FLOAT8:
                 self.in_float8 |= slots

@@ -47,8 +47,7 @@ OUTPUT, GRAD_INPUT = GEMMS[:2]
 def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
     """Exchange rows between ranks; returns the rows that arrived, in the order of ranks.
 
-    Arguments are those of the op `exchange_rows`; ``back`` means from experts to the ranks of the tokens. If ``sizes``
-    is None, all ranks send messages of the same length.
+    ``back`` means from experts to the ranks of the tokens. If ``sizes`` is None, messages have equal lengths.
     """
     if sizes is not None:
         return exchange_rows(rows, sizes, back, length, group)
@@ -161,10 +160,9 @@ combine: OpOverload = register_op(
 
 
 def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tuple[torch.dtype, int]:
-    """Dtype and number of elements of the messages that `dispatch` sends for these rows.
+    """Return the dtype and number of elements of the messages that `dispatch` sends for these rows.
 
-    ``length`` is the number of rows that all messages together have room for, None if this is not fixed. ``slot`` is
-    the recipe's field for the rows, ``"input"`` or ``"grad_output"``.
+    ``length`` is the number of rows for which all messages have room; None without a capacity.
     """
     quantizer, features = sent_as(recipe, slot), rows.shape[1]
     count = rows.shape[0] if length is None else length

@@ -22,7 +22,7 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
-    """The quantizer with which rows are sent as codes; None if rows are sent in their own dtype.
+    """Return the quantizer with which rows are sent as codes; None if rows are sent in their own dtype.
 
     ``slot`` is the recipe's field for the rows, ``"input"`` or ``"grad_output"``.
     """
@@ -34,7 +34,7 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
 
 
 def wire_width(features: int, quantizer: Quantizer) -> int:
-    """Number of bytes of a row of ``features`` values in a message, for its codes and its scales."""
+    """Return the number of bytes of one row in a message: its codes and its scales."""
     of_rows = by_row(quantizer)
     scales = of_rows.scale_shape((1, features))[1] * of_rows.scale_dtype().itemsize
     return of_rows.codes_shape((1, features))[1] + scales
@@ -78,9 +78,8 @@ def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dty
 def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy rows and reinterpret their bytes as another dtype.
 
-    The copy is needed because a slice of a row may begin at any byte. The copy is flattened, because the view needs a
-    last dim without gaps: `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses strides of its
-    own for a single column.
+    A slice of a row may begin at any byte, so it is copied; the copy is flattened, because the view needs a last dim
+    without gaps.
     """
     shape = x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize
     if guard_or_false(x.shape[0] == 0):  # Inductor (2.11) can't view a tensor without rows as another dtype

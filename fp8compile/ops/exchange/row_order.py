@@ -24,23 +24,22 @@ __all__ = ["Moves", "fitting", "take"]
 
 
 def fitting(counts: Tensor, capacity: int) -> Tensor:
-    """Number of rows of each expert that fit if each rank gets at most ``capacity`` rows, (R, E) int64.
+    """Return how many rows of each expert fit if each rank gets at most ``capacity`` rows, (R, E) int64.
 
-    ``counts`` has the numbers of all rows, for each of E experts of each of R ranks. A rank's room is filled in the
-    order of its experts.
+    ``counts``, (R, E), has the numbers of all rows. A rank's room is filled in the order of its experts.
     """
     ends = counts.cumsum(1).clamp(max=capacity)
     return torch.diff(ends, dim=1, prepend=ends.new_zeros((ends.shape[0], 1)))
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Offset of each part, if parts of these sizes follow one another; in the shape of ``sizes``."""
+    """Return the offset of each part if parts of these sizes follow one another."""
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
-    """Index of the source row for each of ``length`` rows of a result, int64; -1 for a row of zeros.
+    """Return the source row of each of ``length`` rows of a result, int64; -1 for a row of zeros.
 
     Rows move in parts of ``sizes`` rows: ``to`` has each part's offset in the result, ascending; ``at`` has each
     part's offset in the source.
@@ -77,7 +76,6 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each receiving rank: indices of its first row and first slot, and the number of rows sent."""
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -85,7 +83,6 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each sending rank and expert, (R, E): offsets in buffer and in grouped rows, number of rows."""
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:
@@ -94,21 +91,21 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """Index of the row in each of ``length`` slots of the sent messages, int64; -1 for an unused slot."""
+        """Return the row in each of ``length`` slots of the sent messages, int64; -1 for an unused slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 
     def slots_of_rows(self, length: int) -> Tensor:
-        """Index of the slot of each of ``length`` rows in the sent messages, int64; -1 without a slot."""
+        """Return the slot of each of ``length`` rows in the sent messages, int64; -1 without a slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, rows, slots, sizes)
 
     def buffer_of_grouped(self, length: int) -> Tensor:
-        """Index in the received buffer of each of ``length`` rows sorted by expert, int64; -1 if unused."""
+        """Return the place in the received buffer of each of ``length`` rows sorted by expert, int64; -1 if unused."""
         buffer, grouped, sizes = (each.t().flatten() for each in self._pieces())
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """Index among rows sorted by expert for each of ``length`` received rows; -1 for an unused place."""
+        """Return the place among rows sorted by expert of each of ``length`` received rows; -1 if unused."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

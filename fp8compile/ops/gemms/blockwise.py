@@ -44,7 +44,7 @@ def _has_tiles(operand: Quantized) -> bool:
 
 
 def _block_scales(operand: Quantized, rows: int, sum_to: int) -> Tensor:
-    """Block scales along the summed dim, in the layout of Hopper's GEMM, padded with 1.
+    """Return block scales along the summed dim in the layout of Hopper's GEMM, padded with 1.
 
     ``rows`` is the padded number of rows; the summed dim is padded to a multiple of ``sum_to``.
     """

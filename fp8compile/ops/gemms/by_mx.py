@@ -43,9 +43,9 @@ def _takes_rows(a: Quantizer, b: Quantizer) -> bool:
 
 
 def may_run_by_mx(a: Quantizer, b: Quantizer, config: GemmConfig) -> bool:
-    """Whether a GEMM of this file takes codes of quantizers ``a`` and ``b``, on a GPU with MX products.
+    """Whether a GEMM of this file takes codes of quantizers ``a`` and ``b``, on a GPU with MX GEMMs.
 
-    `scaled_by_mx` is considered only if ``config.by_mx`` is set.
+    `scaled_by_mx` counts only if ``config.by_mx`` is set.
     """
     return _takes_blocks(a, b) or (config.by_mx and _takes_rows(a, b))
 
@@ -60,10 +60,7 @@ def _lacks_rows(problem: GemmProblem) -> str | None:
 
 
 def _exponents(operand: Quantized) -> Tensor:
-    """Block scales as E8M0 bytes, which are the exponent bits of the float32 scales; 255 for NaN.
-
-    The exponents of E8M0 and of float32 have the same bias.
-    """
+    """Return block scales as E8M0 bytes: the exponent bits of the float32 scales, 255 for NaN."""
     if operand.quantizer.stores_e8m0():
         return operand.scale
     # multipliers end at 2**127, so scales begin at 2**-127, which is byte 0 and the largest subnormal power of two

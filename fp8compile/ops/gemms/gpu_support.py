@@ -90,10 +90,7 @@ class Gate:
         return target.architecture in (self.capabilities if target.hip is None else self.gcn)
 
     def lacks(self, build: Build) -> str | None:
-        """What a build of PyTorch lacks to run this kernel; None if it lacks nothing.
-
-        The text completes an error message that begins with the operands.
-        """
+        """Return what a build of PyTorch lacks to run this kernel, as the end of an error text; None if nothing."""
         if build.cuda is not None and build.cuda < self.cuda:
             return f"needs a PyTorch built with CUDA {_dotted(self.cuda)} or later; this one has {_dotted(build.cuda)}"
         if build.rocm is not None and build.rocm < self.rocm:
@@ -217,9 +214,9 @@ def _names(capabilities: tuple[tuple[int, int], ...]) -> str:
 
 
 def _lacks_formats(target: Target) -> str | None:
-    """The error text for a device that multiplies no codes of the OCP formats, else None.
+    """Return an error text if a device multiplies no codes of the OCP formats (e4m3, e5m2, e2m1), else None.
 
-    NVIDIA's GPUs always give None here. OCP formats are e4m3, e5m2 and e2m1 as opposed to AMD's "fnuz".
+    AMD's older GPUs have "fnuz" formats instead.
     """
     if target.type != "cuda":
         return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
@@ -241,10 +238,7 @@ def _lacks_formats(target: Target) -> str | None:
 
 
 def lacks_tensor_cores(problem: GemmProblem) -> str | None:
-    """Why a device can't multiply a problem's float8 codes on tensor cores; None if it can.
-
-    ``problem`` describes the product's operands and device.
-    """
+    """Return why a device can't multiply a problem's float8 codes on tensor cores; None if it can."""
     target, formats = problem.target, (problem.a.gemm_format(), problem.b.gemm_format())
     if (lacking := _lacks_formats(target)) is not None:
         return lacking
@@ -259,19 +253,16 @@ def lacks_tensor_cores(problem: GemmProblem) -> str | None:
 
 
 def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
-    """The kernels that run a product on the target's GPU with the target's build of PyTorch.
-
-    ``product`` is a key of PRODUCTS, such as ``"tensorwise"``.
-    """
+    """Return the kernels that run a product, a key of PRODUCTS, on the target's GPU and build of PyTorch."""
     return tuple(gate for gate in PRODUCTS[product].gates if gate.is_for(target) and gate.lacks(target.build) is None)
 
 
 def advice(target: Target, *, is_grouped: bool = False) -> str:
-    """A sentence for errors that names the ready recipes that run on a GPU.
+    """Return a sentence, for errors, that names the ready recipes that run on a GPU.
 
     Args:
-        target: The GPU, on which the product at hand does not run.
-        is_grouped: Whether the product is one of experts, for which a GPU has no emulation.
+        target: The GPU.
+        is_grouped: Whether the recipes are for experts, for which a GPU has no emulation.
     """
     having = {each.recipe: None for each in _PRODUCTS if each.is_grouped == is_grouped and gates_of(each.name, target)}
     if is_grouped and not having:
@@ -280,9 +271,7 @@ def advice(target: Target, *, is_grouped: bool = False) -> str:
 
 
 def why_not(product: str, problem: GemmProblem) -> str | None:
-    """Why a product does not run on a problem's target; None if it runs.
-
-    The reason completes an error message that begins with the operands.
+    """Return why a product does not run on a problem's target, as the end of an error text; None if it runs.
 
     Args:
         product: A key of ``PRODUCTS``.

@@ -36,7 +36,7 @@ class GemmProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """Description of one GEMM in a table of GEMMs.
+    """One GEMM in a table of GEMMs.
 
     Attributes:
         name: Name of this GEMM in reports.

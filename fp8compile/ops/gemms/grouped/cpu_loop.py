@@ -38,7 +38,6 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _outer_scales(operand: Quantized, groups: int) -> Sequence[Tensor | None]:
-    """The outer scale of each group, (1,) each; None for each group if codes have one level of scales."""
     return (None,) * groups if operand.outer_scale is None else operand.outer_scale.split(1)
 
 

@@ -22,7 +22,7 @@ __all__ = ["REGISTERED_GROUPED", "GroupedGemm", "Multiply", "product_shape"]
 
 
 def product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
-    """Shape of a grouped product (``rows`` or ``outer`` of `GroupedGemm`), from its operands' codes.
+    """Return the shape of a grouped product from its operands' codes.
 
     ``offsets``, (E,), are the ends of the groups.
     """

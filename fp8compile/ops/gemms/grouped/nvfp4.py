@@ -34,7 +34,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _packed(operand: Quantized) -> str:
-    """How an operand's codes are packed in pairs: along ``"rows"``, along ``"columns"``, or ``"none"``."""
+    """Return how an operand's codes are packed in pairs: ``"rows"``, ``"columns"`` or ``"none"``."""
     quantizer: Any = operand.quantizer  # TwoLevelScaling
     return quantizer.packed
 
@@ -49,10 +49,7 @@ def _check_laid_out(operand: Quantized, *packed: str) -> None:
 
 
 def _codes_of_matrices(operand: Quantized) -> Tensor:
-    """Codes (E, N, K / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes.
-
-    The operand is the stacked matrices of E groups, (E, N, K).
-    """
+    """Return the codes of E stacked matrices as (E, N, K / 2), packed along rows and padded with zeros."""
     if _packed(operand) == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
     return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()

@@ -36,9 +36,9 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _feature_scales(operand: Quantized, scale: Tensor, features: int) -> Tensor:
-    """One scale for each feature of each of E groups, (E, padded features); padding gets 1.
+    """Return one scale for each feature of each of E groups, (E, padded features); padding gets 1.
 
-    ``scale`` are the operand's scales, one for a group or for each feature of a group.
+    ``scale`` has one entry for a group, or one for each feature of a group.
     """
     scales = operand.quantizer.scale_values(scale).expand(scale.shape[0], features)
     return padded_features(scales, (ALIGNMENT,), value=1).contiguous()

@@ -24,7 +24,6 @@ BEFORE_OURS: set[str] = set()  # names of registered GEMMs that are tried first
 
 
 def _tiers() -> tuple[tuple[GroupedGemm, ...], ...]:
-    """All grouped GEMMs, in tiers that are tried one after the other."""
     first = tuple(gemm for name, gemm in REGISTERED_GROUPED.items() if name in BEFORE_OURS)
     last = tuple(gemm for name, gemm in REGISTERED_GROUPED.items() if name not in BEFORE_OURS)
     return first, NATIVE, last, (ONE_BY_ONE,)

@@ -24,7 +24,7 @@ __all__ = ["lacks_grouped", "padded_features", "scaled_outer", "scaled_rows"]
 
 
 def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
-    """Why a device does not run a grouped product for these operands, as an error text; None if it runs.
+    """Return why a device can't run a grouped product for these operands, as an error text; None if it can.
 
     Args:
         product: A key of ``gpu_support.PRODUCTS``.
