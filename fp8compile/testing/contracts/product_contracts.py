@@ -36,7 +36,7 @@ OWN_MEANING = (
 
 
 def _as_left_operand(q: Quantizer) -> Quantizer | None:
-    """The quantizer or its ``transposed()``, whichever quantizes a GEMM's left operand; None if neither."""
+    """Return the quantizer or its ``transposed()``, whichever suits a GEMM's left operand; None if neither does."""
     for candidate in (q, q.transposed()):
         if gemm_kind(candidate.block, candidate.transposed().block) is not None:
             return candidate
@@ -44,7 +44,6 @@ def _as_left_operand(q: Quantizer) -> Quantizer | None:
 
 
 def _partner(q: Quantizer) -> Quantizer:
-    """Quantizer for a GEMM's other operand: ``q``, or an e4m3 quantizer if ``q`` is e5m2."""
     return CurrentScaling(block=q.block) if q.gemm_format() == E5M2 else q
 
 
@@ -111,10 +110,7 @@ def _check_layer(recipe: Recipe, x: Tensor, weight: Tensor) -> None:
 
 
 def _as_read(quantized: QuantizedTensor, read: Float8Format) -> Tensor:
-    """Values that a GPU's GEMM reads from codes: numbers in float8 format ``read``, times block scales.
-
-    The values are float64, in the shape of the codes viewed as a matrix.
-    """
+    """Return the float64 values that a GPU's GEMM reads: codes in the format ``read``, times block scales."""
     q = quantized.quantizer
     stored = E8M0.decode(quantized.scale) if q.stores_e8m0() else q.scale_values(quantized.scale)
     scales = expand_blocks(stored.double(), quantized.shape, q.block)

@@ -51,9 +51,9 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: Device) -> Tensor:
 
 
 def _taken(q: Quantizer, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """A shape that the quantizer takes: ``shape``, rounded up to multiples of 2 or 16 if necessary.
+    """Return ``shape``, rounded up to multiples of 2 or 16 if the quantizer needs it.
 
-    None if the quantizer refuses such shapes.
+    None if it refuses all of them.
     """
     refused = False
     for unit in (1, 2, 16):
@@ -89,9 +89,9 @@ def _blocky(q: Quantizer, device: Device, dtype: torch.dtype = torch.float32) ->
 
 
 def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
-    """Row and column slices of the block of ``x`` that holds element (0, 0) and shares one scale.
+    """Return the row and column slices of the block of ``x`` with element (0, 0).
 
-    With two scale levels the slices cover all of ``x``, because the outer scale depends on all elements.
+    With two levels of scales the slices cover all of ``x``, because the outer scale depends on all elements.
     """
     if q.has_outer_scale():
         return slice(None), slice(None)
@@ -100,9 +100,9 @@ def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
 
 
 def _steps(q: Quantizer, x: Tensor) -> dict[str, Tensor]:
-    """Results by name, such as "amax" and "codes", of all steps that quantize and dequantize ``x``.
+    """Return the results of all quantization steps of ``x`` by name, such as "amax" and "codes".
 
-    The steps are called through the operators' implementations, which check the results' shapes and dtypes.
+    Steps are called through the operators' implementations, which check shapes and dtypes.
     """
     impl = {name: op.impl for name, op in ops.OPS.items()}
     found = {"amax": impl["fp8compile::amax"](x, q)}
@@ -471,7 +471,6 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
 
 
 def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
-    """Arguments for each operator that quantizes ``x`` or dequantizes its codes, by the operator's name."""
     steps = _steps(q, x.clone())
     scales: dict[str, tuple[Any, ...]] = {"fp8compile::scale": (steps["amax"], q)}
     if q.has_outer_scale():

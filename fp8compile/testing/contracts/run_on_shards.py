@@ -64,7 +64,6 @@ def _whole(parts: list[Tensor], how: int | str | None) -> Tensor:
 
 
 def _wrong_split(split: Split, args: tuple[Any, ...]) -> str | None:
-    """Describe what is wrong with a split of these arguments, without running the op; None if nothing is."""
     if len(split.inputs) != len(args):
         return f"it has {len(split.inputs)} inputs, the op takes {len(args)} arguments"
     for arg, cut in zip(args, split.inputs, strict=True):

@@ -40,7 +40,6 @@ def _samples() -> Iterator[Elements]:
 
 
 def _taken(elements: Elements, rows: Tensor) -> Elements:
-    """Select rows of the values, codes and scales that a statistic is computed from."""
     shape = elements.values.shape
     own = {
         each.name: getattr(elements, each.name).expand(shape)[rows]

@@ -1,8 +1,8 @@
-"""Finds the layer that a GEMM of a graph belongs to, and its role: output, grad_input, grad_weight.
+"""Find the layer to which each GEMM of a graph belongs, and its role: output, grad_input or grad_weight.
 
 A GEMM belongs to a layer if it multiplies data by a tensor computed from the layer's weight, or if its result leaves
-the graph as that weight's gradient. A GEMM of parameters only belongs to no layer, because it computes a weight or a
-weight's property. If the weight is no parameter of the graph, the GEMM belongs to the module that was being called.
+the graph as that weight's gradient. A GEMM of parameters alone computes a weight, and belongs to no layer. If the
+weight is no parameter of the graph, the GEMM belongs to the module whose call contains it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """Index of the forward input that ``described``, an AOTAutograd descriptor, refers to; else None.
+    """Return the index of the forward input that an AOTAutograd descriptor refers to, directly or as gradient.
 
-    The descriptor of a gradient refers to the gradient's input. The descriptor of an inner tensor refers to the
-    tensor subclass around it.
+    Else None.
     """
     while hasattr(described, "base"):
         described = described.base
@@ -136,10 +135,6 @@ class Owners:
         return Form(frozenset([weights] if weights else []), is_data=not self.constants[index])
 
     def _asks_for_grad(self, value: Value, inputs: Sequence[Any]) -> bool:
-        """Whether a forward value depends on one of ``inputs``, the graph's arguments, that requires grad.
-
-        Call this in the order of the graph: it looks up the values that ``value`` is computed from.
-        """
         if value.op and value.op != "aten::detach":
             return not self.needs_grad.isdisjoint(value.inputs)
         index = None if value.op else _input_index(value.node.meta.get("desc"))
@@ -152,17 +147,11 @@ class Owners:
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """The weights that ``values`` were computed from.
-
-        Each weight is a tuple with the names of the layers that share it.
-        """
+        """Return the weights that ``values`` came from, each as the tuple of names of layers that share it."""
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """The layer whose call contains a GEMM, if exactly one operand is a form of the layer's weight.
-
-        Else None. A GEMM with such a layer gives data, even if both operands are parameters (learned queries).
-        """
+        """Return the layer whose call contains a GEMM with exactly one operand computed from its weight; else None."""
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
         ]
@@ -170,7 +159,7 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """Forward values with the autograd sequence number of a backward value: the GEMMs, or else all."""
+        """Return the forward values with the autograd sequence number of a backward value: GEMMs, or else all."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
@@ -185,12 +174,11 @@ class Owners:
         return twin is not None and twin.op == value.op
 
     def _computes_weights(self, value: Value) -> bool:
-        """Whether a backward value belongs to forward values that were computed from parameters only."""
         forward = self._of_forward(value)
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """The weights whose gradient is ``value``, perhaps added to or concatenated with other tensors.
+        """Return the weights whose gradient is ``value``, also as part of a sum or a concatenation.
 
         Each weight is a tuple with the names of the layers that share it.
         """
@@ -211,7 +199,7 @@ class Owners:
         return len(user.inputs) == 1 and user.op.startswith("aten::") and not is_reduction
 
     def source(self, value: Value) -> Value:
-        """The first value of the chain of casts, views and saved copies that ends in ``value``."""
+        """Follow casts, views and saved copies back from ``value`` to the first value."""
         while value.op in SAME_VALUES and value.inputs:
             value = value.inputs[0]
         return value
@@ -222,19 +210,17 @@ class Owners:
         return index is not None and index < len(self.parameters) and self.parameters[index]
 
     def _one_of(self, weight: Sequence[str], node: fx.Node) -> str:
-        """The layer named in ``weight`` whose call contains a node; else the first layer named there."""
         called = layer_of_stack(node, self.names) if len(weight) > 1 else None
         return called if called is not None and called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
-        """The layer whose call contains a node, unless the layer's weight is a graph input; else None."""
         called = layer_of_stack(node, self.names)
         return None if called in self.known else called
 
     def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
-        """The layers that a GEMM belongs to ([None] for none), and its role, "output" and so on.
+        """Return the layers to which a GEMM belongs ([None] for none), and its role, such as "output".
 
-        ``backward`` is whether the GEMM is part of the backward, not recomputed from the forward.
+        ``backward`` is whether the GEMM is part of the backward and not recomputed from the forward.
         """
         node, operands = value.node, self.operands(value)
         weights = self._weights(operands)

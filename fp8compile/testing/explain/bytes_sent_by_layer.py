@@ -132,9 +132,9 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A phase of a layer's call: its own op, or the plan's redistribution of its input or output.
+    """Where in a layer's call code runs: in the layer's op, or in the plan's redistribution of a tensor.
 
-    ``tensor`` is what the plan redistributes: "input", "output", "grad_input", "grad_output"; None for the op.
+    ``tensor`` is the redistributed tensor: "input", "output", "grad_input", "grad_output"; None for the op.
     """
 
     layer: str
@@ -142,7 +142,6 @@ class _Place:
 
 
 def _nodes(start: Any, end: set[Any]) -> Iterator[Any]:
-    """Yield nodes of the autograd graph from ``start`` down to the nodes in ``end``, which are excluded."""
     pending, seen = [start], set(end)
     while pending:
         node = pending.pop()
@@ -158,7 +157,7 @@ def _grad_fns(value: Any) -> set[Any]:
 
 
 class _Places:
-    """Tracks by module hooks which `_Place` (layer and phase) runs, and which created each autograd node."""
+    """Tracks by module hooks which layer and phase (`_Place`) is running, and which created each autograd node."""
 
     def __init__(self, layers: dict[str, Linear]) -> None:
         self.sharded: list[str] = []  # names of modules whose parameters FSDP2 gathers or reduces now
@@ -211,10 +210,7 @@ class _Places:
 
 
 def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
-    """Name of the operand ("input", "weight") that each process group gathers for a GEMM of two DTensors.
-
-    Keys are names of process groups.
-    """
+    """Return, by process group, which operand ("input" or "weight") a GEMM of two DTensors gathers."""
     from fp8compile.parallel.dtensor_placements import cuts_of
 
     given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors
@@ -229,10 +225,6 @@ def _tensor_name(slot: str) -> str:
 
 
 def _by_fsdp(op: str, reduction: str, sent: Tensor) -> str:
-    """Describe what FSDP2 sends by the collective ``op``, such as "gradients" or "amaxes".
-
-    ``reduction`` is "max", "sum" or ""; ``sent`` is the tensor. FP8 codes and scales are gathered together, as bytes.
-    """
     if "gather" in op:
         return "parameters, FP8 ones as codes and scales" if sent.dtype == torch.uint8 else "parameters"
     return "amaxes" if reduction == "max" else GRADIENTS

@@ -19,9 +19,9 @@ __all__ = ["emulation_note"]
 
 
 def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool:
-    """Whether a device emulates one of a recipe's GEMMs, grouped (for experts) if ``grouped``.
+    """Whether a device emulates a GEMM of a recipe; ``grouped`` asks for those of experts.
 
-    For a CPU, which multiplies groups of rows one by one, the GEMM of a single group decides.
+    A CPU multiplies groups of rows one by one, so the GEMM of one group decides.
     """
     kinds = {gemm.kind for gemm in recipe_support(recipe, device, grouped=grouped)}
     return EMULATED.name in kinds or (ONE_BY_ONE.name in kinds and _is_emulated(recipe, device, grouped=False))

@@ -70,7 +70,6 @@ def _tensor_key(value: Any) -> Key:
 
 
 def _block_key(block: nn.Module) -> Key:
-    """Key that is equal for equal blocks: names, classes, recipes, tensors' shapes and modes of modules."""
     return tuple(
         (
             name,
@@ -115,7 +114,6 @@ def _value_key(node: fx.Node) -> Any:
 
 
 def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
-    """Count each operator's calls in the graphs, by shapes of operands and results, and constants."""
     found: Counter[Key] = Counter()
     for each in recorded:
         for backward, graph in enumerate((each.kept.forward, each.kept.backward)):
@@ -129,10 +127,7 @@ def _counts(recorded: Sequence[Recorded]) -> Counter[Key]:
 def _differs(
     model: nn.Module, blocks: EqualBlocks, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Sequence[Recorded]
 ) -> str:
-    """Reason why the whole model's graphs don't follow from graphs with 2 and 3 blocks; "" if they do.
-
-    ``args`` and ``kwargs`` are the arguments of the model's call.
-    """
+    """Return why the whole model's graphs don't follow from those with 2 and 3 blocks; "" if they do."""
     counts = []
     for count in (2, 3):
         try:

@@ -20,14 +20,12 @@ def _value(arg: Any) -> Any:
 
 
 def _dispatched(node: fx.Node) -> Mapping[torch.dtype, int]:
-    """Bytes by dtype that a node, a dispatch of rows to experts, sends as codes or in high precision."""
     rows, _, _, sizes, length, slot, recipe, _ = (_value(arg) for arg in node.args)
     dtype, elements = traveling(rows, None if sizes is not None else length, slot, recipe)
     return {dtype: size_of(elements) * dtype.itemsize}
 
 
 def _rows(node: fx.Node) -> Mapping[torch.dtype, int]:
-    """Bytes by dtype of the rows that an exchange node sends; its other arguments are only row counts."""
     return bytes_by_dtype(tensors_in([arg.meta.get("val") for arg in node.all_input_nodes])[:1], node)
 
 

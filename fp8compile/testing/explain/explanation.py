@@ -149,7 +149,6 @@ class Explanation:
 
 
 def _no_code(model: nn.Module, report: GraphReport) -> str:
-    """Reason why no GPU code can be generated for a model, such as a graph break; empty if it can."""
     if is_spread(model):
         return "it is looked at in one process, and layers of this model are spread over ranks"
     if report.breaks:
@@ -160,10 +159,7 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
 def _by_graphs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None, names: Names
 ) -> tuple[Explanation, list[Recorded]]:
-    """Explain a model from its graphs only, without generating GPU code; also returns the graphs.
-
-    ``gpu`` is the GPU's key, ``peaks`` are the GPU's rates, and ``names`` has the names of the model's modules.
-    """
+    """Explain a model from its graphs, without generating GPU code; also return the graphs."""
     log.info("compiling the model and calling it twice")
     report, recorded = reported(model, args, kwargs)
     log.info("reading its graphs")
@@ -188,7 +184,7 @@ def _by_graphs(
 def _run_by(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, values: bool
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Context that yields arguments for a call: the real ones with ``values``, else fake tensors.
+    """Context that yields arguments for a call: real ones with ``values``, else fake tensors.
 
     The model's modes, buffers and gradients are restored at exit.
     """

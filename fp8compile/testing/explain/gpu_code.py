@@ -116,7 +116,6 @@ class GpuExplanation:
 
 
 def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
-    """How a GPU would run each GEMM of the converted layers, paired with the layer's name."""
     layers = [(name, layer) for name, layer in model.named_modules() if is_converted(layer)]
     with pretend_target(gpu.target):
         return [
@@ -125,7 +124,6 @@ def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
 
 
 def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
-    """How a device would run each GEMM of a layer; for experts, the GEMMs of each weight parameter."""
     if not isinstance(layer, ConvertedExperts):
         return list(recipe_support(layer.recipe, device, layer.weight.dtype))
     found = recipe_support(layer.recipe, device, next(layer.parameters()).dtype, grouped=True)
@@ -140,12 +138,11 @@ def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
 
 
 def _gemms(model: nn.Module, gpu: Gpu) -> tuple[tuple[str, int], ...]:
-    """Kinds of GEMM kernels that a GPU would use for converted layers, each with the number of GEMMs."""
     return tuple(Counter(each.kind for _, each in _support(model, gpu)).items())
 
 
 def _works(op: str) -> bool:
-    """Whether an operator, such as "aten.silu", does other work than quantization, views and copies."""
+    """Whether an operator such as "aten.silu" does other work than quantization, views and copies."""
     namespace, _, rest = op.partition(".")
     return namespace != "fp8compile" and rest.partition(".")[0].lstrip("_") not in NO_WORK
 
@@ -197,7 +194,7 @@ Found = tuple[tuple[GraphCost, ...], tuple[Cast, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelCall:
-    """A call of a model, the GPU for which its code is generated, and a phrase for the log (``what``)."""
+    """A call of a model, and the GPU for which its code is generated; ``what`` is a phrase for the log."""
 
     what: str  # the model, in the words of the log
     model: nn.Module
@@ -231,7 +228,6 @@ def _in_all(blocks: EqualBlocks, two: GraphCost, three: GraphCost) -> GraphCost:
 
 
 def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
-    """Extrapolate casts from ``three`` equal blocks to all; the middle one stands for all inner blocks."""
     for cast in three:
         place = None if cast.layer is None else blocks.place(cast.layer)
         if place is None:
@@ -243,13 +239,12 @@ def _casts_in_all(blocks: EqualBlocks, three: Sequence[Cast]) -> Iterator[Cast]:
 
 
 def _counted(blocks: EqualBlocks, two: Found, three: Found) -> Found:
-    """Extrapolate launch counts and casts to all equal blocks, from the model with 2 and with 3 blocks."""
     costs = tuple(_in_all(blocks, few, more) for few, more in zip(two[0], three[0], strict=True))
     return costs, tuple(_casts_in_all(blocks, three[1]))
 
 
 def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
-    """Copy launch counts and casts without kernels' names and order, which vary between compilations."""
+    """Return launch counts and casts without kernels' names and order, which vary between compilations."""
     costs, casts = found
     return costs, Counter(
         replace(cast, kernel="some" if cast.kernel else "", fused_with=tuple(sorted(cast.fused_with)))
@@ -258,7 +253,6 @@ def _comparable(found: Found) -> tuple[tuple[GraphCost, ...], Counter[Cast]]:
 
 
 def _costs(call: _ModelCall, blocks: EqualBlocks | None) -> tuple[Found, bool]:
-    """Launch counts and casts of a model, and whether they were extrapolated from a few of ``blocks``."""
     if blocks is not None:
         found = []
         for count in (2, 3, 4):

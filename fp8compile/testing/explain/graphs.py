@@ -76,7 +76,6 @@ class GraphGemm:
 
 
 def _described(a: Quantizer, b: Quantizer) -> str:
-    """Describe formats and scales of a GEMM's operands: "e4m3 x e4m3 rowwise", "e2m1 x e2m1 nvfp4"."""
     kind = gemm_kind(a.block, b.block)
     if type(a) is type(b) is TwoLevelScaling:
         kind = "nvfp4"
@@ -86,7 +85,6 @@ def _described(a: Quantizer, b: Quantizer) -> str:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """Name of the format of a quantizer's codes, or of the quantizer's class if no GEMM reads the codes."""
     named = quantizer.gemm_format() is not None or type(quantizer) is TwoLevelScaling
     return quantizer.format if named else type(quantizer).__name__
 
@@ -116,7 +114,6 @@ def code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]
 
 
 def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
-    """Sizes (m, k, n) of a layer op's GEMM ``gemm``, such as "grad_input", from its operands and result."""
     a, b = operands
     # a rank that has only some tokens of one tensor has all tokens of the other, and multiplies all
     other = b if gemm == GRAD_WEIGHT.name else result if isinstance(result, Tensor) else result[0]
@@ -187,10 +184,6 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
 
 
 def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGemm]:
-    """Yield a `GraphGemm` for each layer that the GEMM ``value`` belongs to, or one with layer None.
-
-    ``backward`` is whether the GEMM is part of the backward, not recomputed from the forward.
-    """
     layers, gemm = owners.whose(value, backward=backward)
     if value.op in LAYER_OPS:
         gemm, found = LAYER_OPS[value.op].name, _layer_gemm(value, owners)

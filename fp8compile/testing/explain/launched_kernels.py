@@ -59,7 +59,7 @@ class _Launch:
 
 @contextmanager
 def _recorded() -> Iterator[list[_Launch]]:
-    """Context that yields a list, to which launches of ``triton.jit`` functions are added, not run."""
+    """Context that yields a list which collects launches of ``triton.jit`` functions instead of running them."""
     from triton.runtime.jit import JITFunction
 
     found: list[_Launch] = []
@@ -74,7 +74,6 @@ def _recorded() -> Iterator[list[_Launch]]:
 
 
 def _on_the_cpu(value: Any) -> Any:
-    """Uninitialized CPU tensor with a tensor's sizes and strides; other values are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)

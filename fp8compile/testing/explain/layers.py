@@ -156,10 +156,6 @@ def layer_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphReport, *, called: bool) -> GemmExplanation:
-    """Explain a GEMM that is in no graph: why it is absent, or why there is no proof.
-
-    ``row`` is the layer's row of the conversion report; ``called`` is whether the layer's output GEMM is in a graph.
-    """
     if not called:
         if report.breaks or not report.graphs:
             why = "graph break, it runs outside the graphs" if report.breaks else "nothing was compiled"
@@ -178,10 +174,7 @@ def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphRepor
 
 
 def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple[str, str]:
-    """Status and detail of a layer's GEMM, from its calls ``found`` in the graphs and the recipe.
-
-    ``row`` is the layer's row of the conversion report.
-    """
+    """Return status and detail of a layer's GEMM from its calls in the graphs and from the recipe."""
     wanted = describe(row.recipe, gemm) if row.recipe is not None else None
     others = [each for each in found if each.runs != wanted]
     if wanted is None:
@@ -217,9 +210,9 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
 
 
 def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
-    """Copy a GEMM's explanation with status "no proof": the operators ``unknown`` read its weight.
+    """Return a GEMM's explanation with status "no proof", because opaque operators read its weight.
 
-    The explanation of a GEMM that fell back is returned unchanged.
+    A GEMM that fell back keeps its status.
     """
     if part.status == FELL_BACK:
         return part
@@ -236,10 +229,6 @@ def _parts(
     unknown: Sequence[Unknown],
     peaks: Peaks | None,
 ) -> tuple[GemmExplanation, ...]:
-    """Explain a layer's three GEMMs; ``row`` is the layer's row of the conversion report.
-
-    ``own`` are the layer's GEMMs in the graphs, and ``unknown`` the opaque operators that read its weight.
-    """
     called = any(each.gemm == GEMMS[0].name for each in own)
     parts = []
     for gemm in GEMMS:

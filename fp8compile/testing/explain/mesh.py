@@ -185,7 +185,6 @@ def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
 
 
 def _expected(model: nn.Module) -> int:
-    """Number of FP8 GEMMs of all converted layers, if each is called once and all gradients are needed."""
     found = 0
     for layer in model.modules():
         if is_converted(layer):

@@ -73,10 +73,6 @@ class _Weight:
 
 
 def _converted(model: nn.Module) -> tuple[dict[str, _Weight], dict[int, list[str]]]:
-    """Weights of converted layers by name; and a map from each parameter's ``id`` to such names.
-
-    A weight's name is the name of the layer; for stacked weights of experts, the name of the parameter.
-    """
     weights: dict[str, _Weight] = {}
     names = layer_weights(model)
     for fqn, layer in model.named_modules():

@@ -34,10 +34,9 @@ class Names:
 
 
 def _module(path: str, modules: Mapping[str, str]) -> str | None:
-    """First name of the module that a path in a node's module stack means; None if none or ambiguous.
+    """Return the name of the module that a path in a node's module stack refers to; None if none or ambiguous.
 
-    ``modules`` maps each path to the module's first name. A path in the stack may begin with a function's variable.
-    The path's beginning may be missing, because after a graph break inner modules' frames are traced on their own.
+    The path may begin with a function's variable, or lack its beginning after a graph break.
     """
     if path in modules:
         return modules[path]

@@ -70,7 +70,6 @@ class Unfolded:
 
 
 def _subgraphs(node: fx.Node) -> list[int]:
-    """Positions of the arguments of a node that are subgraphs."""
     return [
         index
         for index, argument in enumerate(node.args)
@@ -93,10 +92,6 @@ class _Unfolding:
         return value
 
     def _called(self, node: fx.Node, env: Mapping[fx.Node, Value]) -> list[Sequence[Value | None]] | None:
-        """Results of each subgraph of a call; None if operands don't match the subgraphs' inputs one to one.
-
-        ``env`` maps the nodes before the call to their values.
-        """
         places = _subgraphs(node)
         operands = [leaf for leaf in pytree.tree_leaves(node.args[places[-1] + 1 :]) if not isinstance(leaf, str)]
         matches = not node.kwargs

@@ -1,11 +1,11 @@
-"""Finds the values of a graph that are forms of a layer's weight: the weight, or computed from it.
+"""Find the values of a graph that are computed from a layer's weight alone (forms of the weight).
 
     weight --mul g--> weight * g --t--> --+
                                           +--mm--> data, no longer a form of the weight
     x ------------------------------------+
 
 Scaling, slicing, concatenation and multiplication by another parameter give a form of the weight again. A GEMM of
-weight and data gives data. An elementwise operator also gives data if its data has more elements than the form, as in
+weight and data gives data, and so does an elementwise operator whose data has more elements than the form, as in
 y * weight.norm().
 """
 
@@ -66,10 +66,6 @@ def _of_all(forms: Mapping[Value, Form], values: list[Value]) -> Form:
 
 
 def _mixes(value: Value, together: Form) -> bool:
-    """Whether an operator combines data with another input, other than by concatenation or copying.
-
-    ``together`` is the `Form` of all inputs taken together.
-    """
     return together.is_data and len(value.inputs) > 1 and value.op != SAME and value.op not in JOINS
 
 

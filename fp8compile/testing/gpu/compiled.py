@@ -62,7 +62,7 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 def _worker() -> AbstractContextManager[Any]:
     """Context in which queries of Triton's driver for the GPU raise, as in Inductor's compile processes.
 
-    Inductor forks its compile processes, and CUDA can't be initialized in a forked process.
+    These are forked, and CUDA can't be initialized in a forked process.
     """
     import triton
 
@@ -82,8 +82,6 @@ def _compiled(
     gpu: Gpu,
 ) -> tuple[dict[str, str], int, str]:
     """Compile a ``triton.jit`` function; ``options`` has numbers of warps and stages.
-
-    ``kinds`` has the types of arguments and ``constants`` their values, by name. ``attributes`` has divisibility.
 
     Returns:
         Types of the PTX's parameters by name, bytes of shared memory, and the PTX (for AMD, the assembly).
@@ -107,7 +105,7 @@ def _compiled(
 def _generated(
     name: str, source: str, folder: str, gpu: Gpu, change: Callable[[Any, Any], bool] | None
 ) -> Iterator[CompiledKernel]:
-    """Yield the generated kernel ``name`` compiled in each of its configurations; ``source`` is its code.
+    """Compile a generated kernel in each of its configurations.
 
     ``change`` edits a configuration before it is compiled, or returns False; ``folder`` is for temporary files.
     """

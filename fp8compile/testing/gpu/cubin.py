@@ -48,7 +48,6 @@ class KernelResources:
 
 
 def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
-    """Number of registers and of spilled bytes per thread of a kernel, as ptxas reports them."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     check_is_nvidia(gpu, "resources(), by ptxas,")

@@ -157,7 +157,6 @@ def triton_target(gpu: Gpu) -> Any:
 
 
 def _answers(gpu: Gpu) -> dict[str, object]:
-    """Return values for the replaced functions of `torch.cuda`, by function name."""
     properties = dict.fromkeys(("get_device_properties", "_get_device_properties"), gpu)
     nothing = dict.fromkeys(("_lazy_init", "set_device", "synchronize", "set_rng_state"), None)
     device = dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0)
@@ -193,7 +192,6 @@ def _triton_driver(gpu: Gpu) -> Any:
 
 
 def _unguarded() -> dict[str, Callable[..., Any]]:
-    """Replacements for tensor methods that need a device guard, which PyTorch without CUDA lacks."""
     index = Tensor.__getitem__
     return {
         "__invert__": lambda tensor: torch.bitwise_not(tensor),
@@ -204,7 +202,6 @@ def _unguarded() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def _caches_of_devices() -> tuple[functools._lru_cache_wrapper[Any], ...]:
-    """PyTorch's cached functions of device properties; call this before one of them is replaced."""
     from torch._inductor import utils
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton

@@ -71,13 +71,11 @@ def returned_outputs() -> tuple[int, ...]:
 
 
 def _donated() -> tuple[int, ...]:
-    """Positions of the arguments that a backward may overwrite; valid while AOTAutograd compiles."""
     meta = torch._guards.TracingContext.get().fw_metadata
     return tuple(getattr(meta, "bw_donated_idxs", None) or ())
 
 
 def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
-    """Uninitialized tensors with the outputs' shapes, for callers that never read their values."""
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
     if any(is_unbacked(size) for value in values if isinstance(value, Tensor) for size in value.shape):

@@ -40,13 +40,11 @@ def empty_on(device: torch.device, value: Any) -> Any:
 
 
 def _shape_env(inputs: Sequence[Any]) -> Any:
-    """The ShapeEnv of symbolic sizes among a graph's inputs; None if no size is symbolic."""
     sizes = (size for value in inputs for size in (value.size() if isinstance(value, Tensor) else (value,)))
     return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
 def _device_argument(node: fx.Node) -> str | None:
-    """Name of an operator's device argument; None if there is none, or if it is passed by position."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return "device" if "device" in names[len(node.args) :] else None
@@ -79,7 +77,7 @@ def _moved(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
 
 def _write_out(node: fx.Node, value: Tensor, device: torch.device) -> None:
-    """Replace a graph's attribute ``node``, a constant tensor ``value``, by operators that make it.
+    """Replace a graph's constant tensor by operators that make it.
 
     Raises:
         NotImplementedError: The tensor has too many numbers.

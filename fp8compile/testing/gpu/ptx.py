@@ -131,7 +131,6 @@ class Ptx:
 
 
 def _declared(text: str) -> set[str]:
-    """Names of all registers that PTX declares, also in inline assembly; `%r<3>` declares %r0, %r1, %r2."""
     names: set[str] = set()
     for each in DECLARED.findall(text):
         for name in map(str.strip, each.split(",")):
@@ -141,7 +140,6 @@ def _declared(text: str) -> set[str]:
 
 
 def _statements(code: str) -> Iterator[str]:
-    """Yield the instructions on a line of PTX, without directives and the braces of scopes."""
     for piece in code.replace("\t", " ").split(";"):
         statement = piece.strip()
         if statement.startswith("{"):
@@ -151,7 +149,6 @@ def _statements(code: str) -> Iterator[str]:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """Split an instruction's text after the opcode at commas outside of braces and brackets."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "{[(") - (letter in "}])")

@@ -49,7 +49,7 @@ class _Walk:
                 todo += self._through(writer)
 
     def _through(self, instruction: Instruction) -> tuple[str, ...]:
-        """Record an instruction as found, and return its input registers; () at a load or a 16-bit rounding."""
+        """Record an instruction, and return the registers to follow from it; () at a load or a 16-bit rounding."""
         if id(instruction) in self.found:
             return ()
         self.found[id(instruction)] = instruction
@@ -62,18 +62,15 @@ class _Walk:
         return instruction.inputs + guard
 
     def _stored(self, store: Instruction) -> tuple[str, ...]:
-        """Record a store to shared memory as found; return its value registers, () for an async copy."""
         self.found[id(store)] = store
         return () if store.opcode.startswith("cp.async") else _values(self._ptx, store)
 
 
 def _values(ptx: Ptx, store: Instruction) -> tuple[str, ...]:
-    """The registers whose values a store writes: those in its second operand."""
     return ptx.registers_in(store.operands[1])
 
 
 def _parameters_in(ptx: Ptx, address: str) -> set[int]:
-    """Positions of the parameters that an address is computed from."""
     found: set[int] = set()
     todo, seen = list(ptx.registers_in(address)), set()
     while todo:

@@ -76,7 +76,6 @@ class KernelPtx:
 
 
 def _loops(ptx: Ptx) -> Iterator[range]:
-    """Yield the lines of each loop: from a label to a branch back to that label."""
     for each in ptx.instructions:
         start = ptx.labels.get(each.operands[-1], each.line) if each.opcode.startswith("bra") else each.line
         if start < each.line:

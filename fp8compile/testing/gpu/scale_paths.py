@@ -39,7 +39,6 @@ def _followed(node: fx.Node) -> bool:
 
 
 def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
-    """Yield nodes that hold codes, scales or states: operands of scaled GEMMs, ``copy_``, float8 results."""
     for node in graph.nodes:
         if "scaled_mm" in str(node.target):
             yield from (each for each in node.args[:OPERANDS] if isinstance(each, fx.Node))
@@ -64,7 +63,6 @@ def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
 
 
 def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[set[fx.Node]]:
-    """Find the nodes from which codes and scales are computed: a set for each schedule's lowered graph."""
     found: list[set[fx.Node]] = []
     asked_for: set[str] = set()  # names of the forward's outputs that the backward's path goes through
     for made, scheduled in zip(reversed(graphs), reversed(schedules), strict=True):
@@ -80,10 +78,6 @@ def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) ->
 
 
 def _arguments(call: str, inputs: set[str]) -> list[str | None]:
-    """Names of the buffers or inputs that the printed launch ``call`` passes, by position.
-
-    ``inputs`` are the names of the graph's inputs; the name of a size is None.
-    """
     statement: Any = ast.parse(call).body[0]
     given = statement.value.args
     names = [[each.id for each in ast.walk(argument) if isinstance(each, ast.Name)] for argument in given]
@@ -91,10 +85,6 @@ def _arguments(call: str, inputs: set[str]) -> list[str | None]:
 
 
 def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: set[fx.Node]) -> set[int]:
-    """Positions of a launch's arguments through which it writes buffers that hold one of ``nodes``.
-
-    ``call`` is the launch as the generated code prints it.
-    """
     wanted = {name for name in launch.made if scheduled.holder(name) in nodes}
     if not wanted:
         return set()

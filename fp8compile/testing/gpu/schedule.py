@@ -107,7 +107,7 @@ class Schedule:
     def _holders(self) -> dict[str, fx.Node | None]:
         """Map each buffer of the generated code to the node of the lowered graph whose value it holds.
 
-        A copy that Inductor makes for a GEMM has no node; it is mapped to the node of the GEMM's operand.
+        A copy that Inductor makes for a GEMM is mapped to the node of the GEMM's operand.
         """
         holders = {name: node for launch in self.launches for name, node in launch.made.items()} | self.placed
         for launch in self.launches:
@@ -214,16 +214,11 @@ def operator_of(node: fx.Node) -> str:
 
 
 def _definition(source: str, name: str | None) -> str:
-    """Source of the Triton kernel ``name``, and of the functions that it calls, in a generated file.
-
-    Empty if the file defines no such kernel, as for library calls.
-    """
     start = source.find(f"{name} = async_compile.triton(") if name else -1
     return source[start : source.index("'''", source.index("'''", start) + 3)] if start >= 0 else ""
 
 
 def _node_of(buffer: Any) -> fx.Node | None:
-    """The node whose value an Inductor buffer holds; None if Inductor made the buffer to lower a GEMM."""
     data: Any = getattr(buffer, "data", None)
     node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
     if node is None and getattr(data, "origins", None):
@@ -274,16 +269,12 @@ def _launch(node: Any, call: dict[str, str], text: str) -> ScheduledLaunch:
 
 
 def _names(call: str) -> tuple[str, ...]:
-    """Names of the variables that a printed call passes, by position; "" for any other expression."""
     given = next(node for node in ast.walk(ast.parse(call.strip())) if isinstance(node, ast.Call)).args
     return tuple(each.id if isinstance(each, ast.Name) else "" for each in given)
 
 
 def _unread_bytes(node: Any) -> int:
-    """Bytes that an operator, a node of Inductor's scheduler, writes to unread results.
-
-    Inductor doesn't count these bytes.
-    """
+    """Return the bytes of results that nobody reads, which an operator writes and Inductor doesn't count."""
     from torch._inductor import ir
 
     if not isinstance(getattr(node, "node", None), ir.FallbackKernel):
@@ -299,7 +290,6 @@ def _bytes(buffer: Any) -> int:
 
 
 def _is_called(node: Any) -> bool:
-    """Whether the generated code has a call for a node of Inductor's scheduler."""
     from torch._inductor import ir
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
@@ -308,7 +298,6 @@ def _is_called(node: Any) -> bool:
 
 
 def _is_replaced(node: Any) -> bool:
-    """Whether the scheduler removed a node because a fused row-and-column reduction does its additions."""
     return all(each.get_name() in node.scheduler.removed_ops for each in node.get_nodes())
 
 
@@ -332,7 +321,6 @@ def _kernels_of(node: Any) -> list[Any]:
 
 
 def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
-    """Pair each node of Inductor's scheduler with its call in the generated file ``source``, in order."""
     body = source[source.index("def call(") :]
     calls = [
         {**match.groupdict(), "text": body[match.start() : body.index("\n", match.end())].lstrip("\n")}
@@ -372,7 +360,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
 
 
 def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap ``enter``, a scheduler's method that runs once per kernel, to log progress every few seconds."""
+    """Wrap a scheduler's method that runs once per kernel, to log progress every few seconds."""
     number, told = itertools.count(1), 0.0
 
     def enter_and_tell(scheduler: Any, node: Any) -> None:

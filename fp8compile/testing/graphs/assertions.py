@@ -135,7 +135,6 @@ def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options
 
 
 def _matching(name: str, ops: Sequence[str]) -> list[str]:
-    """Entries of ``ops`` equal to ``name``, or beginning with it and a dot, such as "aten" or "aten.mm"."""
     name = name.replace("::", ".")
     return [op for op in ops if op == name or op.startswith(f"{name}.")]
 

@@ -31,7 +31,6 @@ TAKES = "takes it as it is"
 
 
 def _file_name(nodeid: str) -> str:
-    """File name of the baseline of the test ``nodeid``: readable, and unique by a hash of ``nodeid``."""
     readable = re.sub(r"\W+", "_", nodeid).strip("_")[-80:]
     return f"{readable}.{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}.json"
 
@@ -41,13 +40,12 @@ def _folder_name(version: tuple[int, ...]) -> str:
 
 
 def _version(folder: Path) -> tuple[int, ...] | None:
-    """Parse the PyTorch version from the name of a folder of baselines; None for other folders."""
     match = VERSIONED.fullmatch(folder.name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
-    """Find the baseline file ``name`` that was made with the PyTorch version nearest to the running one.
+    """Find the baseline file that was made with the PyTorch version nearest to the running one.
 
     Returns the path, and a phrase for messages such as " of PyTorch 2.12"; None if there is no baseline.
     """
@@ -65,17 +63,13 @@ def _nearest(folder: Path, name: str) -> tuple[Path, str] | None:
 
 
 def _portable(file: str, root: Path) -> str:
-    """Make a source file's path machine-independent: relative to the project's ``root`` or ``sys.path``."""
     path = Path(file)
     roots = [root, *sorted(map(Path, sys.path), key=lambda folder: -len(folder.parts))]
     return next((path.relative_to(folder).as_posix() for folder in roots if path.is_relative_to(folder)), file)
 
 
 def _places(item: pytest.Item, log: CompilerLog) -> dict[str, list[GraphBreak]]:
-    """Group graph breaks by file and reason, not by line, because edits above a break change its line.
-
-    Files are relative to the root of the project of the test ``item``.
-    """
+    """Group graph breaks by file and reason, and not by line, because edits above a break change its line."""
     places: dict[str, list[GraphBreak]] = {}
     for found in log.breaks:
         places.setdefault(f"{_portable(found.file, item.config.rootpath)}: {found.reason}", []).append(found)
@@ -98,10 +92,7 @@ def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> N
 
 
 def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
-    """Counts that are worse than the baseline's counts ``known``, and counts that are better, as text.
-
-    Each count has the form "breaks 0 -> 1".
-    """
+    """Return counts that are worse than the baseline's, and counts that are better, each as "breaks 0 -> 1"."""
     worse: list[str] = []
     better: list[str] = []
     for name, now in asdict(counts).items():
@@ -121,7 +112,6 @@ def _note(item: pytest.Item, text: str) -> None:
 
 
 def _made_with(counts: Counts) -> str:
-    """Phrase for a new baseline that names the faults in its counts: "made with 1 break", or "made"."""
     faults = [numbered(getattr(counts, name), name) for name in FAULTS if getattr(counts, name)]
     return f"made with {', '.join(faults)}" if faults else "made"
 

@@ -209,7 +209,6 @@ class CompilerLog:
 
 
 def _function(name: str) -> str:
-    """A function's name in quotes; for a function that Dynamo made after a graph break, a description."""
     resumed = RESUMED.fullmatch(name)
     return f"the rest of `{resumed['function']}` after line {resumed['line']}" if resumed else f"`{name}`"
 
@@ -233,7 +232,6 @@ def _json_or_text(payload: str) -> Any:
 
 
 def _guard(text: str) -> str:
-    """Format a failed guard as one line: its condition, and the location or source text if logged."""
     condition, _, trace = text.partition("\n")
     # PyTorch appends the user's source line as a comment, and then the end of the file's path
     condition, *comments = re.split(r"\s+# ", re.sub(r"^\d+/\d+: ", "", condition))
@@ -242,7 +240,6 @@ def _guard(text: str) -> str:
 
 
 def _user_frames(trace: str) -> Iterator[str]:
-    """Yield the frames of ``trace``, a printed stack, without those of PyTorch and of this package."""
     for frame in FRAME.finditer(trace):
         if not frame["file"].startswith((TORCH, OWN)):
             yield f"{frame['file']}:{frame['line']} in {frame['function']}"
@@ -288,7 +285,6 @@ class _Listener(logging.Handler):
 
 
 def _wants_everything(handler: logging.Handler) -> bool:
-    """Whether a log handler needs all records, as ours and PyTorch's for ``TORCH_TRACE`` files do."""
     return isinstance(handler, _Listener) or any(
         cls.__module__.partition(".")[0] == "torch" for cls in type(handler).__mro__
     )

@@ -20,13 +20,11 @@ def _put_back(tensor: Tensor, before: Tensor) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory; such a tensor can't be written to, and isn't restored."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 @contextmanager
 def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Context that restores the modules' own buffers at exit: the same tensors with the same values."""
     owned = [dict(module._buffers) for module in modules]
     found = dict.fromkeys(buffer for buffers in owned for buffer in buffers.values() if buffer is not None)
     values = [(buffer, buffer.clone()) for buffer in found if not _is_expanded(buffer)]

@@ -85,10 +85,6 @@ def _refuse_marker(text: str) -> NoReturn:
 
 
 def _folders(package: str) -> tuple[str, ...]:
-    """The folders of an importable package's code, each with a final separator, or the file of a module.
-
-    A package that can't be imported fails the test.
-    """
     try:
         spec = importlib.util.find_spec(package)
     except Exception as error:  # find_spec imports the parent packages, which may raise anything
@@ -109,7 +105,7 @@ def _owned(breaks: list[GraphBreak], own: str | None) -> list[GraphBreak]:
 def _over(
     found: Sequence[Any], noun: str, most: int | None, lines: Callable[[Any], Iterable[str]], *, inside: str = ""
 ) -> list[str]:
-    """Error lines, the first location first, if ``found`` has more than ``most`` entries; else [].
+    """Return error lines, the first location first, if ``found`` has more than ``most`` entries; else [].
 
     ``noun`` names a finding, ``lines`` formats it, and ``inside`` is added to the first line.
     """

@@ -134,7 +134,6 @@ def place_text(file: str, line: int) -> str:
 
 
 def _counted(head: str, ops: Sequence[str]) -> list[str]:
-    """At most three lines that begin with ``head`` and list operators with counts, aten operators last."""
     counts = Counter(ops)
     order = sorted(counts, key=lambda op: (op.startswith(("aten.", "prims.")), -counts[op]))
     shown = [f"{op} x{counts[op]}" if counts[op] > 1 else op for op in order]
@@ -254,7 +253,6 @@ def bypass_lines(found: CacheBypass) -> Iterator[str]:
 
 
 def _mends_guard(guard: str) -> str:
-    """Advice on how to avoid the failure of a guard, given its text; empty if there is none."""
     if "size mismatch" in guard or "stride mismatch" in guard or ".size()" in guard:
         return "usually mended by torch._dynamo.mark_dynamic(tensor, dim), or by padding to one shape"
     if "training" in guard:
@@ -291,13 +289,11 @@ def _collectives(graph: fx.GraphModule, *, backward: bool) -> Iterator[Collectiv
 
 
 def _storages(nodes: Sequence[fx.Node]) -> dict[int, int]:
-    """Map the id of each storage that the nodes' tensors use to its bytes."""
     storages = [t.untyped_storage() for node in nodes for t in tensors_in(node.meta.get("val"))]
     return {storage._cdata: size_of(storage.nbytes()) for storage in storages}
 
 
 def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
-    """Bytes of the storages that the forward saves for the backward, except those of its inputs."""
     wanted = {node.name for node in backward.graph.find_nodes(op="placeholder")}
     inputs = _storages(forward.graph.find_nodes(op="placeholder"))
     saved = _storages([node for node in forward.graph.nodes if node.name in wanted and node.op != "placeholder"])
@@ -324,7 +320,6 @@ def _graph_info(kept: KeptGraph, log: CompilerLog, name: str) -> GraphInfo:
 
 
 def _uncacheable(kept: KeptGraph) -> Iterator[CacheBypass]:
-    """Yield a `CacheBypass` for each node that prevents AOTAutograd from caching the graph."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe
 
     for node in kept.dynamo.graph.nodes:
@@ -354,7 +349,6 @@ def _shapes(call: Call) -> str:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in which a backward from ``outputs`` would accumulate gradients: parameters and inputs."""
     pending, seen, found = [output.grad_fn for output in outputs], set(), []
     while pending:
         node = pending.pop()

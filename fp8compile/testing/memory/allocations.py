@@ -1,7 +1,7 @@
-"""Runs the wrappers that Inductor generates on tensors without memory, and notes what they allocate and free.
+"""Run the wrappers that Inductor generates on tensors without memory, and record allocations.
 
-Kernels are left out. A tensor lives as long as something holds it, as in a real run. So `del`, memory that is used
-again, views, and arguments that the wrapper empties need no rules of their own.
+Kernels are left out. A tensor lives as long as something refers to it, as in a real run, so that `del`, reused memory,
+views and cleared arguments need no rules.
 
     run        held by its caller               freed once the run has read it        returned
     forward    parameters, their codes, inputs  nothing                               results, kept tensors
@@ -57,7 +57,7 @@ class Run:
 
 
 class _Nothing:
-    """Stub for kernels and their compiler: has any attribute, accepts any call."""
+    """Stub for kernels and their compiler that accepts any attribute and any call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
         return self
@@ -86,7 +86,7 @@ class _Ledger:
         self._owners: dict[int, str] = {}
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage in the order of first use; a new storage is recorded."""
+        """Return the number of a tensor's storage in the order of first use; records a new storage."""
         self._sweep()
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
@@ -96,7 +96,7 @@ class _Ledger:
         return self._alive[storage._cdata][1]
 
     def give(self, owner: str, tensors: Iterable[Any]) -> None:
-        """Set the category ``owner``, a field of `Moment`, of the tensors' storages that have none yet."""
+        """Set the category ``owner``, a field of `Moment`, of those of the tensors' storages that have none."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._owners.setdefault(self.number(tensor), owner)
@@ -200,7 +200,7 @@ def run_wrappers(graphs: Sequence[GpuGraph], wrappers: Sequence[Wrapper], owners
 
 
 def _arguments(ledger: _Ledger, forward: GpuGraph, backward: GpuGraph, outputs: Sequence[Any]) -> list[Any]:
-    """Arguments of the backward: ``outputs`` of the forward, matched by node name, and output gradients.
+    """Match the forward's outputs to the backward's arguments by node name, and add output gradients.
 
     The arguments' storages are recorded in ``ledger`` as "kept" or "results".
     """

@@ -14,14 +14,12 @@ __all__ = ["CachedCodes", "cached_codes", "found_codes"]
 
 @dataclass(frozen=True, kw_only=True)
 class CachedCodes:
-    """The codes of a weight that its layer keeps: made by the first forward, and again by each `optimizer.step`.
-
-    A step makes them in the same memory, which is freed with the weight.
+    """The codes of a weight that its layer keeps between optimizer steps, in memory that is freed with the weight.
 
     Attributes:
         parameter: Name of the weight in the model.
         shape: Its shape.
-        dtype: The dtype that its layer computes in, of which the codes were made.
+        dtype: Dtype to which the layer casts the weight before quantizing it.
         sets: 1 if forward and backward multiply the same codes, else 2.
         bytes: Bytes of all codes and scales.
     """

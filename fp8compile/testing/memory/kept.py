@@ -56,7 +56,7 @@ class KeptTensor:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The node that allocated the storage of a node's value: the node itself, or an input further back."""
+    """Return the node that allocated the storage of a node's value."""
     storage = node.meta["val"].untyped_storage()._cdata
     while True:
         given = (each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor))
@@ -67,7 +67,6 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _readers(place: fx.Node) -> list[fx.Node]:
-    """Nodes of a backward that read the saved tensor ``place``, directly or through views, in order."""
     storage = place.meta["val"].untyped_storage()._cdata
     found, pending = set(), [place]
     while pending:
@@ -81,9 +80,9 @@ def _readers(place: fx.Node) -> list[fx.Node]:
 
 
 def _moved(size: int, codes: int, reads: list[ScheduledLaunch]) -> int:
-    """Additional bytes that a step moves if it saves ``codes`` bytes instead of ``size`` bytes of values.
+    """Return how many more bytes a step moves if it saves ``codes`` bytes instead of ``size``; see `KeptTensor.moved`.
 
-    ``reads`` are the launches of the backward that read the tensor; see `KeptTensor.moved`.
+    ``reads`` are the launches of the backward that read the tensor.
     """
     generated = sum(launch.kind == "triton" for launch in reads)
     made_again = codes + size if generated < len(reads) else 0
@@ -91,15 +90,14 @@ def _moved(size: int, codes: int, reads: list[ScheduledLaunch]) -> int:
 
 
 def _launches_by_input(scheduled: Schedule) -> list[list[ScheduledLaunch]]:
-    """For each input of the scheduled graph, in order, the launches that read it."""
     names = [node.name for node in scheduled.lowered.find_nodes(op="placeholder")]
     return [[launch for launch in scheduled.launches if name in launch.read] for name in names]
 
 
 def _packed(node: fx.Node, place: fx.Node, saved: SavedTensor | None) -> tuple[tuple[int, int] | None, int | None]:
-    """Block and bytes of the codes if ``SavedAsCodes()`` saves a tensor; (None, None) if it can't.
+    """Return the block and the bytes of a saved tensor's codes by ``SavedAsCodes()``.
 
-    ``node`` makes the tensor in the forward, and ``place`` is the backward's input for it.
+    (None, None) if it can't be saved so.
     """
     value = node.meta["val"]
     packing = None if saved is None else Packing.of(value, CODES.quantizer_for(block_beside(node, place)))

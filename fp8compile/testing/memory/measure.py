@@ -42,7 +42,7 @@ Optimizer = Callable[[Any], Any] | None
 
 @dataclass(frozen=True)
 class _Found:
-    """The allocations of one model's generated code, and the tensors that its forward saves."""
+    """Allocations of one model's generated code, and the tensors that its forward saves."""
 
     run: Run
     kept: tuple[KeptTensor, ...]
@@ -50,7 +50,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of a model or function, and the GPU that code is generated for; ``gpu`` is None for a CPU."""
+    """A call of a model or function, and the GPU for which code is generated; None for a CPU."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -98,7 +98,6 @@ class _Call:
         return wrapper
 
     def _owners(self, forward: GpuGraph) -> list[str]:
-        """For each argument of the forward graph, the field of a `Moment` that counts it."""
         names = {id(tensor): "parameters" for tensor in (*self.model.parameters(), *self.model.buffers())}
         codes = (part for each in found_codes(self.model).values() for part in (each, *each.parts()))
         names |= {id(tensor): "weight_codes" for tensor in codes}
@@ -108,7 +107,6 @@ class _Call:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the plain tensors inside a tensor subclass; any other value is yielded itself."""
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         for name in names:
@@ -118,7 +116,6 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors; each tensor counts once."""
     parts = [part for tensor in dict.fromkeys(tensors) for part in _parts(tensor)]
     return sum({id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
@@ -128,7 +125,6 @@ def _trained(model: nn.Module) -> list[Tensor]:
 
 
 def _on_meta(tensor: Any) -> Any:
-    """Copy a tensor, also of a subclass, to the meta device without values."""
     if not is_traceable_wrapper_subclass(tensor):
         return torch.empty_like(tensor, device="meta")
     names, context = tensor.__tensor_flatten__()
@@ -138,7 +134,6 @@ def _on_meta(tensor: Any) -> Any:
 
 
 def _optimizer_bytes(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
-    """Bytes of the optimizer's state for these parameters after a step, simulated on the meta device."""
     if optimizer is None or not parameters:
         return 0
     copies = [_on_meta(each.detach()).requires_grad_() for each in parameters]
@@ -151,7 +146,6 @@ def _optimizer_bytes(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
 
 
 def _kept_in_all(blocks: EqualBlocks, three: Sequence[KeptTensor]) -> Iterator[KeptTensor]:
-    """Extrapolate saved tensors from ``three`` equal blocks to all blocks, with the modules' new names."""
     for tensor in three:
         place = blocks.place(tensor.module)
         if place is None:
@@ -173,7 +167,7 @@ def _moved_name(blocks: EqualBlocks, name: str, by: int) -> str:
 
 
 def _counted(call: _Call, blocks: EqualBlocks) -> MemoryReport | None:
-    """Report on a model, extrapolated from 2, 3 and 4 of its equal blocks; None if not provably exact."""
+    """Report on a model, extrapolated from 2, 3 and 4 of its equal blocks; None if that is not provably exact."""
     found = []
     for count in (2, 3, 4):
         with shortened(call.model, blocks, count):

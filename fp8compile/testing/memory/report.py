@@ -144,7 +144,6 @@ def _size(tensor: KeptTensor) -> str:
 
 
 def _operators(names: tuple[str, ...]) -> str:
-    """Format operators without namespace: "silu, mul"."""
     return ", ".join(dict.fromkeys(name.split(".")[1] if "." in name else name for name in names))
 
 
@@ -170,7 +169,7 @@ def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
 
 
 def codes_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
-    """Rows of the table of codes of weights: the head, then the weights in order; equal layers are one row."""
+    """Yield header and rows of the table of codes of weights; equal layers share a row."""
     yield "weight", "shape", "sets of codes", "MB"
     rows = (
         (each.parameter, (" x ".join(map(str, each.shape)), str(each.sets), _mb(each.bytes)))

@@ -1,10 +1,9 @@
-"""Timelines of what a graph's run holds in memory, and the moment that holds the most.
+"""Timelines of the memory that a graph's run holds, and the moment that holds the most.
 
-Equal blocks: a backward of N blocks that has done b of them holds the saved tensors of N - b blocks, the gradients of
-b blocks, and temporaries that are the same for each b. So an additional block adds to such a
-moment the bytes of the block's saved tensors, of its gradients, or a number in between. The run starts with all saved
-tensors, and ends with all gradients. If the largest moment grows per block by no less than start and end do, it is the
-largest moment for any number of blocks. The same holds for a forward.
+In a backward of N equal blocks that has done b of them, saved tensors of N - b blocks, gradients of b blocks and some
+temporaries are held. An additional block adds to such a moment its saved tensors, its gradients, or something in
+between. If the largest moment grows per block by no less than the start (all saved tensors) and the end (all
+gradients) do, it is the largest for any number of blocks. The same holds for a forward.
 """
 
 from __future__ import annotations

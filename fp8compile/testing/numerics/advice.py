@@ -23,7 +23,7 @@ PRODUCTS = tuple(gemm.name for gemm in GEMMS)
 
 
 def least_of(errors: Errors) -> float:
-    """Smallest ratio in dB among a layer's GEMMs; entries of None (not measured) are ignored.
+    """Return the smallest ratio in dB among a layer's GEMMs, without those not measured (None).
 
     The result is ``inf`` if no GEMM was measured, and ``nan`` if a ratio is NaN.
     """

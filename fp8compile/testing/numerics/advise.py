@@ -37,9 +37,9 @@ GIVEN = "names such as 'nvfp4', recipes, or a mapping from names to recipes"
 
 
 def _by_name(recipes: Iterable[str | Recipe] | Mapping[str, Recipe] | None, gpu: Gpu) -> dict[str, Recipe]:
-    """Candidate recipes by name; by default the built-in ones that ``gpu`` runs natively.
+    """Return the candidate recipes by name; by default the ready ones that ``gpu`` runs natively.
 
-    The default excludes recipes with delayed scaling.
+    Recipes with delayed scaling are left out by default.
     """
     if recipes is None:
         found = {name: ready.by_name(name) for name in ready.names()}
@@ -87,7 +87,6 @@ def _peaks(gpu: str) -> tuple[Gpu, Peaks]:
 
 
 def _worst(errors: Sequence[Errors]) -> Errors:
-    """Smallest ratio in dB over several calls, for each of the three GEMMs; None if no call has a ratio."""
     found: list[float | None] = []
     for each in zip(*errors, strict=True):
         known = tuple(value for value in each if value is not None)
@@ -96,10 +95,7 @@ def _worst(errors: Sequence[Errors]) -> Errors:
 
 
 def _refusals(layer: nn.Module, recipes: Mapping[str, Recipe], gpu: Gpu) -> tuple[dict[str, str], dict[str, str]]:
-    """Reasons why a layer can't be converted to recipes, and why a GPU can't run other recipes natively.
-
-    Returns two dicts, by the recipe's name.
-    """
+    """Return why a layer can't be converted to recipes, and why a GPU can't run others natively: two dicts by name."""
     owner, name = weight_slots(layer)[0]
     dtype = getattr(owner, name).dtype
     by_layer: dict[str, str] = {}
@@ -151,16 +147,12 @@ def _measured(
 
 
 def _fastest(layer: LayerAdvice, least: float) -> LayerAdvice:
-    """Copy a layer's advice to take the fastest recipe whose GEMMs all have ``least`` dB or more.
-
-    The layer stays unconverted if there is no such recipe.
-    """
+    """Return a layer's advice with the fastest recipe whose GEMMs all have ``least`` dB; else unconverted."""
     allowed = [name for name in layer.allowed() if name == HIGH_PRECISION or least_of(layer.errors[name]) >= least]
     return replace(layer, takes=min(allowed, key=lambda name: (layer.costs[name].seconds, _noise(layer, name))))
 
 
 def _noise(layer: LayerAdvice, name: str) -> float:
-    """Sum of a layer's noise-to-signal ratios over its GEMMs in the recipe ``name``; infinite for a NaN."""
     errors = [each for each in layer.errors[name] if each is not None]
     return math.inf if any(map(math.isnan, errors)) else sum(10 ** (-each / 10) for each in errors)
 

@@ -25,7 +25,6 @@ __all__ = ["compare"]
 
 
 def _ratio(actual: Tensor | None, expected: Tensor | None) -> float | None:
-    """Signal-to-noise ratio of ``actual`` in dB; None if a tensor is missing, ``nan`` if shapes differ."""
     if actual is None or expected is None:
         return None
     return math.nan if actual.shape != expected.shape else sqnr(actual, expected)
@@ -40,9 +39,9 @@ def _run(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> tuple[li
 
 
 def _alone(call: ModuleCall, given: ModuleCall, seed: int) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """Run the module of ``call`` alone, on the input and grad_output of ``given``, the reference's call.
+    """Run a module alone on the input and grad_output of the reference's call, ``given``.
 
-    Returns the module's output, its grad_input and the gradients of its parameters. ``seed`` seeds random numbers.
+    Returns the output, grad_input and the gradients of the parameters. ``seed`` seeds random numbers.
     """
     leaves = cloned((given.args, given.kwargs))
     parameters = [each for each in call.module.parameters() if each.requires_grad]

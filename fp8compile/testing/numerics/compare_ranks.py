@@ -104,10 +104,6 @@ class _Watch:
         )
 
     def _arrived(self, key: Key, gemm: Gemm, a: Plain, b: Plain, operands: Operands) -> None:
-        """Compare the gathered values of a GEMM's operands ``a`` and ``b`` with the values on one process.
-
-        ``key`` identifies the GEMM: layer, GEMM name and number of the call.
-        """
         assert self._reference is not None
         wholes = whole(a, gemm.a, operands).local, whole(b, gemm.b, operands).local
         if key not in self._reference:

@@ -10,7 +10,6 @@ __all__ = ["shown_decibels", "sqnr"]
 
 
 def _rows_apart(actual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Sum of squares of ``expected``, and sum of squares of ``actual - expected``, in float64."""
     exact = expected.detach().double()
     error = actual.detach().double() - exact
     return exact.square().sum().item(), error.square().sum().item()

@@ -58,18 +58,13 @@ class LayerCall:
 
 @dataclass
 class _Awaited:
-    """A recorded call whose grad_output is not known yet, its gradient edge, and the sampled row indices."""
-
     call: LayerCall
     edge: GradientEdge
     sample: Tensor
 
 
 def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
-    """Indices of about ``wanted`` of ``rows`` rows, in evenly spaced runs of consecutive rows.
-
-    All rows are taken if ``rows`` is at most ``wanted``.
-    """
+    """Return indices of about ``wanted`` of ``rows`` rows, in evenly spaced runs of consecutive rows."""
     if rows <= wanted:
         return torch.arange(rows, device=device)
     length = min(ROWS_TOGETHER, wanted)
@@ -79,7 +74,7 @@ def _runs(rows: int, wanted: int, device: torch.device) -> Tensor:
 
 
 def _runs_of_groups(ends: list[int], wanted: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Indices of about ``wanted`` sampled rows, and the end offsets of the groups among the sampled rows.
+    """Return indices of about ``wanted`` sampled rows, and the groups' ends among the sampled rows.
 
     ``ends`` has the end of each group among all rows.
     """
@@ -95,10 +90,6 @@ def _runs_of_groups(ends: list[int], wanted: int, device: torch.device) -> tuple
 
 
 def _by_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a grouped linear layer in high precision; rows after the last group give zeros.
-
-    ``offsets`` has the end of each group, and ``weight`` is (groups, outputs, inputs).
-    """
     parts, start = [], 0
     for group, end in enumerate(offsets.tolist()):
         parts.append(functional.linear(x[start:end], weight[group], None if bias is None else bias[group]))
@@ -172,8 +163,6 @@ class _Listening(TorchFunctionMode):
 
 @contextmanager
 def _while_layers_run(layers: Mapping[str, nn.Module], mode: TorchFunctionMode) -> Iterator[None]:
-    """Context in which a function mode is active whenever one of the layers runs, and at no other time."""
-
     def enter(*_: Any) -> None:
         mode.__enter__()
 

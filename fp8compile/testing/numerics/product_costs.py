@@ -47,8 +47,6 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a layer's call: m rows, k inputs, n outputs, number of weight matrices, bytes per element."""
-
     m: int
     k: int
     n: int
@@ -91,7 +89,6 @@ def _product(gemm: Gemm, recipe: Recipe | None, sizes: _Sizes, peaks: Peaks) -> 
 
 
 def _casts(gemms: Iterable[Gemm], recipe: Recipe, sizes: _Sizes) -> float:
-    """Bytes that the casts of these GEMMs' operands move; a cast that both gradients share counts once."""
     moved: dict[object, float] = {}
     for gemm in gemms:
         for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):

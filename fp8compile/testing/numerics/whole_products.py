@@ -59,12 +59,10 @@ def is_shared(a: Plain, b: Plain, operands: Operands) -> bool:
 
 
 def _has_given_codes(gemm: Gemm, operands: Operands) -> bool:
-    """Whether an operand of the GEMM was passed to the layer as codes, so that its values are not known."""
     return operands.weight is not None or (gemm is GRAD_WEIGHT and operands.input is not None)
 
 
 def _as_one_process_has_it(part: Plain) -> Plain:
-    """Flatten the leading dims of an operand to one matrix of tokens, as a layer does on one process."""
     return part if part.layout.batch else replace(part, local=as_matrix(part.local))
 
 
@@ -79,9 +77,9 @@ def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | No
 
 
 def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
-    """Which field of a quantized operand differs from ``expected``, and how; None if none differs.
+    """Return which field of a quantized operand differs from ``expected``, and how; None if none does.
 
-    The field is "scale", "outer scale" or "codes". All ranks' shares of ``mine`` are gathered first.
+    The field is "scale", "outer scale" or "codes". All ranks' shards of ``mine`` are gathered first.
     """
     mine = whole(mine)
     if mine.outer_scale is not None and expected.outer_scale is not None:
@@ -94,10 +92,6 @@ def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
 
 
 def _gathered(product: Product, b: Plain, gemm: Gemm) -> tuple[Tensor, Tensor | None]:
-    """The gathered result, and, if ranks add partial sums, the sum of the partial sums' magnitudes.
-
-    The second entry is None if ranks add nothing. ``b`` is the GEMM's right operand.
-    """
     local, terms = product.local, None
     if gemm is not GRAD_WEIGHT:
         local = local.view(*product.shape[:-1], local.shape[-1])

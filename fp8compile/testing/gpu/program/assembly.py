@@ -25,10 +25,6 @@ BYTES = (
 
 
 def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Round values stochastically to e2m1 codes, by noise from 0 to 255 for each value.
-
-    The first 8 dropped bits of a value are added to its noise; a carry raises the magnitude by one code.
-    """
     magnitude = np.minimum(np.abs(values), np.float32(LARGEST))  # a NaN becomes the largest number
     unit = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
     in_units = magnitude / unit

@@ -34,7 +34,7 @@ class Diverged(Exception):
     """Raised if programs of a batch differ in a number that controls execution, such as a loop's bound.
 
     Attributes:
-        values: The number that each program has, (P,).
+        values: The number of each program, (P,).
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -104,7 +104,7 @@ def stored(array: np.ndarray) -> np.ndarray:
 
 
 def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
-    """The array, and which of its dims is dim ``axis`` of a block; dim 0 of the array counts programs.
+    """Return the array and the index of its dim that is dim ``axis`` of a block; dim 0 counts programs.
 
     If ``axis`` is None, each program's block is flattened first.
     """
@@ -176,11 +176,6 @@ def _tensor(_: Any, array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
 
 
 def _of_sizes(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
-    """Yield patches of the interpreter's operators that make blocks of a given shape.
-
-    ``running`` returns the batch of programs that runs.
-    """
-
     def shaped(data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         batch = running()
         batch.largest = max(batch.largest, math.prod(map(int, shape)))
@@ -199,8 +194,6 @@ def _of_sizes(running: Callable[[], Batch]) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_dims() -> Iterator[tuple[Any, ...]]:
-    """Yield patches of the interpreter's operators that rearrange the dims of blocks."""
-
     def on_each(change: Callable[..., np.ndarray]) -> Callable[..., Handle]:
         return lambda _, x, *args: Handle(change(x.data, *args), x.dtype.scalar)
 
@@ -242,8 +235,6 @@ def _histogram(_: Builder, data: Handle, bins: int, mask: Handle | None) -> Hand
 
 
 def _of_pointers() -> Iterator[tuple[Any, ...]]:
-    """Yield patches of the interpreter's operators on block pointers and TMA descriptors."""
-
     def of_block_pointer(block: Any, checked: Sequence[int]) -> tuple[Handle, Handle]:
         return _elements(block, block.offsets, checked)
 

@@ -94,7 +94,6 @@ def bounded_product(name: str, gpu: Gpu, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _around(exact: Any, bound: Any) -> Bounded:
-    """Bounds at a distance of twice ``bound`` around ``exact``; None for a result that is None."""
     if isinstance(exact, tuple):
         sides = [_around(*each) for each in zip(exact, bound, strict=True)]
         return Bounded(*(tuple(getattr(each, side) for each in sides) for side in SIDES))
@@ -119,10 +118,6 @@ def bounded_attention(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _recast(args: Any, *, keep: bool) -> Any:
-    """Copy FlexAttention's arguments; casts in graphs among them become ``aten._to_copy``, for vmap.
-
-    Unless ``keep``, casts to floats are removed from the graphs.
-    """
     if isinstance(args, tuple | list):
         return tuple(_recast(each, keep=keep) for each in args)
     if not isinstance(args, fx.GraphModule):
@@ -155,7 +150,6 @@ def _detached(values: Any) -> Any:
 
 
 def _error(usual: Any, exact: Any) -> Any:
-    """The largest absolute error of ``usual`` against ``exact``, for each of an operator's results."""
     if isinstance(exact, tuple):
         return tuple(_error(*each) for each in zip(usual, exact, strict=True))
     if exact is None or not exact.numel():
@@ -188,7 +182,7 @@ def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
 
 
 def _beyond(got: Tensor, exact: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Mask of elements of ``got`` that are too far from ``exact``, and each element's allowed distance.
+    """Return a mask of elements that are too far from ``exact``, and each element's allowed distance.
 
     ``spread`` is the allowed distance before the result is rounded to its dtype.
     """

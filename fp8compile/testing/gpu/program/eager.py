@@ -77,7 +77,6 @@ class _Eager(TorchDispatchMode):
         return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
 
     def _computed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute an operator by its decomposition, as a program does, because CPU kernels round differently."""
         if op in self._parts:
             with self:
                 result = self._parts[op](*args, **kwargs)

@@ -50,8 +50,6 @@ def applied(function: Callable[..., np.ndarray], *handles: Any) -> Any:
 
 
 def _on_tensors(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
-    """Wrap a function of NumPy arrays as a function of Triton's tensors."""
-
     def call(*args: Any) -> tl.tensor:
         tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
         handle = applied(function, *(each.handle for each in tensors))

@@ -42,7 +42,6 @@ __all__ = ["GpuBackend"]
 
 
 def _copy(value: Any) -> Any:
-    """Copy a tensor, with the same strides; any other value is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value.detach())
@@ -68,7 +67,6 @@ class _Compared:
         self.differences: list[Difference] = []
 
     def _schedules(self, traced: GpuGraph) -> Iterator[Schedule]:
-        """Yield the graph's schedules: one for each template number requested for matrix products."""
         from torch._inductor import config
 
         settings = self._settings
@@ -85,7 +83,6 @@ class _Compared:
         return self._programs[-1].found
 
     def _ways(self) -> Iterator[tuple[Program, Way, str]]:
-        """Yield each program and way to run it, with a description for differences."""
         numbers, orders = self._settings.configurations, self._settings.orders
         for at, program in enumerate(self._programs):
             chosen: Sequence[int | None] = [None] if numbers is None else numbers or range(program.configurations)
@@ -123,7 +120,7 @@ class _Compared:
     def _reference(
         self, program: Program, given: Sequence[Any], drawing: Tensor
     ) -> tuple[Reference, list[Any], list[Any]]:
-        """Run the reference of a program on copies of its arguments ``given``.
+        """Run a program's reference on copies of its arguments.
 
         ``drawing`` is the state of the random generator from which the program draws.
 
@@ -183,7 +180,6 @@ class GpuBackend:
         return torch.compile(fn, fullgraph=True, backend=backend)
 
     def _inference(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a forward that has no backward; returns a function of a list of arguments."""
         change_joint(graph, inputs)
         return self._whole("forward", graph, inputs)
 

@@ -147,10 +147,6 @@ class Interpreter:
     def _run(
         self, function: Callable[..., Any], values: dict[str, Any], programs: Sequence[int], grid: Sequence[int]
     ) -> int:
-        """Run programs of ``grid``, given by linear indices, together; in smaller batches if they diverge.
-
-        Calls the kernel ``function`` with ``values``; returns the elements of the largest block of one program.
-        """
         self._batch = batch = Batch.of(programs, grid)
         self._access.programs = batch.programs
         recorded, multiply_adds = self._access.mark(), self.multiply_adds
@@ -254,7 +250,6 @@ class Interpreter:
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
     def _place(self, error: BaseException | None = None) -> str:
-        """File and line of the kernel code that runs now, or of the code that raised ``error`` if given."""
         if error is not None:
             steps = reversed(list(traceback.walk_tb(error.__traceback__)))
             path, line = next((frame.f_code.co_filename, line) for frame, line in steps if frame.f_code in self._codes)
@@ -263,7 +258,6 @@ class Interpreter:
         return f"{path.rpartition('/')[2]}:{line}"
 
     def _frames(self) -> Iterator[tuple[str, int]]:
-        """Yield file and line of each active frame of the running kernel and its callees, innermost first."""
         frame: Any = sys._getframe()  # not by traceback, which is slow: each access comes here
         while frame is not None:
             if frame.f_code in self._codes:

@@ -29,7 +29,6 @@ def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Address of a tensor's first byte, and the address after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     end = (last + 1) * tensor.element_size() if tensor.numel() else 0
     return tensor.data_ptr(), tensor.data_ptr() + end
@@ -164,25 +163,21 @@ class Access:
                 )
 
     def _places(self, kind: str, address: np.uint64) -> list[str]:
-        """Files and lines of the accesses to an address; ``kind`` is "load", "store" or "atomic"."""
         return [each.place for each in self._accessed[kind] if (each.elements()[0] == address).any()]
 
 
 def _flat(parts: Sequence[Accessed]) -> tuple[np.ndarray, np.ndarray]:
-    """Address and accessing program of each element in ``parts``, as two flat arrays."""
     elements = [each.elements() for each in parts]
     return tuple(np.concatenate(each) for each in zip(*elements, strict=True))  # type: ignore[return-value]  # two
 
 
 def _sorted(parts: Sequence[Accessed]) -> tuple[np.ndarray, np.ndarray]:
-    """Address and accessing program of each element in ``parts``, as two flat arrays sorted by address."""
     addresses, programs = _flat(parts)
     order = np.argsort(addresses, kind="stable")  # which is fast for addresses that are in order by parts
     return addresses[order], programs[order]
 
 
 def _raced(parts: Sequence[Accessed]) -> np.ndarray:
-    """Addresses that at least two programs access in ``parts``."""
     if not parts:
         return np.zeros(0, np.uint64)
     addresses, programs = _sorted(parts)
@@ -190,13 +185,11 @@ def _raced(parts: Sequence[Accessed]) -> np.ndarray:
 
 
 def _near(parts: Sequence[Accessed], others: Sequence[Accessed]) -> list[Accessed]:
-    """The accesses in ``parts`` whose spans overlap the span of one of ``others``."""
     low, high = (np.array([each.span[side] for each in others], np.int64) for side in (0, 1))
     return [each for each in parts if ((low < each.span[1]) & (high > each.span[0])).any()]
 
 
 def _shared(parts: Sequence[Accessed], others: Sequence[Accessed]) -> np.ndarray:
-    """Addresses that one program accesses in ``parts`` and a different one in ``others``."""
     near = _near(others, parts)
     if not near:
         return np.zeros(0, np.uint64)

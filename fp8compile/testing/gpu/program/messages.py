@@ -16,7 +16,6 @@ __all__ = ["MESSAGES", "message"]
 
 
 def _ranks(group: Any) -> tuple[int, int]:
-    """Size of a process group, and this rank's number in the group."""
     from torch.distributed import distributed_c10d
 
     resolve: Any = distributed_c10d._resolve_process_group
@@ -25,10 +24,7 @@ def _ranks(group: Any) -> tuple[int, int]:
 
 
 def _of_rank(x: Tensor, other: int) -> Tensor:
-    """The emulated tensor of the rank whose number is this rank's plus ``other``.
-
-    The tensor has the elements of ``x``, this rank's tensor, rotated by ``other``.
-    """
+    """Return the emulated tensor of another rank: ``x``, this rank's tensor, with elements rotated by ``other``."""
     integers = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     return integers.flatten().roll(other).view(x.shape).view(x.dtype)
 

@@ -55,11 +55,11 @@ class NanOrigin:
 
 @dataclass
 class NanSearch:
-    """The search for the origin of a graph's NaN, over the launches and GEMMs of all its runs.
+    """Searches for the origin of a graph's NaN in the launches and GEMMs of all its runs.
 
     Attributes:
         graph: "forward" or "backward".
-        origin: Result so far: the first step that produces a NaN, or else the first step that reads a NaN.
+        origin: The first step found so far that produces a NaN, or else the first that reads one.
         shows: Whether a run has changed an argument to NaN.
     """
 
@@ -141,7 +141,6 @@ def has_nan(value: Any) -> bool:
 
 
 def _address(value: Tensor) -> int:
-    """The address of a tensor's first NaN."""
     place = value.float().isnan().nonzero()[0].tolist()
     offset = sum(at * stride for at, stride in zip(place, value.stride(), strict=True))
     return value.data_ptr() + offset * value.element_size()

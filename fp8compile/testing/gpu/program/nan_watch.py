@@ -93,7 +93,6 @@ def is_code(handle: Handle) -> np.ndarray | None:
 
 
 def _shown(handle: Handle, at: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """Text of an operand's number at index ``at`` of the result, whose shape is ``shape``."""
     kind = _kind(handle)
     if not (kind.is_floating() or kind.is_int()):
         return ""
@@ -176,10 +175,7 @@ class Watch:
     # what becomes of the numbers
 
     def _follow(self, name: str, result: Handle, args: Sequence[Any]) -> None:
-        """Tag an operator's result with the step numbers of its operands; a new NaN gets a new step.
-
-        ``name`` is the interpreter's method, and ``args`` are its arguments.
-        """
+        """Give each NaN of an operator's result the step number of an operand's NaN; a new NaN gets a new step."""
         operands = [each for each in args if isinstance(each, Handle)]
         if name in LOADS:
             return self._load(result, *(args[at] for at in ((0, 1, 2) if name == "create_masked_load" else (1, 3, 2))))
@@ -201,7 +197,7 @@ class Watch:
     def _keep(
         self, result: Handle, numbers: np.ndarray, made: np.ndarray | None, operands: Any, *, is_made: bool = True
     ) -> None:
-        """Tag a result with step numbers, given in ``numbers`` by element; ``made`` is the mask of its NaN.
+        """Tag a result with step numbers by element; ``made`` is the mask of its NaN.
 
         A NaN without a number gets a new step, described by ``operands`` and ``is_made``.
         """
@@ -287,7 +283,6 @@ class Watch:
         return np.broadcast_to(handle.attr.get("nan", np.int32(0)), shape)
 
     def _first(self, numbers: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """The smallest step number that is not 0, elementwise over ``numbers``; 0 where all are 0."""
         found = np.zeros(shape, np.int32)
         for each in numbers:
             found = np.where((found == 0) | ((each > 0) & (each < found)), each, found)
@@ -302,14 +297,12 @@ class Watch:
 
 
 def _infinities(operands: Sequence[Handle]) -> Iterator[str]:
-    """Describe the infinite operands of a product of tiles; yields nothing for other operators."""
     for name, each in zip(("left tile", "right tile", "sum"), operands, strict=False):
         if len(operands) == 3 and is_odd(each):
             yield f"an infinity in the {name}"
 
 
 def _of_programs(handle: Handle, shape: tuple[int, ...]) -> np.ndarray:
-    """The smallest step number among each program's elements, broadcast to a result of shape ``shape``."""
     numbers = handle.attr["nan"].reshape(len(handle.data), -1)
     first = np.where(numbers == 0, NONE, numbers).min(1)
     first = np.where(first == NONE, 0, first).astype(np.int32)

@@ -29,7 +29,6 @@ def implementation_on_gpu(op: torch._ops.OpOverload) -> Callable[..., Any] | Non
 
 
 def _without_tuners(kernel: Any) -> Any:
-    """The ``triton.jit`` function inside the autotuning and heuristics of ``kernel``."""
     while hasattr(kernel, "configs") or hasattr(kernel, "values"):
         kernel = kernel.fn
     return kernel
@@ -79,7 +78,6 @@ def launched(
 
 
 def _descriptor(tensor: Tensor, made: tuple[str, tuple[Any, ...]]) -> Any:
-    """Make the TMA descriptor of a tensor; ``made`` is PyTorch's record of how the host makes it."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     kind, given = made

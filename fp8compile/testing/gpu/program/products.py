@@ -75,7 +75,6 @@ class Product:
 
 
 def _is_laid(scale: Tensor, strides: Sequence[int]) -> bool:
-    """Whether scales have these strides; the stride of a dim of size 1 is ignored."""
     return all(n == 1 or has == wants for n, has, wants in zip(scale.shape, scale.stride(), strides, strict=True))
 
 
@@ -124,7 +123,6 @@ def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> T
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """Transpose the scales of a GEMM's right operand; a scale without dims is returned unchanged."""
     return scale.t() if scale.ndim == 2 else scale
 
 
@@ -201,7 +199,6 @@ def nvfp4_mm(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Make a tensor contiguous and, if it is floating-point, float64: then equal values give equal sums."""
     return tensor.contiguous().double() if tensor.is_floating_point() else tensor.contiguous()
 
 

@@ -57,13 +57,11 @@ def seeds(count: int) -> Tensor:
 
 
 def _uniform(words: np.ndarray) -> np.ndarray:
-    """Convert words to numbers in [0, 1), float32, by Triton's ``uint_to_uniform_float``."""
     signed = words.view(np.int32)
     return np.where(signed < 0, ~signed, signed).astype(np.float32) * np.float32(4.6566127342e-10)
 
 
 def _normal(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Convert two uniform numbers to two normal numbers, float32, by Triton's Box-Muller transform."""
     radius = square_root(-2.0 * torch.log(torch.from_numpy(np.maximum(np.float32(1e-7), first))))
     angle = torch.from_numpy(np.float32(2 * math.pi) * second)
     return (radius * torch.cos(angle)).numpy(), (radius * torch.sin(angle)).numpy()

@@ -133,15 +133,12 @@ class Reference(fx.Interpreter):
         return self._unrounded(self.call_function(node.target, args, kwargs))
 
     def _bias_added_later(self, name: str, bias: Tensor, args: Sequence[Any]) -> Tensor:
-        """Compute the GEMM or convolution ``name`` of ``args``, round it, and then add the bias.
-
-        Used for a bias that Inductor adds in a kernel after the GEMM.
-        """
+        """Compute a GEMM or convolution, round it, and then add the bias, as Inductor does in a later kernel."""
         product = self.products.multiply(name, *args)
         return (bias.float() + product.float()).to(product.dtype)
 
     def _in_template(self, node: fx.Node, kernel: str) -> Bounded | None:
-        """Value and bounds of a node, if ``kernel`` is a template that computes the node; else None."""
+        """Return value and bounds of a node that the template ``kernel`` computes; None if it does not."""
         if kernel not in self._templates:
             return None
         if node in self._sums:
@@ -160,9 +157,9 @@ class Reference(fx.Interpreter):
         return Bounded(*(self._fused(node, kernel, bounded, side) for side in SIDES))
 
     def _fused(self, node: fx.Node, kernel: str, bounded: Mapping[fx.Node, Bounded], side: str) -> Any:
-        """Compute a node fused after the template ``kernel``, for one ``side`` of the bound, such as "low".
+        """Compute a node fused after a template, for one ``side`` of the template's bounds, such as "low".
 
-        Operands that the template computes are taken from this side of ``bounded``; others are computed as usual.
+        Operands that the template computes are taken from this side of ``bounded``.
         """
         is_single = side == "single"
 
@@ -184,9 +181,9 @@ class Reference(fx.Interpreter):
         return None if found is None else found.at(place)
 
     def _settled(self, node: fx.Node, kernel: str, value: Bounded) -> Any:
-        """Compare the results that the template ``kernel`` stored with their bounds in ``value``.
+        """Compare what a template has stored with its bounds; return the results that later nodes read.
 
-        Returns the results for later nodes: those that are stored, and else the exact results in ``value``.
+        These are the stored results and, for others, the exact ones in ``value``.
         """
         self._bounded[node, kernel] = value
         result, where = value.exact, f"{self._templates[kernel]}, {node}"
@@ -200,9 +197,9 @@ class Reference(fx.Interpreter):
         return result.float() if is_low and not self._rounds_each else result
 
     def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
-        """Value of ``operand`` as ``kernel`` sees it when it computes ``node``.
+        """Return an operand's value as ``kernel`` sees it when it computes ``node``.
 
-        The value is unrounded if the same kernel computes the operand, and rounded if it is read from memory.
+        It is unrounded if the same kernel computes the operand, and rounded if it is read from memory.
         """
         if self._rounds_each:
             return self.env[operand]
@@ -217,11 +214,9 @@ class Reference(fx.Interpreter):
         return _rounded(node, self.env[node])
 
     def _sum_in_product(self, node: fx.Node) -> Tensor:
-        """Compute an addition that Inductor fused with a GEMM: GEMM plus added tensor, rounded once."""
         return self.products.multiply("addmm", *map(self._memory, self._terms(node)))
 
     def _terms(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The added tensor and the GEMM's factors, for an addition node that Inductor fused with a GEMM."""
         product = self._sums[node]
         (other,) = (arg for arg in node.args if arg is not product)
         factors: tuple[Any, ...] = product.args
@@ -267,10 +262,6 @@ class Reference(fx.Interpreter):
 
 
 def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
-    """Copy ``value``, a node's results, with ``item`` in place of the tensor at nested index ``place``.
-
-    The index () stands for ``value`` itself, a single result.
-    """
     if not place:
         return item.reshape(value.shape)
     first, *others = place
@@ -278,7 +269,6 @@ def _with(value: Any, place: tuple[int, ...], item: Tensor) -> Any:
 
 
 def _rounded(node: fx.Node, value: Any) -> Any:
-    """Round a node's value, computed in a wider dtype, to the dtype that the node has in the graph."""
     meta = node.meta.get("val")
     if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
         return value.to(meta.dtype)
@@ -286,7 +276,6 @@ def _rounded(node: fx.Node, value: Any) -> Any:
 
 
 def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
-    """Map each node to the generated kernels that compute it; several kernels may repeat a cheap value."""
     makers: dict[fx.Node, list[str]] = {}
     for launch in found.launches:
         # a launch that reads nothing writes constants, such as padding, around the results of others
@@ -296,12 +285,10 @@ def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
 
 
 def _id(launch: ScheduledLaunch) -> str:
-    """Identify a launch by its first buffer, which is unique; kernel names are not."""
     return next(iter(launch.made))
 
 
 def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
-    """Map each addition that Inductor fused with a GEMM to the GEMM's node."""
     sums: dict[fx.Node, fx.Node] = {}
     for lowered in found.lowered.nodes:
         node = found.source_of(lowered)

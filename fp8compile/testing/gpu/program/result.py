@@ -118,10 +118,6 @@ class GpuRun:
 
 
 def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Difference]:
-    """Yield how ``got`` differs from ``expected``, if it does; all NaN count as equal.
-
-    ``where`` describes the tensor for messages.
-    """
     kinds = [f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in (got, expected)]
     if kinds[0] != kinds[1]:
         yield Difference(
@@ -159,7 +155,6 @@ def _family(name: str) -> str:
 
 
 def _unlike(one: Product, other: Product) -> int:
-    """Number of elements that differ between the operands of two GEMM calls."""
     pairs = zip(one.operands, other.operands, strict=False)
     return sum(
         got.numel() if (got.shape, got.dtype) != (wants.shape, wants.dtype) else int((bits(got) != bits(wants)).sum())

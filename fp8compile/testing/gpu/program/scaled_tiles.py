@@ -75,7 +75,7 @@ def scaled_dot(capability: tuple[int, int] | None) -> Callable[..., Handle]:
 def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], scales: tuple[Any, Any]) -> bool:
     """Whether tensor cores multiply codes of these formats, such as "E2M1", with their scales directly.
 
-    If not, Triton scales the values first, and then multiplies without scales.
+    If not, Triton scales the values first.
 
     Raises:
         NotImplementedError: ``capability`` is None.
@@ -97,10 +97,6 @@ def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], sca
 
 
 def _unpacked(operand: Handle, name: str, packed: int) -> np.ndarray:
-    """Decode an operand's codes to float64; ``name`` is the codes' format.
-
-    For "E2M1" a byte has two codes, which are neighbours along dim ``packed``.
-    """
     if name != "E2M1":
         return values_of(operand)
     codes = np.moveaxis(operand.data, packed, -1)
@@ -130,9 +126,5 @@ def _scaled(values: np.ndarray, scale: Handle | None, compute: str | None, *, fa
 
 
 def _rounded(values: np.ndarray, name: str) -> np.ndarray:
-    """Round float64 values to the format ``name``, "bf16" or "fp16", through float32.
-
-    Float32 represents every product of a code and a power of two.
-    """
     bits = convert(values.astype(np.float32), "fp32", name)
     return convert(bits, name, "fp32").view(np.float32).astype(np.float64)

@@ -13,7 +13,6 @@ __all__ = ["step"]
 
 
 def _leaves(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Tensor]:
-    """The tensors that require grad among the parameters of ``fn`` and its arguments, by name."""
     named = dict(fn.named_parameters()) if isinstance(fn, nn.Module) else {}
     for number, arg in enumerate(args):
         inner = pytree.tree_leaves(arg)

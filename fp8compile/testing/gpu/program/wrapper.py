@@ -117,7 +117,6 @@ class Kernel:
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
     def _grids(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
-        """Grid of each of the kernel's configurations, for a launch with the arguments ``given``."""
         from torch._inductor.runtime.triton_heuristics import GridExpr
 
         meta = self._tuner.inductor_meta
@@ -125,10 +124,7 @@ class Kernel:
 
 
 def _as_kind(value: Any, kind: str) -> Any:
-    """View a tensor in the dtype that Triton's type ``kind``, such as "*fp8e4nv", stands for.
-
-    Inductor passes codes as bytes. Other values are returned unchanged.
-    """
+    """View a tensor in the dtype of Triton's type ``kind``, such as "*fp8e4nv"; other values are unchanged."""
     dtype, _ = STORED_AS.get(kind.removeprefix("*"), (None, None))
     return value.view(dtype) if isinstance(value, Tensor) and dtype not in (None, value.dtype) else value
 
@@ -221,7 +217,7 @@ class Program:
         return any(launch.is_template for launch in self._generated)
 
     def keep(self, args: Sequence[Any]) -> None:
-        """Copy the results of a template launch that has just run, to compare them with bounds later.
+        """Copy a template's results after its launch, to compare them with bounds later.
 
         Args:
             args: The arguments of the launch; templates write to some of them.
