@@ -33,10 +33,9 @@ class GemmSupport:
 def recipe_support(
     recipe: Recipe, device: torch.device, out_dtype: torch.dtype = torch.bfloat16, *, grouped: bool = False
 ) -> tuple[GemmSupport, ...]:
-    """How each GEMM of a recipe would run on a device, in the order output, grad_input, grad_weight.
+    """Return how each GEMM of a recipe would run on a device, in the order output, grad_input, grad_weight.
 
-    ``out_dtype`` is the dtype of the layer's tensors. ``grouped`` asks for the GEMMs of a grouped layer, such as
-    experts.
+    ``out_dtype`` is the layer's dtype. ``grouped`` selects the GEMMs of a grouped layer, such as experts.
     """
     if grouped:
         try:

@@ -170,8 +170,8 @@ def _schema(name: str, impl: Callable[..., Any]) -> str:
 def _check_salted(name: str, impl: Callable[..., Any]) -> None:
     """Raise a TypeError if no argument of the op's kernel ``impl`` is a `Constant`, such as a quantizer.
 
-    The text of a constant carries a hash of the sources, without which keys of compile caches would not change with
-    them.
+    A constant's text carries a hash of the sources. Without the hash, compile caches would return code of older
+    sources.
     """
     hints = inspect.get_annotations(impl, eval_str=True)
     types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # finds Recipe in `Recipe | None`

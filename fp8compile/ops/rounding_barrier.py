@@ -34,9 +34,9 @@ def _rounded(x: Tensor, apart: bool) -> Tensor:
 def made_of_kept(x: Tensor) -> Tensor:
     """Return ``x`` behind a barrier that changes no bits, for a call in the backward that reads ``x``.
 
-    PyTorch's partitioner always saves what such a call reads, such as an activation, even if it could be recomputed as
-    a product of two saved tensors. Behind a barrier, the partitioner decides by bytes. A tensor that no pointwise code
-    computes is returned as it is, because a barrier would copy it.
+    PyTorch's partitioner always saves what a call in the backward reads, even an activation that is a product of two
+    saved tensors. Behind a barrier, the partitioner decides by bytes. A tensor that no pointwise code computes is
+    returned as it is, because a barrier would copy it.
     """
     if not is_fusible(x):
         return x

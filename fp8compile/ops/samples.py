@@ -21,7 +21,7 @@ def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def matrices() -> Iterator[Tensor]:
-    """Tensors with 1 to 3 dims in each floating dtype: contiguous, permuted, strided, empty, one row."""
+    """Yield tensors with 1 to 3 dims in each floating dtype: contiguous, permuted, strided, empty, one row."""
     yield _values(17, 24)
     yield _values(8, 40, dtype=torch.float32)
     yield _values(24, 17, dtype=torch.float16).t()
@@ -41,7 +41,7 @@ def tokens() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def quantizers() -> Iterator[Quantizer]:
-    """A quantizer for each kind of block and scale rule."""
+    """Yield a quantizer for each kind of block and scale rule."""
     yield CurrentScaling()
     yield CurrentScaling(block=(1, -1), scale="pow2")
     yield CurrentScaling(block=(-1, 1), format="e5m2")
@@ -52,13 +52,13 @@ def quantizers() -> Iterator[Quantizer]:
 
 
 def two_level_quantizers() -> Iterator[Quantizer]:
-    """Quantizers with two levels of scales that cover all kinds of blocks, scale rules and packing."""
+    """Yield quantizers with two levels of scales that cover all kinds of blocks, scale rules and packing."""
     yield TwoLevelScaling()
     yield TwoLevelScaling(block=(16, 16), packed="none", scale="torchao")
 
 
 def recipes() -> Iterator[Recipe]:
-    """A tensorwise recipe, a rowwise recipe with grad_weight in high precision, and a blockwise recipe."""
+    """Yield a tensorwise recipe, a rowwise recipe with grad_weight in high precision, and a blockwise recipe."""
     tensor, row, column = (CurrentScaling(block=block) for block in ((-1, -1), (1, -1), (-1, 1)))
     yield Recipe(
         input=tensor,

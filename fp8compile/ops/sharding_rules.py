@@ -65,7 +65,7 @@ Sharding = Callable[..., Iterable[Split]]
 
 
 def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) -> list[Split]:
-    """The splits of an elementwise op: for each of ``ndim`` dims, all tensors are sharded along that dim.
+    """Return the splits of an elementwise op: for each of ``ndim`` dims, all tensors are sharded along that dim.
 
     The op takes ``inputs`` tensors, then ``others`` arguments that are not sharded, and returns ``outputs`` tensors.
     """
@@ -73,7 +73,7 @@ def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) ->
 
 
 def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]]:
-    """Return the ways to shard a tensor at block boundaries: for each, a cut of the tensor and one of its scales.
+    """Return the ways to shard a tensor at block boundaries: pairs of the tensor's `Cut` and its scales' `Cut`.
 
     The scales' cut is None if there is one scale along the dim: shards can be cast by it, but can't compute it alone.
     """

@@ -19,7 +19,7 @@ __all__ = ["AdamW"]
 def _rule(
     parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """AdamW's update of one parameter, float32; returns the new parameter and the new moments.
+    """Compute AdamW's update of one parameter in float32; return the new parameter and the new moments.
 
     ``scalars`` are the learning rate and the result of `AdamW.scalars` (Loshchilov and Hutter 2019, arXiv:1711.05101).
     """
@@ -146,9 +146,9 @@ class AdamW(MomentOptimizer):
         super().load_state_dict(state_dict)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """Hyperparameters for step number ``step`` that ``_rule`` takes after the learning rate, in order.
+        """Return the numbers that ``_rule`` takes after the learning rate, for step number ``step``.
 
-        All are Python floats, so that bias corrections are in float64; the step rounds them to float32.
+        Python floats keep bias corrections in float64; the step rounds all numbers to float32.
         """
         beta1, beta2 = map(float, group["betas"])
         return (

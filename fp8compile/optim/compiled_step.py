@@ -51,7 +51,7 @@ class Job:
     bf16_seed: int | None = None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields as a tuple, as `advance` takes them; Dynamo guards on a tuple faster than on this object."""
+        """Return the fields as a tuple, which `advance` takes; Dynamo guards on a tuple faster than on this object."""
         own = self.parameter.detach(), self.grad.detach(), self.target.detach()
         return self.shape, own, self.moments, self.quantizers, self.place, self.bf16_seed
 

@@ -94,7 +94,7 @@ class MomentOptimizer(Optimizer):
     # ------------------------------------------------------------------ a step
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """Numbers that `rule` takes after the learning rate, for step number ``step`` (1 is the first)."""
+        """Return the numbers that `rule` takes after the learning rate, for step number ``step`` (1 is the first)."""
         raise NotImplementedError
 
     @untraced
@@ -168,7 +168,7 @@ class MomentOptimizer(Optimizer):
             state.update(parts)
 
     def job(self, p: Tensor, group: dict[str, Any]) -> Job:
-        """The tensors that a step reads and writes for parameter ``p`` of the parameter group ``group``."""
+        """Return the tensors that a step reads and writes for parameter ``p`` of the parameter group ``group``."""
         rows, local, state = MomentRows.of(p), local_itself(p), self.state[p]
         if not is_fake(local):  # a graph of the step takes plain tensors, and FSDP2 may gather shards as codes
             local = plain_alias(local)

@@ -58,7 +58,7 @@ class MomentRows:
         """Reshape a parameter to the rows in which its moments are quantized.
 
         Raises:
-            ValueError: The parameter is sharded along a dim that is merged into a row and is not the first merged dim.
+            ValueError: The parameter is sharded along a dim that is merged into rows, other than the first merged dim.
         """
         whole, local = _as_rows(parameter.shape), tuple(local_itself(parameter).shape)
         last = max(len(whole) - 1, 0)
@@ -101,10 +101,7 @@ class MomentRows:
         return self.local, BLOCK
 
     def place(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the positions of rows and columns of `in_blocks` in the unsharded parameter, int64.
-
-        () if not sharded.
-        """
+        """Return the int64 positions in the unsharded parameter of `in_blocks` rows and columns; () if unsharded."""
         if not self.cuts:
             return ()
         without_memory = torch.empty((), device=device).expand(self.local)
@@ -135,7 +132,7 @@ class StoredMoment:
     """How an optimizer stores one of its moments.
 
     Attributes:
-        name: Key in the state, as in ``torch.optim``, such as ``exp_avg``. Codes and scales have keys of their own,
+        name: Key in the state, as in ``torch.optim``, such as ``exp_avg``. Codes and scales have separate keys,
             ``exp_avg_codes`` and ``exp_avg_scale``, so that nobody mistakes codes for values.
         dtype: ``torch.float8_e4m3fn`` for codes, else the dtype of the values.
         quantizer: Quantizes the moment in blocks of 1 x 128 values.
@@ -147,7 +144,7 @@ class StoredMoment:
 
     @staticmethod
     def of_group(name: str, group: dict[str, Any], *, root: bool) -> StoredMoment:
-        """How moment ``name`` is stored by the options of a parameter group.
+        """Return how moment ``name`` is stored by the options of a parameter group.
 
         If ``root``, the moment is never negative, and the moment's square root is quantized.
         """
@@ -155,14 +152,14 @@ class StoredMoment:
         return StoredMoment(name, group[f"{name}_dtype"], quantizer)
 
     def quantizer_for(self, rows: MomentRows) -> CurrentScaling | None:
-        """Quantizer of a parameter's moment in the shape ``rows.in_blocks()``; None if stored as values."""
+        """Return the moment's quantizer for the shape ``rows.in_blocks()``; None if stored as values."""
         if self.dtype != CODES or rows.are_small():
             return None
         own = self.quantizer
         return _quantizer(isinstance(own, RootScaling), rows.in_blocks()[1], own.rounding, own.seed)
 
     def parts(self, state: dict[str, Any], rows: MomentRows) -> tuple[Tensor, ...]:
-        """This rank's values, or codes and scales, of the moment in ``state``, the state of one parameter.
+        """Return this rank's values, or codes and scales, of the moment in ``state``, the state of one parameter.
 
         The tensors are views in the shape ``rows.in_blocks()``.
         """
@@ -185,11 +182,11 @@ class StoredMoment:
         return torch.float32 if rows.are_small() else self.dtype
 
     def keys_of_codes(self) -> tuple[str, str]:
-        """The keys of the moment's codes and of its scales in the state."""
+        """Return the keys of the moment's codes and of its scales in the state."""
         return f"{self.name}_codes", f"{self.name}_scale"
 
     def zeros(self, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """Initial state of the moment, all zeros, by key; sharded DTensors if ``parameter`` is a DTensor."""
+        """Return the initial state of the moment, zeros, by key; sharded DTensors if ``parameter`` is a DTensor."""
         local = local_itself(parameter)
         if self.quantizer_for(rows) is None:
             return self._of_values(torch.zeros(local.shape, device=local.device), parameter, rows)

@@ -26,7 +26,7 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw")
 def _rule(
     parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Muon's momentum of one parameter, float32; returns the update (Nesterov or plain) and the momentum.
+    """Compute Muon's momentum of one parameter in float32; return the update (Nesterov or plain) and the momentum.
 
     ``scalars`` are the learning rate, which is not used here, and the result of `Muon.scalars`.
     """
@@ -122,12 +122,12 @@ class Muon(MomentOptimizer):
         super().check_group(group)
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
-        """Numbers that ``_rule`` takes after the learning rate, as Python floats; ``step`` is not used."""
+        """Return the numbers that ``_rule`` takes after the learning rate, as Python floats; ``step`` is not used."""
         momentum = float(group["momentum"])
         return momentum, 1 - momentum, momentum if group["nesterov"] else 1.0
 
     def job(self, p: Tensor, group: dict[str, Any]) -> Job:
-        """The tensors that a step reads and writes for ``p``; the update goes into a new bfloat16 tensor."""
+        """Return the tensors that a step reads and writes for ``p``; the update goes into a new bfloat16 tensor."""
         found = super().job(p, group)
         self._updates[p] = torch.empty(found.parameter.shape, dtype=torch.bfloat16, device=p.device)
         return replace(found, target=self._updates[p])

@@ -1,6 +1,6 @@
 """Broadcast one rank's parameters to the other ranks, quantized ones as codes and scales.
 
-DistributedDataParallel itself broadcasts plain parameters.
+DistributedDataParallel can broadcast only plain parameters.
 """
 
 from __future__ import annotations

@@ -32,10 +32,7 @@ def _place(parameter: nn.Parameter) -> Place | None:
 
 
 def _local(grad: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's shard of a gradient, placed as the parameter.
-
-    If the gradient is a partial sum, it is reduced over ranks first.
-    """
+    """Return this rank's shard of a gradient, with the parameter's placements; a partial sum is reduced first."""
     if not isinstance(grad, DTensor):
         return grad
     if any(each.is_partial() for each in grad.placements):
@@ -48,7 +45,7 @@ def _local(grad: Tensor, parameter: Any) -> Tensor:
 def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
     """Return one norm of order ``norm_type`` of all ``parts``, which are this rank's shards.
 
-    The norm is 0, on ``device``, if all shards are empty; PyTorch's infinity norm raises for these.
+    If all shards are empty, the norm is 0, on ``device``; PyTorch's infinity norm would raise.
     """
     parts = [part for part in parts if part.numel()]
     if not parts:
@@ -95,9 +92,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale a model's gradients so that their norm over all ranks and meshes is at most ``max_norm``.
 
-    The result is that of ``torch.nn.utils.clip_grad_norm_`` on the whole model in one process; for plain parameters it
-    has the same bits. With tensor, expert and data parallel ranks, in any combination, each element counts once. All
-    ranks call this, after summing over ranks the gradients that ranks share (see `average_expert_gradients`).
+    The result equals ``torch.nn.utils.clip_grad_norm_`` on the whole model in one process, bit for bit for plain
+    parameters. With tensor, expert and data parallel ranks, in any combination, each element counts once. All ranks
+    call this, after summing over ranks the gradients that ranks share (see `average_expert_gradients`).
 
     Args:
         model: A model whose parameters are plain tensors, or DTensors on any number of meshes.
@@ -137,10 +134,7 @@ def clip_grad_norm_(
 
 
 def _total(norms: Sequence[Tensor], norm_type: float, grads: Sequence[Tensor]) -> Tensor:
-    """Return the norm of order ``norm_type`` of all gradients, in the dtype of ``grads``.
-
-    ``norms`` are the norms of parts that together are all gradients.
-    """
+    """Combine norms of parts of the gradients to one norm of order ``norm_type``, in the dtype of ``grads``."""
     if not norms:
         return torch.tensor(0.0)
     first, *others = norms

@@ -133,7 +133,7 @@ def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, 
 
 
 def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
-    """Run a layer's op, the one that computes ``gemm``, on DTensors; ``args`` are the op's arguments.
+    """Run the op of a layer that computes ``gemm`` on DTensors; ``args`` are the op's arguments.
 
     Under graph_fsdp the weight in ``args`` is a plain shard.
     """

@@ -1,4 +1,4 @@
-"""Register the handlers with which DTensor runs our ops and those of other libraries."""
+"""Register the handlers with which DTensor runs the ops of this and other libraries."""
 
 from __future__ import annotations
 

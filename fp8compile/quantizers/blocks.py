@@ -65,7 +65,7 @@ def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
-    """Shape of the grid of blocks over a tensor of shape ``shape``; blocks are (rows, columns).
+    """Return the shape of the grid of blocks over a tensor of shape ``shape``; blocks are (rows, columns).
 
     The grid has one entry for each block; leading dims are kept if the block has one row or all rows.
     """

@@ -1,4 +1,4 @@
-"""Checks of classes derived from `Constant`, each as early as Python allows it.
+"""Checks of classes derived from `Constant`, each as early as Python allows.
 
 class statement    annotations and defaults of fields, attributes that are not fields, methods to override together
 first instance     the decorator, and annotations that name something defined later in the module
@@ -30,13 +30,13 @@ MUTABLE = (list, dict, set, bytearray, torch.Tensor)
 
 
 def _names_of(cls: type[Any]) -> dict[str, Any]:
-    """Names that a class's string annotations may use: from typing, its module, and the class itself."""
+    """Return the names that a class's string annotations may use: from typing, its module, and the class itself."""
     module = sys.modules.get(cls.__module__)
     return {**vars(typing), **(vars(module) if module is not None else {}), cls.__name__: cls}
 
 
 def _annotations(cls: type[Any]) -> dict[str, Any]:
-    """The annotations in the class's own body, by field name, evaluated if they are strings.
+    """Return the annotations in a class's own body by field name, and evaluate strings.
 
     A string that can't be evaluated is left out here, and checked when the first instance is made.
     """
@@ -52,7 +52,7 @@ def _annotations(cls: type[Any]) -> dict[str, Any]:
 
 
 def _refused(hint: Any, constant: type[Any]) -> Any:
-    """Return the part of a field's annotation that is not allowed; None if all of it is.
+    """Return the first part of a field's annotation that is not allowed; None if every part is allowed.
 
     Allowed are plain values, tuples of them and instances of ``constant``, the class `Constant`.
     """
@@ -122,7 +122,7 @@ def check_class(cls: type[Any], constant: type[Any]) -> None:
 
 @cache
 def field_types(cls: type[Any]) -> dict[str, Any]:
-    """Types of a class's fields by name, from the annotations in the class and its bases.
+    """Return the types of a class's fields by name, from the annotations in the class and its bases.
 
     A type is ``Any`` if the annotation of a class defined in a function can't be evaluated.
 
@@ -231,10 +231,7 @@ def _check_spelling(cls: type[Any], name: str, given: Any, methods: dict[str, An
 
 
 def _check_together(cls: type[Any], base: type[Any]) -> None:
-    """Raise a TypeError if ``cls`` overrides a method of ``base`` without another that must match it.
-
-    The pairs are in TOGETHER and DECLARED, for example ``codes_shape`` and ``values_shape``.
-    """
+    """Raise a TypeError if ``cls`` overrides the first method of a pair (TOGETHER, DECLARED) but not the second."""
     two_levels = _overrides(cls, base, "outer_scale")
     for first, second, what in TOGETHER:
         if two_levels and second == "scale_of":
@@ -250,9 +247,9 @@ def _check_together(cls: type[Any], base: type[Any]) -> None:
 
 
 def check_steps(cls: type[Any], base: type[Any]) -> None:
-    """Raise a TypeError if a quantizer's class ``cls`` has no scale rule or lacks a needed method.
+    """Raise a TypeError if a quantizer's class has no scale rule or overrides methods wrongly.
 
-    ``base`` is the class `Quantizer`. Also raise if a method has other arguments than in ``base``.
+    Wrong are a missing counterpart, a misspelled name, and arguments other than in ``base``, the class `Quantizer`.
     """
     name = cls.__name__
     if not _overrides(cls, base, "multiplier") and not _overrides(cls, base, "outer_scale"):

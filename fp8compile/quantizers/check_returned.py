@@ -70,7 +70,7 @@ def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple
 
 
 def dtype_said(quantizer: Quantizer) -> torch.dtype:
-    """The dtype of a quantizer's scales; raises a TypeError if ``scale_dtype()`` returns no dtype."""
+    """Return the dtype of a quantizer's scales; raise a TypeError if ``scale_dtype()`` returns no dtype."""
     found = quantizer.scale_dtype()
     if isinstance(found, torch.dtype):
         return found

@@ -39,7 +39,7 @@ ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
 
 
 def _python_files(roots: list[Any]) -> list[Any]:
-    """The Python files at and below the paths ``roots``, in the same order on every machine."""
+    """Return the Python files at and below the paths ``roots``, in the same order on every machine."""
     found, pending = [], list(roots)
     while pending:
         entry = pending.pop()
@@ -64,7 +64,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def module_source(module_name: str) -> bytes:
-    """Source of another package's module, to be hashed: the whole package, or a module without package.
+    """Return the source of a module's top-level package, or of a module outside a package, to be hashed.
 
     A module typed at a prompt has no source. A number unique to this process replaces the source, so that graphs miss
     the compile cache.
@@ -94,9 +94,9 @@ def salt_with(module_name: str, function: str = "") -> None:
 
 @cache
 def source_salt(cls: type[Any]) -> str:
-    """Return the salt of compile caches: eight hex digits that change with the source a graph is compiled from.
+    """Return eight hex digits for keys of compile caches, which change with the source a graph is compiled from.
 
-    The source is this package's, the class's and its bases', and that of modules added by `salt_with`.
+    The sources are this package, the modules of the class and its bases, and the modules added by `salt_with`.
     """
     digest = hashlib.sha256(_package_hash())
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
@@ -110,7 +110,7 @@ def source_salt(cls: type[Any]) -> str:
 
 @cache
 def _global_name(cls: type[Any]) -> str:
-    """Return a name for a class in a graph's globals that no other class has.
+    """Return a name for a class that no other class has in a graph's globals.
 
     FX keeps only the first of two globals with one name, and two classes can have the same qualified name.
     """
@@ -213,6 +213,6 @@ class Constant(_compat.OpaqueBase):
         return f"{type(self).__name__}({arguments})"
 
     def __fx_repr__(self) -> tuple[str, dict[str, type[Any]]]:
-        """Returns this constant's expression in a graph's source, and the classes it names, by name."""
+        """Return this constant's expression in a graph's source, and the classes it names, by name."""
         names: dict[str, type[Any]] = {}
         return _expression(self, names), names

@@ -62,7 +62,7 @@ class DelayedScaling(Quantizer):
 
     Attributes:
         format: ``"e4m3"`` or ``"e5m2"``.
-        block: (-1, -1), because a history is that of a whole tensor.
+        block: (-1, -1), because a history belongs to a whole tensor.
         history: Number of amaxes that are kept.
         algorithm: The amax that determines the scale: ``"max"`` for the largest, ``"most_recent"`` for the newest.
         margin: Number of powers of two between the largest code and the scaled amax, 0 to 8.
@@ -116,7 +116,7 @@ class DelayedScaling(Quantizer):
         )
 
     def room(self) -> float:
-        """The value to which the amax is scaled: the format's largest number times 2**-margin."""
+        """Return the value to which the amax is scaled: the format's largest number times 2**-margin."""
         return self.element_format().max * 2.0**-self.margin  # exact, because the factor is a power of two
 
     def next_state(self, history: Tensor, multiplier: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:

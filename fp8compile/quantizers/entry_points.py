@@ -41,13 +41,13 @@ def _entries() -> dict[str, metadata.EntryPoint]:
 
 
 def source(name: str) -> str:
-    """Description of the entry point ``name``, its value and its package, as text for an error."""
+    """Return a description of the entry point ``name``, with its value and its package, as text for an error."""
     return _source(_entries()[name])
 
 
 @constant_when_traced
 def installed() -> tuple[str, ...]:
-    """The sorted names of the entry points of installed packages. No package is imported.
+    """Return the sorted names of the entry points of installed packages. No package is imported.
 
     Raises:
         ValueError: Two packages use one name for different things.
@@ -84,15 +84,15 @@ def load(name: str) -> Quantizer | Recipe:
 
 @lru_cache(maxsize=1)
 def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
-    """All entry points of ``fp8compile.quantizers`` found on ``path``, a copy of ``sys.path``; cached.
+    """Return all entry points of ``fp8compile.quantizers`` on ``path``, a copy of ``sys.path``.
 
-    A search takes milliseconds, and reports call this function often.
+    The result is cached, because a search takes milliseconds and reports call this function often.
     """
     return sorted(metadata.entry_points(group=GROUP))
 
 
 def _value_of_imported(entry: metadata.EntryPoint) -> Any:
-    """Value of an entry point whose module is imported already; None otherwise.
+    """Return the value of an entry point whose module is imported already; None otherwise.
 
     A class is called to make the value; a function's value is None until `load` has called the function.
     """

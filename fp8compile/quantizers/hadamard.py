@@ -6,8 +6,8 @@ The transform is orthogonal, so a product does not change if both matrices are t
 whose block would otherwise lose most of its four bits. Terms are added in the order of i, so that all backends have
 the same bits.
 
-Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149; the signs are those of
-TransformerEngine.
+Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149. The signs are
+TransformerEngine's.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def _sign_vector(signs: tuple[int, ...], places: Tensor) -> Tensor:
 
 
 def factors(signs: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
-    """Factors of the transform's sixteen sums: row j has the factors of the sixteen neighbours in sum j.
-
-    ``signs`` are the transform's sixteen signs.
-    """
+    """Return the factors of the transform's sixteen sums: row j has the sixteen neighbours' factors in sum j."""
     return tuple(
         tuple(0.25 * sign * (-1) ** (i & j).bit_count() for i, sign in enumerate(signs)) for j in range(GROUP)
     )

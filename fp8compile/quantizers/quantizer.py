@@ -5,8 +5,8 @@
     +---------- product, round <----------+--> codes uint8
 
 With two levels of scales, ``outer_scale``, ``block_scale`` and ``block_multiplier`` replace ``multiplier``. The steps
-are written in plain PyTorch: ops call them in eager mode, Inductor traces through them, and every backend has their
-bits.
+are written in plain PyTorch: ops call them in eager mode, Inductor traces through them, and every backend gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class Quantizer(Constant):
         """Float8 format in which the hardware's GEMM may read the codes, ``E4M3`` or ``E5M2``, or None.
 
         A GEMM may read the codes if each code stands for the float8 number with the same bits, times the scale of its
-        block. A class with its own ``dequantize`` may return a format if its result equals that of the inherited one;
-        ``fp8compile.testing.check_quantizer`` checks this.
+        block. A class with its own ``dequantize`` may return a format if that method gives the same values as the
+        inherited one; ``fp8compile.testing.check_quantizer`` checks this.
         """
         inherited = type(self).dequantize is Quantizer.dequantize
         stored = self.element_format()
@@ -243,7 +243,7 @@ class Quantizer(Constant):
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Cast a part of a tensor to codes that depend on positions; called if `is_local` returns False.
 
-        ``x`` and ``multiplier`` are those of `cast`. The position of an element, its index in the whole flattened
+        ``x`` and ``multiplier`` are as in `cast`. The position of an element, its index in the whole flattened
         tensor, is the sum of two int64 tensors: ``rows`` (M,) has the position of each row's first element,
         ``columns`` (K,) the offset of each column.
         """
@@ -272,12 +272,12 @@ class Quantizer(Constant):
 
 @lru_cache(maxsize=256)
 def transposed(quantizer: Quantizer) -> Quantizer:
-    """Returns ``quantizer.transposed()``, cached."""
+    """Return ``quantizer.transposed()``, cached."""
     return quantizer.transposed()
 
 
 def with_block(quantizer: Quantizer, block: Block) -> Quantizer:
-    """A copy of the quantizer with another block, (rows, columns); -1 is the whole dim."""
+    """Return a copy of the quantizer with another block, (rows, columns); -1 is the whole dim."""
     try:
         return _with_block(quantizer, block)
     except TypeError:  # symbols for sizes have no hash

@@ -38,7 +38,7 @@ class Gemm(NamedTuple):
     b_transposed: bool = False
 
     def oriented(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """Returns both operands, each transposed by its method ``t`` if this GEMM needs it."""
+        """Return both operands, each transposed by its method ``t`` if this GEMM needs it."""
         return a.t() if self.a_transposed else a, b.t() if self.b_transposed else b
 
 
@@ -63,9 +63,9 @@ ALLOWED_PAIRS = (
 
 
 def gemm_kind(a: Block, b: Block) -> str | None:
-    """Kind of GEMM that can apply scales of operands with the blocks ``a``, (m, k), and ``b``, (k, n).
+    """Return the kind of GEMM that can apply scales of blocks ``a`` of (m, k), and blocks ``b`` of (k, n).
 
-    It is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
+    The kind is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
     """
     if a == b == (-1, -1):
         return "tensorwise"
@@ -303,11 +303,10 @@ class Recipe(Constant):
         return is_high and getattr(self, FORWARD_SLOTS[slot]) is not None
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
-        """The options of one of the three GEMMs: accumulation, emulation, use of the MX GEMM."""
+        """Return the options of one of the three GEMMs: accumulation, emulation, use of the MX GEMM."""
         return _gemm_config(getattr(self, f"fast_accumulation_{gemm.name}"), self.emulate, self.by_mx)
 
 
 @cache
 def _gemm_config(fast_accumulation: bool, emulate: bool, by_mx: bool) -> GemmConfig:
-    """The `GemmConfig` with these fields, cached because each call of a GEMM asks for one."""
     return GemmConfig(fast_accumulation=fast_accumulation, emulate=emulate, by_mx=by_mx)

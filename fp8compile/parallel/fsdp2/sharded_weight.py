@@ -111,7 +111,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return _compat.plain_alias(self) if self._fake is None else self._fake
 
     def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedWeight:
-        """Wrap another tensor with this weight's name, gathers, and tensor parallel sharding.
+        """Wrap another tensor with this weight's name, `GatherPolicy` and tensor parallel sharding.
 
         ``edits`` is this weight's counter of writes if ``plain`` is a view of its memory; None starts a new counter.
         """
@@ -175,7 +175,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return self.ndim - 2
 
     def quantizers_of(self, module: nn.Module) -> dict[Gemm, Quantizer]:
-        """Return the quantizer of the weight's codes for each GEMM that reads separate codes.
+        """Return the weight's quantizer for the output's GEMM, and for grad_input's if it reads other codes.
 
         ``module`` has the weight. A module that stores matrices transposed gets transposed quantizers.
         """
@@ -183,7 +183,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
 
     def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
-        """Return the quantizers whose amaxes ranks exchange before a gather, by field of the recipe.
+        """Return, by recipe field, the quantizers whose amaxes ranks exchange before a gather.
 
         ``module`` has the weight, and ``part`` is this rank's shard and its layout.
         """
@@ -191,7 +191,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
     def own_levels(self, part: Plain, quantizer: Quantizer) -> tuple[bool, ...]:
-        """Whether, at each level of scales, each rank alone computes its shard's scales and sends them.
+        """Return, for each level of scales, whether each rank alone computes its shard's scales and sends them.
 
         The levels are the scales of blocks and, if there are any, the outer scales of matrices. All are False if
         forward and backward multiply the same codes: ranks then exchange amaxes and know every scale.
@@ -224,7 +224,8 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
         """Return arguments for the gathered QuantizedTensor that say which ranks share its scales.
 
-        They name the tensor parallel ranks of a matrix that these shard, else FSDP2's ranks; stacked experts get none.
+        The arguments name the weight's tensor parallel group, or FSDP2's group without tensor parallelism. The result
+        is empty for stacked experts.
         """
         if self.batch:
             return {}
@@ -267,7 +268,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     ) -> tuple[Tensor | None, ...]:
         """Quantize a shard whose blocks all lie on this rank; return codes, one per byte, and scales.
 
-        For the arguments see `_by_known_scales`. If ranks shard the matrices themselves, the outer amax is the maximum
+        For the arguments see `_by_known_scales`. If ranks shard within a matrix, the outer amax is the maximum
         over these ranks.
         """
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
@@ -288,7 +289,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Return the scales of the tensor parallel shard that FSDP2 gathers, from the whole weight's scales."""
+        """Return the weight's scales for its tensor parallel shard of shape ``size``, which FSDP2 gathers."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 

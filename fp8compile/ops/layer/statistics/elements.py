@@ -118,7 +118,7 @@ def elements_of(
     Args:
         part: The values on this rank.
         found: Codes of the values, before ranks gather codes.
-        shape: Shape of the values without the rows that pad each of stacked matrices to whole blocks.
+        shape: Shape of the values, without rows that only pad a stacked matrix to whole blocks.
         along_tokens: Whether codes of groups lie along tokens.
         by_rows: Whether the casting kernel traverses whole rows, whatever the blocks.
     """
@@ -237,7 +237,7 @@ def _of_groups(part: Plain, found: Quantized, *, along_tokens: bool) -> Elements
 
 
 def numel_of_groups(ends: Tensor, quantizer: Quantizer, features: int) -> Tensor:
-    """Number of elements cast in each of E groups of rows with ``features`` columns, (E,) float64.
+    """Return the number of elements cast in each of E groups of rows with ``features`` columns, (E,) float64.
 
     ``ends`` are the ends of the groups. A transform along tokens pads a group's tokens to a multiple of 16.
     """

@@ -43,11 +43,11 @@ FORWARD_SLOTS = (*TENSORS["input"], *TENSORS["weight"])
 
 
 class Observer(NamedTuple):
-    """The buffers that accumulate the totals of one layer's operands.
+    """The buffers that accumulate the totals of one layer's operands; a slot is a field of the recipe.
 
     Attributes:
-        sums: (slots, sums, E) float64, a row for each of the recipe's fields: `FIRST_SUMS`, then the totals that are
-            sums; E is the number of matrices or groups.
+        sums: (slots, sums, E) float64, with `FIRST_SUMS` before the totals that are sums; E is the number of matrices
+            or groups.
         maxima: (slots, maxima, E) float32.
         totals: Names of the totals, as `totals_of` returns them.
         first: Index of this rank's first matrix among the E matrices.
@@ -77,7 +77,7 @@ class Observer(NamedTuple):
         )
 
     def placed(self, first: int) -> Observer:
-        """A copy with the same buffers, for a rank whose first matrix has the index ``first``."""
+        """Return a copy with the same buffers, for a rank whose first matrix has the index ``first``."""
         return self._replace(first=first)
 
     def reset(self) -> None:
@@ -253,10 +253,7 @@ class _Derivative(PlacedDerivative):
     def kept(
         self, ctx: Any, tensors: list[Any], ends: Tensor | None, place: Placement, output: Any
     ) -> tuple[Tensor | None, ...]:
-        """The tensors to save: the forward's totals, and input and weight if the backward counts their codes.
-
-        ``tensors``, ``ends`` and ``place`` are the op's arguments, ``output`` its results.
-        """
+        """Return tensors to save: the forward's totals, and input and weight if the backward counts their codes."""
         _, x, weight, *ctx.buffers = tensors
         _, later, *_ = ctx.constants
         _, rows = output
