@@ -36,10 +36,10 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def repeat_in_backward(tensor: torch.Tensor) -> None:
-    """Mark for recomputation the nodes behind a traced tensor that expand a smaller tensor.
+    """Mark all clones in a traced tensor's graph that expand a smaller tensor for recomputation in the backward.
 
     Grouped-query attention, for example, expands heads of k and v. Without the mark (MUST_RECOMPUTE) the partitioner
-    would save the expanded copies, because attention's backward is an opaque call.
+    would save the clones, because attention's backward is an opaque call.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -92,10 +92,10 @@ def is_repeated_in_backward() -> bool:
 
 
 def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
-    """Context in which all traced nodes are recomputed in the backward (MUST_RECOMPUTE).
+    """Context in which all traced nodes are marked for recomputation in the backward (MUST_RECOMPUTE).
 
-    With ``in_backward``, they are in the backward alone. PyTorch's partitioner would also put nodes that need no
-    gradient into the forward, where a collective is never removed as dead code.
+    With ``in_backward``, the nodes run in the backward only. PyTorch's partitioner would also put nodes that need no
+    gradient into the forward, and never removes a collective there as dead code.
     """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
@@ -107,11 +107,10 @@ def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
 
 
 def left_in_forward() -> AbstractContextManager[None]:
-    """Keep in the forward all nodes that are traced in this context; the backward must not read them.
+    """Context in which all traced nodes stay in the forward; the backward must not read them.
 
-    PyTorch's partitioner treats the wait for a collective as a side effect: without this mark it would repeat the wait
-    in the backward, and save the collective's operand. In a checkpointed region, the backward repeats the nodes
-    together with their readers.
+    Without the mark PyTorch's partitioner repeats the wait for a collective in the backward, and saves the
+    collective's operand. In a checkpointed region, the backward recomputes the nodes and their readers.
     """
     from torch.fx import traceback
 
@@ -119,10 +118,10 @@ def left_in_forward() -> AbstractContextManager[None]:
 
 
 def left_in_backward() -> AbstractContextManager[None]:
-    """Keep in the backward all nodes that are traced in this context.
+    """Context in which all traced nodes stay in the backward.
 
-    PyTorch's partitioner might move the nodes into the forward, depending on sizes. If sizes differ between ranks, a
-    rank would wait in its forward for a message that another rank sends in its backward.
+    PyTorch's partitioner might move the nodes into the forward, depending on sizes. A rank would then wait in its
+    forward for a message that a rank with other sizes sends in its backward.
     """
     return _marked(IN_BACKWARD)
 
@@ -133,10 +132,7 @@ def is_left_in_backward(tensor: torch.Tensor) -> bool:
 
 
 def current_marks() -> tuple[Any, ...]:
-    """The partitioner marks that code traced now gets; equal calls under different marks are not merged.
-
-    Marks are forward or backward, the recompute policy, and the number of the checkpointed region.
-    """
+    """Return a key of the marks that nodes traced now get, so that calls under different marks are not merged."""
     from torch.fx import traceback
 
     place = traceback.current_meta.get("partitioner_tag")  # other tags only say that a backward is being traced

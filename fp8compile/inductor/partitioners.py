@@ -13,7 +13,7 @@ __all__ = ["min_cut_then"]
 def min_cut_then(
     change: Callable[[fx.GraphModule, fx.GraphModule, int], None], *, uuid: str, reduced: tuple[Any, ...]
 ) -> Any:
-    """Make a value for Inductor's ``custom_partitioner_fn`` that runs its min-cut partitioner, then ``change``.
+    """Return a partitioner for Inductor's ``custom_partitioner_fn``: the min-cut partitioner, then ``change``.
 
     Args:
         change: Changes the forward and the backward graph in place; its third argument is the number of outputs that
@@ -24,10 +24,7 @@ def min_cut_then(
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
-        """Inductor's min-cut partitioner, followed by a change of its graphs; see `min_cut_then`."""
-
         def uuid(self) -> str:
-            """Text that Inductor puts into keys of compile caches."""
             return uuid
 
         def __reduce__(self) -> tuple[Any, ...]:
@@ -36,7 +33,6 @@ def min_cut_then(
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            """Split the joint graph ``gm`` into forward and backward; arguments as for PyTorch's own."""
             from torch._functorch.partitioners import min_cut_rematerialization_partition
 
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

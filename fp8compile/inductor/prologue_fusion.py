@@ -1,12 +1,11 @@
-"""Fusion of pointwise code that computes a matrix into the Triton kernel that reads the matrix.
+"""Fusion of pointwise code into the Triton kernel that reads its result; Inductor does so only for its own GEMMs.
 
     kernel called as an op    silu(gate) * up --> y in memory --> kernel reads y, writes codes of y
     kernel as a template      gate, up --> kernel computes y a tile at a time, writes codes of y
 
-Inductor itself fuses in this way only into its own GEMMs. The template here is made from the source of the handwritten
-kernel: the call of `values` becomes the code that computes these elements, and the call of `write` becomes Inductor's
-store. Values are rounded to the input's dtype as if they came from memory, so the op and the template give the same
-bits. If other nodes read the input too, or the kernel has no `write`, the template also writes the input to memory.
+The template is made from the source of the handwritten kernel. Values are rounded to the dtype of y as if they came
+from memory, so the op and the template give the same bits. The template also writes y to memory if other nodes read y,
+or if the kernel has no `write`.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ __all__ = ["register_tile_kernel"]
 
 
 def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLaunch | None]) -> None:
-    """Let Inductor call ``op``; on a GPU, fuse the pointwise code that computes its matrix into its kernel.
+    """Let Inductor call ``op`` or, on a GPU, fuse the pointwise code of the op's matrix into the op's kernel.
 
     Args:
-        op: The operator. Its first argument is the matrix that it reads, or a list of matrices of one shape. It
-            returns one tensor or several.
+        op: The operator. Its first argument is the matrix that the kernel reads, or a list of matrices of one shape.
+            It returns one tensor or several.
         launch: Takes the operator's arguments, as fake tensors, and returns the launch of its kernel, or None to call
             the operator. The matrix is not empty, and the other tensors will be contiguous.
     """

@@ -35,8 +35,7 @@ def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) ->
 def _seeks_schema() -> bool:
     """Whether PyTorch traces a compiled region only to learn which inputs the region writes to.
 
-    PyTorch then discards the graph. Decompositions would cost a quarter of the tracing time for nothing, because the
-    ops' schemas suffice.
+    PyTorch then discards the graph, and decompositions would cost a quarter of the tracing time for nothing.
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 
@@ -59,7 +58,7 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None
 
 
 def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
-    """Let Inductor call ``op`` itself if no decomposition exists, or it returned NotImplemented.
+    """Let Inductor call ``op`` itself if no decomposition exists, or if the decomposition returned NotImplemented.
 
     If ``contiguous``, Inductor passes only contiguous tensors to the op.
     """
@@ -74,10 +73,10 @@ def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) ->
 
 
 def register_joint_pass(ops: Sequence[torch._ops.OpOverload], run: Callable[[torch.fx.Graph], None]) -> None:
-    """Run a pass over each joint graph that calls one of ``ops``, before it is cut into forward and backward.
+    """Call ``run`` on each joint graph that calls one of ``ops``, before the partitioner cuts the graph.
 
-    Graphs without a backward are passed too. ``run`` changes the graph and removes all calls of ``ops``; it may insert
-    nodes before those that they depend on, since Inductor sorts the graph after it.
+    Graphs without a backward are included. ``run`` changes the graph in place and removes all calls of ``ops``. New
+    nodes may stand anywhere, because Inductor sorts the graph afterwards.
     """
 
     def register() -> None:

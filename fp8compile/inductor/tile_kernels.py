@@ -15,7 +15,7 @@ COUNTS = "counts_ptr"  # the parameter of a kernel that also counts its codes, N
 
 @dataclass(frozen=True)
 class TileKernel:
-    """A ``triton.jit`` kernel, with its arguments, that reads a matrix tile by tile through `values`.
+    """A ``triton.jit`` kernel, with its arguments, that loads a matrix by tiles with `fp8compile.kernels.values`.
 
     With this description, Inductor can make a template of the kernel (`fp8compile.inductor.prologue_fusion`).
     """
@@ -35,16 +35,16 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class TileMatrix:
-    """One of several matrices for which a template repeats the kernel's code behind the comment "each matrix"."""
+    """One of several matrices; a template repeats the kernel's code after the comment "each matrix" for each one."""
 
     constants: Mapping[str, Any]  # compile-time arguments that are this matrix's own
     left_out: tuple[str, ...] = ()  # names of the pointers among the outputs that this matrix does not have
 
 
 def with_counts(kernel: TileKernel) -> TileKernel:
-    """A copy with one more result: the statistics of groups (amax, underflows, saturations).
+    """Return a copy of the kernel with one more output, for statistics (amax, underflows, saturations) of groups.
 
-    This result has to be zeros before the launch, because the kernel adds to the result.
+    The output must be zeros before the launch, because the kernel adds to it.
     """
     return replace(kernel, outputs=(*kernel.outputs, COUNTS), added_to=(*kernel.added_to, COUNTS))
 

@@ -1,7 +1,7 @@
-"""Inductor templates made from a `TileKernel`'s source, so that the kernel computes its own input.
+"""Inductor templates made from a `TileKernel`'s source, in which the kernel computes its own input.
 
-Inductor's templates are not a public API; this module uses parts that are the same from PyTorch 2.11 to 2.15. It
-imports Inductor, so `fp8compile.inductor.prologue_fusion` imports this module only when Inductor lowers an op.
+Inductor's templates are not a public API; the parts used here are the same from PyTorch 2.11 to 2.15. This module
+imports Inductor, so `fp8compile.inductor.prologue_fusion` imports it only when Inductor lowers an op.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor interprets the first letters o
 
 
 def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any) -> Any:
-    """Lower an op to a kernel that computes its matrix ``x`` itself; None if Inductor should call the op.
+    """Lower an op to a kernel that also computes the op's matrix ``x``; None if Inductor should call the op.
 
-    ``x`` may be a list of matrices of one shape. ``launch`` returns the launch of the kernel, as
-    `register_tile_kernel` takes it.
+    ``x`` may be a list of matrices of one shape. ``launch`` is the argument of `register_tile_kernel`.
     """
     fakes: Any = torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
     fake_x, xs = (fakes[0][0], x) if isinstance(x, (list, tuple)) else (fakes[0], [x])
@@ -58,10 +57,7 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
 
 
 def _computed(x: Any, made: torch.fx.Node) -> Any:
-    """Return the pointwise IR of the matrix ``x`` on a GPU.
-
-    None if there is none, or if an earlier node reads ``x``.
-    """
+    """Return the pointwise IR of ``x``; None if ``x`` is no matrix on a GPU, has other IR or an earlier reader."""
     if x.get_device().type != "cuda" or len(x.get_size()) != 2:
         return None
     node = V.graph.current_node
@@ -71,7 +67,7 @@ def _computed(x: Any, made: torch.fx.Node) -> Any:
 
 
 def _code(x: Any) -> Any:
-    """Return the pointwise IR of a tensor or of the tensor that it views; otherwise None."""
+    """Return the pointwise IR of a tensor, or of the tensor that it views; None for other IR."""
     view: Any = x.data if isinstance(x, ir.TensorBox) else x
     if isinstance(view, ir.StorageBox):
         data = view.data
@@ -238,14 +234,14 @@ def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
 
 
 def _body(kernel: TileKernel) -> str:
-    """Text of the body of a kernel's function, without the counting code if the kernel does not count."""
+    """Return the text of a kernel's body, without its counting code if the kernel does not count."""
     source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
     _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
     return body if COUNTS in kernel.outputs else COUNTING.sub("", f"{body}\n").rstrip("\n")
 
 
 def _imports(kernel: TileKernel) -> str:
-    """Import statements for the functions that a kernel's source calls, as text of the template."""
+    """Return import statements for the functions that a kernel's source calls, as text of the template."""
     function, body = kernel.function.fn, _body(kernel)
     known = [name for name in function.__code__.co_names if name in function.__globals__ and name != "tl"]
     names = [name for name in known if re.search(rf"\b{name}\b", body)]
@@ -253,7 +249,7 @@ def _imports(kernel: TileKernel) -> str:
 
 
 class _Kernel(TritonTemplateKernel):
-    """Triton kernel of a template, with functions that print the code for the kernel's input."""
+    """Kernel of a template, which can call `size_called` and `computed` to print sizes and the input's code."""
 
     described: TileKernel
     writes_values: bool
@@ -267,7 +263,6 @@ class _Kernel(TritonTemplateKernel):
         return f"{super().gen_common_triton_imports()}\n{_imports(cls.described)}"
 
     def size_called(self, name: str) -> str:
-        """Return the value of the kernel's size ``name``, as text for the template."""
         return self.kexpr(self.rename_indexing(self.call_sizes[3 + self.described.sizes.index(name)]))
 
     def computed(self, number: int, is_inside: str, indent: int) -> str:
@@ -305,10 +300,7 @@ def _loop_body(computed: Any) -> Any:
 
 
 class _Loads(WrapperHandler):
-    """Inductor ops handler that prints loads of pointwise code as loads of tiles with the kernel's mask.
-
-    Arithmetic is left to Inductor's own handler.
-    """
+    """Ops handler that prints loads as loads of tiles with the kernel's mask; Inductor's handler prints the rest."""
 
     def __init__(self, kernel: _Kernel, is_inside: str) -> None:
         super().__init__(V.ops)
@@ -339,10 +331,7 @@ class _Loads(WrapperHandler):
         return self._made(f"{tile}.to({triton_type(dtype)})", dtype, self.tile)
 
     def indirect_indexing(self, index: Any, size: Any, check: bool = True, wrap_neg: bool = True) -> Any:
-        """Turn an index that was loaded from memory into a SymPy symbol.
-
-        With ``wrap_neg``, a negative index counts from the end of ``size`` elements.
-        """
+        """Turn a loaded index into a SymPy symbol; with ``wrap_neg``, first add ``size`` to negative indices."""
         if wrap_neg:
             index = self._made(
                 f"tl.where({index} < 0, {index} + {self._index(size)}, {index})", index.dtype, index.shape

@@ -54,8 +54,7 @@ def _shards_by_version_1(state: AcceleratorState) -> bool:
 def _as_accelerate_will_cast(model: nn.Module) -> None:
     """Cast trainable parameters to float32 in place, as ``prepare`` does for FSDP2 with mixed precision.
 
-    ``accelerator.prepare`` would assign to ``data``, which fails for quantized parameters; call this before
-    conversion.
+    Call this before conversion: ``prepare`` assigns to ``data``, which fails for quantized parameters.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:

@@ -8,8 +8,8 @@ from fp8compile.integrations import lightning as f8lightning
 trainer = L.Trainer(plugins=[f8lightning.F8HalfPrecision(f8.recipes.rowwise(), precision="bf16-true")])
 ```
 
-With FSDP2 (``ModelParallelStrategy``), a module shards itself in ``configure_model``, and Lightning calls the plugin
-only afterwards. Such a module has to call the plugin itself, before `fully_shard`:
+With FSDP2 (``ModelParallelStrategy``), a module shards itself in ``configure_model``, before Lightning calls the
+plugin. The module has to call the plugin first, before `fully_shard`:
 ``self.trainer.precision_plugin.convert_module(self)``.
 """
 

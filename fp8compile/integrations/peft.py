@@ -94,9 +94,9 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """Mixin of both LoRA layers: PEFT computes with dequantized weights, and the codes are restored afterwards.
+    """Mixin of both LoRA layers, before PEFT's class: lends PEFT dequantized weights, then restores the codes.
 
-    It precedes PEFT's class in the list of bases. ``_base_of`` returns the FP8 layer and the name of its weight.
+    ``_base_of`` returns the FP8 layer and the name of its weight.
     """
 
     merge_to: str
@@ -120,9 +120,9 @@ class _OverCodes:
 
     @contextmanager
     def _base_with_values(self, what: str) -> Iterator[None]:
-        """Context in which the base's weight is a dequantized copy; restores the weight at exit.
+        """Context in which the base's weight is a dequantized copy; raise if the weight is sharded.
 
-        ``what`` names the calling method, for an error if the weight is sharded.
+        ``what`` names the calling method in the error.
         """
         layer, name = self._whole_base(what)
         before = layer._parameters[name]
@@ -196,10 +196,6 @@ class _DoraOverCodes(DoraLinearLayer):
     """PEFT's DoRA layer for a base with a quantized weight; computes norms from dequantized values."""
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **others: Any) -> Tensor:
-        """Compute the term that DoRA adds to the base layer's output, for inputs ``x``.
-
-        The weight of ``base_layer`` may be quantized; ``others`` are PEFT's arguments.
-        """
         found: Tensor = super().forward(x, base_layer=_WithValues(base_layer), **others)
         return found
 

@@ -83,7 +83,7 @@ class F8Config(QuantizationConfigMixin):
             setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as a JSON-serializable dict, as config.json stores them."""
+        """Return the options as a JSON-serializable dict, as config.json stores them."""
         return {**super().to_dict(), "recipe": recipe_to_json(self.recipe)}
 
     def __iter__(self) -> Any:
@@ -91,7 +91,7 @@ class F8Config(QuantizationConfigMixin):
 
 
 def _names_in_state(name: str) -> list[str]:
-    """State dict keys of the codes and scales of a quantized parameter ``name``."""
+    """Return the state dict keys of the codes and scales of a quantized parameter ``name``."""
     return [f"{name}_{part}{end}" for end in ENDS for part in PARTS]
 
 
@@ -109,12 +109,9 @@ class _Codes(ConversionOps):
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Join the codes and scales of one parameter; returns ``{full_layer_name: parameter}``.
+        """Join the codes and scales of one parameter; return ``{full_layer_name: parameter}``.
 
-        ``input_dict`` has the file's tensors by key, ``full_layer_name`` is the parameter's name in ``model``.
-
-        Raises:
-            ValueError: The file lacks codes or a scale for one of the weight's quantizers.
+        Raise a ValueError if the file lacks codes or a scale for one of the weight's quantizers.
         """
         layer, own, weight = _layer_of(model, full_layer_name)
         found = {key: each[0] if isinstance(each, list) else each for key, each in input_dict.items()}
@@ -135,10 +132,6 @@ class _Quantize(ConversionOps):
     def convert(
         self, input_dict: Mapping[str, Any], *args: Any, model: Any, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Quantize the one tensor of ``input_dict``; returns ``{full_layer_name: quantized parameter}``.
-
-        ``full_layer_name`` is the parameter's name in ``model``.
-        """
         layer, _, weight = _layer_of(model, full_layer_name)
         (values,) = input_dict.values()
         values = values[0] if isinstance(values, list) else values
@@ -150,7 +143,7 @@ class _Quantize(ConversionOps):
 
 
 def _layer_of(model: nn.Module, full_name: str) -> tuple[nn.Module, str, Tensor]:
-    """Find the parameter ``full_name`` of a model; returns layer, name in the layer, parameter."""
+    """Return the layer of the parameter ``full_name``, the parameter's name in the layer, and the parameter."""
     path, _, name = full_name.rpartition(".")
     layer = model.get_submodule(path)
     return layer, name, getattr(layer, name)
@@ -195,7 +188,7 @@ class F8Quantizer(HfQuantizer):
         return self._makes_codes(model, param_name)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The loading operation that quantizes a weight of the file."""
+        """Return the loading operation that quantizes a weight of the file."""
         return _Quantize()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Kernel that reads each matrix once, by 128 x 128 tiles, and makes codes along rows and columns.
 
-Codes and scales have the bits of `CurrentScaling`. `tl.max` drops a NaN, so the amax is computed on the int32 bits of
-magnitudes. These bits have the order of the magnitudes, and NaN is the largest.
+Codes and scales have the bits of `CurrentScaling`. The amax is the maximum of the magnitudes' int32 bits, because
+`tl.max` drops a NaN of floats; as bits, NaN is the largest.
 """
 
 from __future__ import annotations
@@ -106,10 +106,9 @@ def _to_odd(values):
 
 
 def _rounds_once(_semantic: Any = None) -> Any:
-    """Whether the kernel's target GPU converts float32 to float8 with one rounding: NVIDIA from sm_90 on.
+    """Whether the target GPU converts float32 to float8 with one rounding: NVIDIA from sm_90 on.
 
-    `triton.language.target_info` asks CUDA, which is forbidden in a forked process such as Inductor's compile workers.
-    The options of Triton's compiler (``_semantic``, passed by Triton) know the GPU without CUDA.
+    The options of Triton's compiler (``_semantic``) know the GPU without CUDA, which a forked process must not use.
     """
     if _semantic is None:  # the interpreter has no compiler
         return cuda_capability_geq(9)

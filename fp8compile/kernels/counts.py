@@ -1,11 +1,11 @@
-"""Statistics of a kernel's codes, for `fp8compile.Monitor`: three numbers for each program.
+"""Statistics of codes that kernels make, for `fp8compile.Monitor`: three numbers for each program or group.
 
     amax          largest magnitude, as the bits of a float32, whose order is that of magnitudes
     underflow     number of elements that are not 0 and have the code 0
     saturation    number of elements beyond the largest code by more than half a step
 
-`fp8compile.ops.counting_kernels` computes the same numbers in PyTorch. A kernel that quantizes groups instead adds to
-three numbers for each group. A kernel launched without ``counts_ptr`` is compiled without this code.
+`fp8compile.ops.counting_kernels` computes the same numbers in PyTorch. A kernel launched without ``counts_ptr`` is
+compiled without this code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_beyond(magnitude, scale, LIMIT: tl.constexpr):
 def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturation):
     """Store this program's amax, underflows and saturations in ``counts_ptr``, (directions, 3, programs).
 
-    ``direction`` is the index into the first dim: 0 for codes along rows, 1 for codes along columns.
+    ``direction`` is an index into the first dim.
     """
     columns, planes = tl.num_programs(1), tl.num_programs(2)
     program = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * columns + tl.program_id(1)
@@ -53,8 +53,8 @@ def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturatio
 def add_counts(counts_ptr, direction: tl.constexpr, group, E, amax, underflow, saturation, is_group):
     """Add a program's statistics to the numbers of E groups at ``counts_ptr``, (directions, 3, E) int64.
 
-    ``group`` has indices of groups, masked by ``is_group``; ``direction`` is 0 (rows) or 1 (columns). Amaxes combine
-    by maximum.
+    ``group`` has indices of groups, masked by ``is_group``; ``direction`` is an index into the first dim. Amaxes
+    combine by maximum.
     """
     at = counts_ptr + 3 * direction * E + group
     tl.atomic_max(at, amax.to(tl.int64), is_group, sem="relaxed")

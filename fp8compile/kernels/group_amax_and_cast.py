@@ -1,8 +1,8 @@
-"""Kernels for rows in groups: their amaxes, a cast to transposed codes, and both steps in one.
+"""Kernels for groups of rows (tokens): amaxes of groups, a cast to transposed codes, and both steps in one.
 
-Transposed codes have a column for each token. Each group's columns are padded with codes 0 to a multiple of ``ALIGN``
-(`fp8compile.ops.groups.padding`). Rows after the last group are never loaded. Wrong offsets give wrong results, but no
-access outside the tensors. Codes and scales have the bits of `CurrentScaling`.
+Transposed codes, (K, C), have a column for each token. Each group's columns are padded with codes 0 to a multiple of
+``ALIGN`` (`fp8compile.ops.groups.padding`). Rows after the last group are never loaded. Wrong offsets give wrong
+results, but no access outside the tensors. Codes and scales have the bits of `CurrentScaling`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _sizes(offsets_ptr, e, E):
 
 @triton.jit
 def _groups_ended(offsets_ptr, row, E):
-    """Number of groups, out of E, that end at or before a row; ``offsets_ptr`` points to their ends."""
+    """Return how many of E groups end at or before a row; ``offsets_ptr`` points to the groups' ends."""
     count = 0
     for first in range(0, E, SEARCHED):
         e = first + tl.arange(0, SEARCHED)
@@ -112,10 +112,9 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """Find the row of x for each of TILE columns of transposed codes, in runs of ALIGN columns.
+    """Find the row of x for each of TILE columns of transposed codes.
 
-    ``row`` and ``end`` come from `_units`; x has R rows. Returns the rows, (TILE, 1) int64, and a mask, False for
-    padding.
+    ``row`` and ``end`` come from `_units`. Returns the rows, (TILE, 1) int64, and a mask, False for padding.
     """
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
     is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
@@ -124,10 +123,10 @@ def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
-    """Transpose a tile of codes, with 0 where ``is_token`` is False, even if a multiplier is NaN.
+    """Transpose a tile of codes; padding (``is_token`` False) becomes 0, even if a multiplier is NaN.
 
-    ``first`` is the tile's first column in the result, (K, C), and ``k`` are the tile's rows in the result. Returns
-    the indices of rows and of columns, the transposed tile, and the mask with which it is stored.
+    ``first`` is the tile's first column in the result, (K, C), and ``k`` are its rows. Returns the indices of rows and
+    columns, the transposed tile, and the mask for storing the tile.
     """
     at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
     return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
@@ -140,9 +139,8 @@ def _count_units(
 ):  # fmt: skip
     """Add a tile's statistics (amax, underflows, saturations) to the statistics of the tile's groups.
 
-    The tile has UNITS runs of columns; ``group`` has each run's group, E for none. ``magnitude`` has the values'
-    magnitudes as int32 bits, ``scale`` a float32 scale for each code; only elements under ``is_token`` count.
-    ``direction`` is 0 (rows) or 1 (tokens).
+    ``group`` has the group of each of UNITS runs of columns, E for none. ``magnitude`` has the values' magnitudes as
+    int32 bits, ``scale`` a float32 scale for each code. Elements with ``is_token`` False do not count.
     """
     split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
     magnitude = tl.where(is_token, magnitude, 0)
@@ -169,7 +167,7 @@ def cast_kernel(
 ):  # fmt: skip
     """Cast one tile of ``x``, (R, K), by its groups' multipliers (1 / scale) to transposed codes (K, C).
 
-    C counts tokens after each of E groups is padded to a multiple of ALIGN. Constants Q_* describe the quantizer.
+    C is the number of columns after padding each group to a multiple of ALIGN. Constants Q_* describe the quantizer.
     """
     UNITS: tl.constexpr = TILE // ALIGN
     first = tl.program_id(0) * TILE
@@ -199,7 +197,7 @@ def quantize_kernel(
 ):  # fmt: skip
     """Quantize one tile of ``x``, (R, K), in blocks of BLOCK tokens, to transposed codes (K, C).
 
-    C counts tokens after each of E groups is padded to a multiple of ALIGN. Constants Q_* describe the quantizer.
+    C is the number of columns after padding each group to a multiple of ALIGN. Constants Q_* describe the quantizer.
     """
     BLOCKS: tl.constexpr = TILE // BLOCK
     first = tl.program_id(0) * TILE
@@ -220,18 +218,18 @@ def quantize_kernel(
 
 
 def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of `amax_kernel` for a quantizer with the block (-1, -1) or (-1, 1)."""
+    """Return the compile-time constants of `amax_kernel` for a quantizer with the block (-1, -1) or (-1, 1)."""
     return {"TILE": TILE, "IS_WHOLE": quantizer.block[1] == -1}
 
 
 def cast_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of `cast_kernel`; each group starts at a multiple of ``align`` columns."""
+    """Return the compile-time constants of `cast_kernel`; groups start at multiples of ``align`` columns."""
     fmt = _of_direction("Q", quantizer)
     return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3", "Q_RULE")}
 
 
 def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of `quantize_kernel`; each group starts at a multiple of ``align`` columns."""
+    """Return the compile-time constants of `quantize_kernel`; groups start at multiples of ``align`` columns."""
     return {"TILE": TILE, "ALIGN": align, "BLOCK": quantizer.block[0], **_of_direction("Q", quantizer)}
 
 
@@ -257,12 +255,12 @@ def cast_groups(
     codes: Tensor,
     counts: Tensor | None = None,
 ) -> None:
-    """Launch `cast_kernel`, which casts groups of rows of ``x``, (R, K), to transposed codes.
+    """Launch `cast_kernel`, which casts groups of rows of ``x``, (R, K), to transposed ``codes``, (K, C).
 
-    ``offsets``, (E,) int32, are the ends of the groups. Groups begin at multiples of ``align`` columns, a divisor of
-    128. ``multiplier`` (1 / scale) is (E, K) or (E, 1); ``x`` and ``multiplier`` have any strides. The result is
-    ``codes``, (K, C), contiguous, with C tokens after padding; no size is 0. Statistics of groups are added to
-    ``counts``, see `fp8compile.ops.counting_kernels`; None to compute none.
+    ``offsets``, (E,) int32, are the ends of the groups. ``multiplier`` (1 / scale) is (E, K) or (E, 1). Each group
+    begins at a multiple of ``align`` columns, a divisor of 128. ``codes`` is contiguous; ``x`` and ``multiplier`` have
+    any strides; no size is 0. The groups' statistics are added to ``counts`` (`fp8compile.ops.counting_kernels`), if
+    given.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
@@ -275,11 +273,11 @@ def cast_groups(
 def quantize_groups(
     x: Tensor, offsets: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor, scale: Tensor
 ) -> None:
-    """Launch `quantize_kernel`, which makes transposed codes and scales of blocks of tokens.
+    """Launch `quantize_kernel`, which writes transposed ``codes``, (K, C), and ``scale``, (C / n, K), for ``x``.
 
-    ``x`` is (R, K); ``offsets``, (E,) int32, are the ends of its groups of rows. Blocks are (n, 1), with n a divisor
-    of 128; each group begins at a multiple of ``align`` columns, a divisor of 128 and a multiple of n. Results, both
-    contiguous: ``codes``, (K, C) with C tokens after padding, and ``scale``, (C / n, K). No size is 0.
+    ``x`` is (R, K); ``offsets``, (E,) int32, are the ends of its groups of rows. Blocks are (n, 1), n a divisor of
+    128. Each group begins at a multiple of ``align`` columns, a divisor of 128 and a multiple of n. Results are
+    contiguous; no size is 0.
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))

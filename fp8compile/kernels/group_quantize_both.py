@@ -1,7 +1,7 @@
 """Kernel that reads groups of tokens once, and makes codes along rows and along tokens.
 
-A program makes 128 columns of transposed codes. It finds the rows of x that belong to these columns, loads a tile of
-128 x 128, and also makes the codes along these rows. Rows after the last group get codes along rows only.
+A program makes 128 columns of transposed codes, and the codes along the rows of x that belong to these columns. Rows
+after the last group get codes along rows only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def groups_both_kernel(
 ):  # fmt: skip
     """Quantize one tile of ``x``, (R, K), along rows and, to transposed codes (K, C), along tokens.
 
-    C counts tokens after each of E groups is padded with zeros to a multiple of ALIGN. BLOCK is the blocks' length;
-    constants R_* and C_* describe the quantizers along rows and along tokens.
+    C is the number of columns after padding each group to a multiple of ALIGN. BLOCK is the blocks' length; constants
+    R_* and C_* describe the quantizers along rows and along tokens.
     """
     BLOCKS: tl.constexpr = TILE // BLOCK
     UNITS: tl.constexpr = TILE // ALIGN
@@ -82,7 +82,7 @@ GROUPS_BOTH_COUNTED = with_counts(GROUPS_BOTH)
 
 
 def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -> dict[str, object]:
-    """Compile-time constants of `groups_both_kernel`; groups start at multiples of ``align`` columns."""
+    """Return the compile-time constants of `groups_both_kernel`; groups start at multiples of ``align`` columns."""
     return {**constants(rows, columns), "ALIGN": align}
 
 
@@ -96,13 +96,13 @@ def groups_both_directions(
     *,
     counts: bool = False,
 ) -> TileLaunch:
-    """Returns the launch of `groups_both_kernel`; call it with ``x``, ``offsets`` and four outputs.
+    """Return the launch of `groups_both_kernel`; call it with ``x``, ``offsets`` and four contiguous outputs.
 
-    ``x`` is (R, K). The outputs, contiguous, are codes (R, K) and scales (ceil(K / n), R) along rows, then codes (K,
-    C) and scales (C / n, K) along tokens; C, the number of tokens after padding, is ``length``. Blocks are (1, n) and
-    (n, 1), n a divisor of 128. Groups begin at multiples of ``align`` columns, a divisor of 128 and a multiple of n.
-    With ``counts``, a fifth output receives the groups' statistics (`fp8compile.ops.counting_kernels`), which must be
-    zeros before the launch.
+    The outputs are codes (R, K) and scales (ceil(K / n), R) along rows of ``x``, (R, K), then codes (K, C) and scales
+    (C / n, K) along tokens. C, the number of columns after padding, is ``length``. Blocks are (1, n) and (n, 1), n a
+    divisor of 128. Groups begin at multiples of ``align`` columns, a divisor of 128 and a multiple of n. With
+    ``counts``, a fifth output, zeros before the launch, receives the groups' statistics
+    (`fp8compile.ops.counting_kernels`).
     """
     (size, k), groups = x.shape, offsets.shape[0]
     # padded groups and the rows after them need at most this many columns, possibly more than the codes have

@@ -1,4 +1,4 @@
-"""Kernel that reads rows in groups once: codes of each row, and each group's amax of each column.
+"""Kernel that reads groups of rows once: makes codes of each row, and each group's amax of each column.
 
 A program quantizes its rows in batches, and keeps the largest magnitude of each column in registers.
 """
@@ -30,7 +30,7 @@ def _counts_of_rows(
     x, codes,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the underflows and the saturations in each column of some rows, two int32 (1, columns).
+    """Return the underflows and the saturations in each column of some rows, two int32 (1, columns).
 
     ``codes`` are the codes of the values ``x``; constants R_* describe the quantizer.
     """
@@ -78,7 +78,7 @@ def group_rows_kernel(
 
 
 def group_row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
-    """Compile-time constants of `group_rows_kernel` for rows of ``k`` elements."""
+    """Return the compile-time constants of `group_rows_kernel` for rows of ``k`` elements."""
     constants: dict[str, Any] = row_constants(quantizer, k)
     return {**constants, "BATCH": max(1, BATCH // constants["WIDTH"])}
 
@@ -97,13 +97,12 @@ GROUP_ROWS_COUNTED = with_counts(GROUP_ROWS)
 
 
 def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, *, counts: bool = False) -> TileLaunch:
-    """Returns the launch of `group_rows_kernel`; call it with ``x``, ``offsets`` and three outputs.
+    """Return the launch of `group_rows_kernel`; call it with ``x``, ``offsets`` and three contiguous outputs.
 
-    ``x`` is (R, K), with any strides and no size 0, in E groups of rows; the quantizer's block is (1, -1).
-
-    The outputs, contiguous, are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group,
-    (E, K) float32, zeros before the launch. With ``counts``, a fourth output receives the groups' statistics
-    (`fp8compile.ops.counting_kernels`); also zeros before the launch.
+    ``x`` is (R, K), with any strides and no size 0, in E groups of rows; the quantizer's block is (1, -1). The outputs
+    are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32. With
+    ``counts``, a fourth output receives the groups' statistics (`fp8compile.ops.counting_kernels`). Amaxes and
+    statistics must be zeros before the launch.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     rows = triton.cdiv(size, PROGRAMS)

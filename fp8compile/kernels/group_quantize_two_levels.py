@@ -1,11 +1,11 @@
 """Kernels that make four-bit codes of groups of tokens along rows and along tokens.
 
-    amaxes    tile of 64 tokens x 128 --largest value, and largest Hadamard sum--> atomic maxima, two for each group
-    codes     the same tile, with the outer amaxes of its group --> codes and scales along rows and along tokens
+    amaxes    tile of 64 tokens x 128 --atomic maxima--> two amaxes of each group: of values, and of Hadamard sums
+    codes     the same tile, with the amaxes of its group --> codes and scales along rows and along tokens
 
-A program has 64 rows. Transposed codes have a column for each token; each tile of 128 columns belongs to one group
-(`fp8compile.ops.groups.four_bit_tiles`). Padding, and codes of rows after the last group, are written as zeros. Codes
-and scales have the bits that `TwoLevelScaling` makes of each group alone.
+Transposed codes have a column for each token; each tile of 128 columns belongs to one group
+(`fp8compile.ops.groups.four_bit_tiles`). Padding, and codes of rows after the last group, are zeros. Codes and scales
+have the bits that `TwoLevelScaling` makes of each group alone.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def amaxes_kernel(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Update the two amaxes of one whole group with one tile of ``x``, (R, K), atomically.
+    """Update the amaxes of E groups, (2, E), with one tile of ``x``, (R, K), atomically.
 
-    For E groups, amaxes are (2, E): of values if HAS_ROWS, and of Hadamard sums along tokens if HAS_COLUMNS. The tile
-    has GROUPS * 16 tokens and COLUMNS columns. C_NEGATIVE has the sums' signs.
+    Row 0 has amaxes of values (if HAS_ROWS), row 1 amaxes of Hadamard sums along tokens (if HAS_COLUMNS). The tile has
+    GROUPS * 16 tokens and COLUMNS columns. C_NEGATIVE has the sums' signs.
     """
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
@@ -153,11 +153,11 @@ def _along_tokens(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in blocks of sixteen tokens of one feature; store codes and scales transposed.
+    """Quantize a tile in blocks of sixteen tokens of one feature; store and return codes and scales.
 
-    ``xs`` and ``outer`` come from `_sixteen` and `_outer`; ``column`` and ``tile`` locate the tile among C columns;
-    the tile's group begins at tile ``first`` and has ``size`` tokens. Blocks without ``is_block`` are padding, 0.
-    Constants are those of `codes_kernel`. Returns codes and scales.
+    ``xs`` and ``outer`` come from `_sixteen` and `_outer`; ``column`` and ``tile`` locate the tile among C columns.
+    The tile's group begins at tile ``first`` and has ``size`` tokens. Blocks with ``is_block`` False become 0. Codes
+    and scales are stored transposed. For the constants see `codes_kernel`.
     """
     BLOCKS: tl.constexpr = TILE // SIXTEEN
     packed, scale = _packed_columns(
@@ -182,11 +182,11 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows ``m`` in blocks of 16 along rows; store codes and scales, zeros without ``is_group``.
+    """Quantize rows ``m`` in blocks of 16 along rows; store codes and scales, zeros if ``is_group`` is False.
 
-    ``outer`` comes from `_outer`; ``inside`` has the rows' positions in the group, which ends at row ``end``;
-    ``scale_row`` has the position of each row's scales. Constants are those of `codes_kernel`. Returns the values of
-    each block, its codes and its scale.
+    ``outer`` comes from `_outer`; ``inside`` has the rows' positions in their group, which ends at row ``end``;
+    ``scale_row`` has the positions of the rows' scales. Returns values, codes and scale of each block. For the
+    constants see `codes_kernel`.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
@@ -284,7 +284,7 @@ def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 
 
 def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
-    """Launch grid (programs along tokens, programs along columns) for a matrix (rows, columns) in groups.
+    """Return the launch grid for a matrix (rows, columns) in groups: programs along tokens and along columns.
 
     Along tokens there is one tile more than the codes have, for rows after the last group.
     """
@@ -306,7 +306,7 @@ AMAXES = TileKernel(
 def amaxes_of_groups(
     x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 ) -> TileLaunch:
-    """Returns the launch of `amaxes_kernel`, which computes the amaxes of E whole groups of rows.
+    """Return the launch of `amaxes_kernel`, which computes the amaxes of E whole groups of rows.
 
     Call the launch with ``x`` (no size 0), ``offsets`` and the result, (2, E) float32, which must be zeros before the
     launch. Row 0 is for codes along rows, row 1 for codes along tokens; without a quantizer the row stays zeros.
@@ -325,12 +325,12 @@ def codes_of_groups(
     outputs: tuple[Tensor, ...],
     counts: Tensor | None = None,
 ) -> None:
-    """Launch `codes_kernel`, which writes codes, scales in tiles and outer scales of E groups of rows.
+    """Launch `codes_kernel`, which writes codes, tiled scales and outer scales of E groups of rows.
 
-    ``offsets`` are the ends of the groups of ``x``; ``amaxes``, (2, E), is the result of `amaxes_kernel`. Nothing is
-    written for a quantizer that is None. ``outputs`` receive the results of
-    `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64. The groups' statistics are added to
-    ``counts``, see `fp8compile.ops.counting_kernels`; None to compute none.
+    ``offsets`` are the ends of the groups of ``x``; ``amaxes``, (2, E), is the result of `amaxes_kernel`. ``outputs``
+    receive the results of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64; nothing is
+    written for a quantizer that is None. The groups' statistics are added to ``counts``
+    (`fp8compile.ops.counting_kernels`), if given.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS

@@ -1,4 +1,4 @@
-"""Kernels for grouped GEMMs that PyTorch lacks: a scale for 128 summed products, or for a whole sum.
+"""Grouped GEMMs that PyTorch lacks: float8 codes with a scale for each block of 128 products, or for a whole sum.
 
     product                             tile of a program
     rows     y_RN  = a_RK @ b_e,NK^T    128 columns by 128 rows of one group, or of rows after the last group
@@ -9,9 +9,7 @@ bits of precision. These short sums are added in float32, so the error does not 
 (DeepSeek-V3 technical report, arXiv:2412.19437, 3.3.2). Scales of blocks of 128 multiply each short sum; scales of
 rows multiply the whole sum, once.
 
-A program's tile depends on the sizes of the groups, which only the device knows. The grid of `rows` therefore has
-enough programs for every split of the rows into groups.
-
+Only the device knows the sizes of the groups, so the grid of `rows` has enough programs for every split into groups.
 This module needs Triton; `fp8compile.ops.groups.grouped_blockwise_mm` imports it for tensors on a GPU.
 """
 
@@ -41,16 +39,16 @@ def _summed(
     Args:
         a_at: Pointers to the codes of the first block of ``a``, (TILE, TILE); dim 1 is summed and contiguous.
         b_at: Pointers to the codes of the first block of ``b``, (TILE, TILE); dim 0 is summed and contiguous.
-        a_scale_at: Pointers to the scales of that block of ``a``, one for each row, (TILE,).
-        b_scale_at: Pointers to the scales of that block of ``b``, one for each column, (TILE,).
+        a_scale_at: Pointers to the scales of the first block of ``a``, one for each row, (TILE,).
+        b_scale_at: Pointers to the scales of the first block of ``b``, one for each column, (TILE,).
         length: Number of elements of the summed dim.
-        a_scale_step: Step from a block's scales of ``a`` to the next block's.
-        b_scale_step: The same for ``b``.
+        a_scale_step: Step to the next block's scales of ``a``.
+        b_scale_step: Step to the next block's scales of ``b``.
         TILE: Rows and columns of a block.
         IS_EVEN: Whether ``length`` is a multiple of TILE; if not, the last block is masked.
         HAS_TILES: Whether ``b`` has one scale for all columns of a block; ``b_scale_at`` is then one pointer.
-        IS_WHOLE: Whether scales hold for the whole summed dim. If so, scales are applied once, after the sum, and a
-            sum of no elements is 0 whatever the scales.
+        IS_WHOLE: Whether a scale holds for the whole summed dim, and is applied once, after the sum. A sum of no
+            elements is then 0 whatever the scales.
     """
     total = tl.zeros((TILE, TILE), tl.float32)
     k = tl.arange(0, TILE)
@@ -88,7 +86,7 @@ def rows_kernel(
 ):  # fmt: skip
     """Compute a tile of y, (R, N): rows of ``a``, (R, K), times their group's matrix of ``b``, (E, N, K).
 
-    Rows after the last group get zeros. IS_EVEN, HAS_TILES and IS_WHOLE are those of `_summed`.
+    Rows after the last group get zeros. For IS_EVEN, HAS_TILES and IS_WHOLE see `_summed`.
     """
     columns = tl.cdiv(N, TILE)
     tile = tl.program_id(0) // columns
@@ -129,9 +127,8 @@ def tokens_kernel(
 ):  # fmt: skip
     """Compute one TILE x TILE tile of one group's matrix, (N, K): the product over the group's tokens.
 
-    Codes are (N, C) and (K, C), with C tokens after padding; groups begin at multiples of ALIGN. Padding adds nothing,
-    because its codes are 0. If ALIGN is not TILE, the last block is masked, because the next group begins in it.
-    IS_WHOLE is that of `_summed`.
+    Codes are (N, C) and (K, C), with C tokens after padding by codes 0; groups begin at multiples of ALIGN. If ALIGN
+    is not TILE, the last block is masked, because the next group begins in it. For IS_WHOLE see `_summed`.
     """
     columns = tl.cdiv(K, TILE)
     n = tl.program_id(0) // columns * TILE + tl.arange(0, TILE)
@@ -156,7 +153,7 @@ def tokens_kernel(
 
 
 def stages(target: Target) -> int:
-    """Number of pipeline stages, each a block of codes in shared memory: 3 fit into 99 KiB; at most 4."""
+    """Return the number of pipeline stages that fit into the GPU's shared memory, at most 4; 99 KiB hold 3."""
     return min(4, target.shared_memory // STAGE_BYTES)
 
 
@@ -190,7 +187,7 @@ def multiply_rows(
 def multiply_tokens(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, d: Tensor, *, align: int, is_whole: bool
 ) -> None:
-    """Multiply ``a`` by ``b`` transposed, summed over the tokens of each group; zeros without tokens.
+    """Compute ``a @ b.T`` over the tokens of each group; a group without tokens gets zeros.
 
     Args:
         a: Transposed codes (N, C), with C tokens after padding, contiguous, float8.

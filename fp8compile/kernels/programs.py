@@ -24,31 +24,28 @@ PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.qua
 
 
 def row_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Launch grid of a kernel whose programs each take some whole rows of a matrix of this shape."""
+    """Return the launch grid of a kernel whose programs each take some whole rows of a matrix."""
     return (-(-shape[0] // rows_of_program(shape)),)
 
 
 def rows_of_program(shape: Sequence[int]) -> int:
-    """Number of rows that each program takes in the grid of `row_programs`, at least 1."""
+    """Return the number of rows that each program takes in the grid of `row_programs`, at least 1."""
     return max(1, -(-shape[0] // PROGRAMS))
 
 
 def tile_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Launch grid of a kernel whose programs each take a 128 x 128 tile of one or more matrices."""
+    """Return the launch grid of a kernel whose programs each take a 128 x 128 tile of one or more matrices."""
     *matrices, m, k = shape
     return (-(-m // TILE), -(-k // TILE), *matrices)
 
 
 def num_tile_programs(shape: Sequence[int]) -> int:
-    """Number of programs in the grid of `tile_programs`."""
+    """Return the number of programs in the grid of `tile_programs`."""
     return math.prod(tile_programs(shape))
 
 
 def several_tile(block: int) -> int:
-    """Return the side of the square tile in which a program quantizes several matrices.
-
-    ``block`` is the block length.
-    """
+    """Return the side of a program's square tile of several matrices, for blocks of length ``block``."""
     return max(SMALL_TILE, block)
 
 
@@ -60,7 +57,7 @@ def several_programs(shape: Sequence[int], block: int) -> tuple[int, int, int]:
 
 
 def packed_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Launch grid of a kernel whose programs each take 64 rows and 128 columns of a matrix of this shape.
+    """Return the launch grid of a kernel whose programs each take 64 rows and 128 columns of a matrix.
 
     Rows are rounded up to 128, so that programs also fill the last tiles of scales.
     """

@@ -1,8 +1,9 @@
 """Kernel that reads a matrix once, and makes four-bit codes along rows and along columns.
 
-A program loads four groups of sixteen rows as sixteen tensors. One thread then holds the sixteen rows of a column, so
-sums and codes need no shared memory. Codes and scales have the bits of `TwoLevelScaling`, except for codes that a
-GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales are in tiles (`fp8compile.scale_layouts`).
+A program loads four groups of sixteen rows as sixteen tensors; tensor i has row i of each group. One thread then holds
+a group's sixteen rows of a column, so sums and codes need no shared memory. Codes and scales have the bits of
+`TwoLevelScaling`, except for codes that a GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales
+are in tiles (`fp8compile.scale_layouts`).
 """
 
 from __future__ import annotations
@@ -86,10 +87,9 @@ def _decoded(scale):
 
 @triton.jit
 def _outer_multiplier(outer_amax):
-    """Compute a tensor's multiplier by TransformerEngine's rule: 6 * 448 / the whole tensor's amax.
+    """Compute TransformerEngine's multiplier of a tensor: 6 (largest code) * 448 (largest scale) / amax.
 
-    6 is the largest code, 448 the largest scale. float32, at most the largest float32; NaN for an amax that is not
-    finite.
+    The result is at most the largest float32; NaN for an amax that is not finite.
     """
     largest = tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32)
     found = _at_most(_quotient(largest, outer_amax), LARGEST)
@@ -161,7 +161,7 @@ def _word(bits, position, SEED: tl.constexpr):
 
 @triton.jit
 def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
-    """Round neighbours a, b, c, d to codes in the low 16 bits of an int64, by the GPU's instruction.
+    """Round neighbours a, b, c, d by the GPU's instruction to codes in the low 16 bits of an int64.
 
     ``position``, the index of ``a`` in the whole matrix, and SEED decide the noise.
     """
@@ -214,7 +214,7 @@ def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
 
 @triton.jit
 def _place_in_tiles(row, block, blocks):
-    """Index of a block's scale in the layout of 128 x 4 tiles of scales (`fp8compile.scale_layouts`).
+    """Return the index of a block's scale in the layout of 128 x 4 tiles of scales (`fp8compile.scale_layouts`).
 
     ``row`` and ``block`` are the block's position in the grid; ``blocks`` is the number of blocks in a row.
     """
@@ -233,9 +233,9 @@ def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Compute sum j of the Hadamard transform of sixteen rows ``xs``, term after term.
+    """Return sum j of the Hadamard transform of sixteen rows ``xs``; row j without TRANSFORM.
 
-    Bits of NEGATIVE are the transform's signs. Without TRANSFORM, returns row j.
+    Bits of NEGATIVE are the transform's signs.
     """
     if TRANSFORM:
         total = xs[0] * (-0.25 if _is_negative(0, j, NEGATIVE) else 0.25)
@@ -286,10 +286,10 @@ def _counted(x, scale, outer_scale):
 
 @triton.jit
 def _counted_columns(xs, packed, scale, outer_scale, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Compute the amax, underflows and saturations of codes along columns.
+    """Return the amax, underflows and saturations of codes along columns.
 
-    ``xs`` are sixteen rows; ``packed`` and ``scale`` are their codes and scales from `_packed_columns`,
-    ``outer_scale`` is the tensor's. TRANSFORM and NEGATIVE are those of `_sum`.
+    ``xs`` are sixteen rows; ``packed`` and ``scale`` come from `_packed_columns`; ``outer_scale`` is the tensor's. For
+    TRANSFORM and NEGATIVE see `_sum`.
     """
     amax, nonzero, beyond = 0, 0, 0
     for j in tl.static_range(SIXTEEN):
@@ -305,8 +305,8 @@ def _quantized_rows(
 ):  # fmt: skip
     """Quantize rows ``m`` of an (M, K) matrix in blocks of 16 along rows, and store codes and scales.
 
-    ``k`` are the columns, ``outer`` is from `_outer`; constants are those of `both_packed_kernel`. Scales beyond M and
-    K are 0. Returns the values of each block, its codes and its scale.
+    ``k`` are the columns, ``outer`` is from `_outer`. Returns values, codes and scale of each block. For the constants
+    see `both_packed_kernel`.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
@@ -338,10 +338,10 @@ def _packed_columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize blocks of sixteen rows of one column; returns sixteen codes as one int64, and scales.
+    """Quantize blocks of sixteen rows of one column; return sixteen codes as one int64, and the scales.
 
     ``xs`` has the sixteen rows of GROUPS blocks, which start at ``row``; ``k`` are the columns, ``outer`` is from
-    `_outer`. TRANSFORM and NEGATIVE are those of `_sum`, other constants those of `both_packed_kernel`.
+    `_outer`. For TRANSFORM and NEGATIVE see `_sum`, for other constants `both_packed_kernel`.
     """
     amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
     for j in tl.static_range(SIXTEEN):
@@ -373,7 +373,7 @@ def _columns(
     """Quantize blocks of sixteen rows of one column, and store codes, scales and statistics.
 
     ``xs`` has the blocks' sixteen rows, ``group`` their indices along M, ``k`` their columns. Codes and scales are
-    stored transposed. Other arguments are those of `_packed_columns` and `_counted_columns`.
+    stored transposed. For other arguments see `_packed_columns` and `_counted_columns`.
     """
     packed, scale = _packed_columns(
         xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
@@ -436,7 +436,7 @@ def both_packed_kernel(
 
 
 def constants(rows: TwoLevelScaling, columns: TwoLevelScaling, target: Target) -> dict[str, object]:
-    """Compile-time constants of `both_packed_kernel` for two quantizers and the device ``target``."""
+    """Return the compile-time constants of `both_packed_kernel` for two quantizers and the device ``target``."""
     return {
         "GROUPS": GROUPS,
         "COLUMNS": COLUMNS,
@@ -458,12 +458,12 @@ def both_packed(
     outputs: tuple[Tensor, ...],
     counts: Tensor | None = None,
 ) -> None:
-    """Launch `both_packed_kernel` for blocks (1, 16) and (16, 1).
+    """Launch `both_packed_kernel`, which quantizes ``x`` in blocks (1, 16) and (16, 1).
 
-    Sizes of ``x`` are multiples of 16, and not 0. ``outer_amaxes`` are amaxes of the whole tensor, for codes along
-    rows and along columns; they differ if columns are transformed. ``outputs`` are codes, scales in 128 x 4 tiles and
-    outer scale along rows, then the same along columns; contiguous, codes as int64. ``counts`` receives statistics
-    along rows and columns, see `fp8compile.ops.counting_kernels`; None to compute none.
+    Sizes of ``x`` are multiples of 16, and not 0. ``outer_amaxes`` are the whole tensor's amaxes for codes along rows
+    and along columns; they differ if columns are transformed. ``outputs`` are codes, scales in 128 x 4 tiles and outer
+    scale along rows, then the same along columns; contiguous, codes as int64. ``counts`` receives statistics along
+    rows and columns (`fp8compile.ops.counting_kernels`), if given.
     """
     m, k = x.shape
     chosen = constants(rows, columns, target_of(x.device))

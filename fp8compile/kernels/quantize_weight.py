@@ -1,9 +1,9 @@
-"""Kernels that read a weight once, and make the forward's codes and amaxes for the backward's cast.
+"""Kernels that read a weight once: make codes for the forward, and amaxes for the cast in the backward.
 
-    rows     row by row      --amax--> multiplier --> codes, scale;  keeps the largest magnitude of each column
-    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  stores these amaxes too
+    rows     each row        --amax--> multiplier --> codes, scale; also updates the amax of each column
+    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales; also stores these amaxes
 
-Codes and scales have the bits of `CurrentScaling`. Atomic maxima have the same bits in whatever order programs run.
+Codes and scales have the bits of `CurrentScaling`. Atomic maxima do not depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ def tiles_kernel(
 
 
 def row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
-    """Compile-time constants of `rows_kernel` for rows of ``k`` elements."""
+    """Return the compile-time constants of `rows_kernel` for rows of ``k`` elements."""
     return {"WIDTH": triton.next_power_of_2(k), **_of_direction("R", quantizer)}
 
 
 def tile_constants(quantizer: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of `tiles_kernel` for a quantizer with a square block."""
+    """Return the compile-time constants of `tiles_kernel` for a quantizer with a square block."""
     return {"TILE": TILE, "BLOCK": quantizer.block[0], **_of_direction("R", quantizer)}
 
 

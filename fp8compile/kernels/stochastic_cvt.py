@@ -21,7 +21,7 @@ NEAREST, BY_HASH, BY_INSTRUCTION = tl.constexpr(0), tl.constexpr(1), tl.constexp
 
 
 def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
-    """How a kernel for ``target`` rounds values of this quantizer: NEAREST, BY_HASH or BY_INSTRUCTION.
+    """Return how a kernel for ``target`` rounds this quantizer's values: NEAREST, BY_HASH or BY_INSTRUCTION.
 
     Compute capability 12.x does not have the instruction ``cvt.rs``: ptxas refuses it for ``sm_120a``.
     """

@@ -1,7 +1,7 @@
-"""How kernels load values and store codes, so that Inductor can compute the values inside the kernel.
+"""Functions by which kernels load values and store codes, and which Inductor's template of a kernel replaces.
 
-`fp8compile.inductor.tile_templates` turns a kernel's source into a template. There, code that computes the elements
-replaces the call of `values`, and the store of the template's output replaces the call of `write`.
+`fp8compile.inductor.tile_templates` puts code that computes the elements in place of `values`, and the store of the
+template's output in place of `write`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,5 @@ def values(x_ptr, m, k, is_inside, stride_m, stride_k):
 
 @triton.jit
 def write(codes_ptr, m, k, codes, is_inside, stride):
-    """Store codes at rows ``m`` and columns ``k`` where ``is_inside`` is True.
-
-    Consecutive rows are ``stride`` elements apart.
-    """
+    """Store codes at rows ``m`` and columns ``k`` where ``is_inside``; rows are ``stride`` elements apart."""
     tl.store(codes_ptr + m * stride + k, codes, is_inside)

@@ -1,4 +1,4 @@
-"""Layouts of values and codes: stacked matrices, groups of rows, shards, packed bytes; no operators.
+"""Layouts of values and codes: stacked matrices, groups of rows, shards, packed bytes.
 
 quantized.py   Plain, Quantized and their TensorLayout
 cuts.py        the shard of a dim that each rank has, and its position among the blocks that share a scale

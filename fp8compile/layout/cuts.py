@@ -6,8 +6,8 @@
     n, shards end at block ends        nothing from other ranks                            "aligned"
     n, shards end inside of blocks     the maximum over the ranks, for all blocks          "split"
 
-If blocks are split, a rank pads its elements with zeros in front, so that they begin at a block boundary. The padded
-part is called a window. Zeros change no amax, and their codes add nothing to a product.
+If blocks are split, a rank pads its shard in front with zeros, to a window that begins at a block boundary. Zeros
+change no amax, and their codes add nothing to a product.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class DimSharding:
         return replace(self, group=self.group.group_name)  # type: ignore[union-attr]  # cuts that travel have one
 
     def matches(self, other: DimSharding | None) -> bool:
-        """Whether ``other`` has the same shard sizes, possibly of another tensor; False for None."""
+        """Whether ``other`` has the same shard sizes; False for None."""
         return other is not None and self.sizes == other.sizes
 
 
 def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of the shards that DTensor and FSDP2 make of a dim of ``total`` elements, by rank.
+    """Return the sizes, by rank, of the shards that DTensor and FSDP2 make of a dim of ``total`` elements.
 
     Full shards come first, then at most one smaller shard, then empty shards.
     """
@@ -95,7 +95,7 @@ ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, or of each matrix of a sta
 class AxisBlocks:
     """Where a rank's rows (or columns) lie among the scale blocks of the whole matrix, or of each stacked matrix.
 
-    The argument ``dim`` of methods is the described side: ``ROWS`` or ``COLUMNS``.
+    Methods take as ``dim`` which of the two this object describes: ``ROWS`` or ``COLUMNS``.
     """
 
     kind: str  # ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them
@@ -155,10 +155,7 @@ class AxisBlocks:
         return window.narrow(dim, self.first % self.block, self.length)
 
     def _blocks(self) -> tuple[int, int, int]:
-        """Return the window's first block, its number of blocks, and the whole matrix's number of blocks.
-
-        See `embed`.
-        """
+        """Return the window's first block and its number of blocks, then the number of all blocks; see `embed`."""
         every = -(-self.total // self.block)
         if self.first is None:
             return 0, every, every
@@ -167,7 +164,7 @@ class AxisBlocks:
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def window_positions(self, device: torch.device) -> Tensor:
-        """Return the index, int64, in the whole matrix of each row or column of the window (see `embed`)."""
+        """Return the index in the whole matrix, int64, of each row (or column) of the window (see `embed`)."""
         if self.kind != "split":
             return self._positions(device)
         if self.first is None:
@@ -175,7 +172,7 @@ class AxisBlocks:
         return torch.arange(self.first - self.first % self.block, self.first + self.length, device=device)
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
-        """Pad a grid of this rank's blocks with zeros along ``dim`` to the grid of the whole tensor's blocks."""
+        """Pad a grid of this rank's blocks, such as scales, with zeros along ``dim`` to the whole tensor's grid."""
         first, count, every = self._blocks()
         if self.kind == "aligned" and self.first is None:
             shape = list(grid.shape)
@@ -186,7 +183,7 @@ class AxisBlocks:
         return pad(grid, (0, 0, first, after) if dim == ROWS else (first, after)) if first or after else grid
 
     def window(self, grid: Tensor, dim: int) -> Tensor:
-        """Take the scales of this rank's window (see `embed`) out of the whole tensor's grid, along ``dim``."""
+        """Undo `widen`: take the blocks of this rank's window (see `embed`) out of the whole tensor's grid."""
         if self.kind == "aligned" and self.first is None:
             return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
         first, count, _ = self._blocks()
@@ -230,7 +227,7 @@ def axis_blocks(
         shape: Shape of this rank's part, with one dim or more.
         cuts: How ranks shard the tensor: a `DimSharding`, or None, for each group of ranks.
         block: Rows and columns that share a scale, in the (M, K) view of the whole tensor or of each matrix.
-        batch: Number of leading dims over which matrices are stacked. Sharding those dims cuts no blocks.
+        batch: Number of leading dims over which matrices are stacked. Sharding along these dims splits no blocks.
     """
     for cut in cuts:
         if cut is not None and type(cut.group) is not str:  # no cache keeps a group alive
@@ -252,10 +249,7 @@ _known = lru_cache(maxsize=1024)(_axis_blocks)  # cached, because an eager call 
 
 
 def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0) -> tuple[bool, bool]:
-    """Whether shards end inside of blocks, (along rows, along columns).
-
-    Arguments are the same as for `axis_blocks`.
-    """
+    """Whether shards end inside of blocks, (along rows, along columns); for the arguments see `axis_blocks`."""
     if not any(cuts):
         return False, False
     rows, columns = axis_blocks(shape, cuts, block, batch)

@@ -1,4 +1,4 @@
-"""Conversion of 4-bit codes between two per byte, for messages, and one per byte, to shard anywhere."""
+"""Conversion of 4-bit codes between two per byte (for messages) and one per byte (for shards of any size)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def packed_dim(quantizer: Quantizer) -> int | None:
 
 
 def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
-    """Return a quantizer that makes the same codes, packed along rows if ``shape`` allows it.
+    """Return the quantizer for ``shape``, changed to pack along rows if it packs square blocks along columns.
 
-    A quantizer of square blocks that packs along columns changes to rows, because its codes do not depend on the
-    packing.
+    The codes of square blocks do not depend on the packing.
     """
     if (
         isinstance(quantizer, TwoLevelScaling)
@@ -37,9 +36,9 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Unpack codes of a matrix, or of a stack of matrices, to one per byte; also returns the quantizer.
+    """Unpack codes of a matrix or of stacked matrices to one per byte; also return the quantizer for these.
 
-    ``quantizer`` made the packed codes; the returned one makes unpacked codes. Without packing nothing changes.
+    ``quantizer`` made the packed codes. Without packing nothing changes.
     """
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
@@ -60,7 +59,7 @@ def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
 
 @cache
 def with_a_code_a_byte(recipe: Recipe) -> Recipe:
-    """A copy of the recipe with one code per byte, for ops whose shards may end inside of a byte.
+    """Return a copy of the recipe with one code per byte, for ops whose shards may end inside of a byte.
 
     Quantizers with an outer scale do not change.
     """

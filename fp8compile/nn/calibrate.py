@@ -30,10 +30,7 @@ def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
 
 
 def _static(recipe: Recipe) -> Recipe | None:
-    """Return a copy of the recipe whose input and weight have DelayedScaling, which stores scales.
-
-    None if the input or the weight can't have a stored scale.
-    """
+    """Return the recipe with DelayedScaling, which stores scales, for input and weight; None if they can't have it."""
     if recipe.dequantized_output or recipe.dequantized_gradients:
         return None  # these read codes by current scaling
     own: dict[str, Any] = {}

@@ -19,10 +19,7 @@ __all__ = ["called_layers"]
 
 @contextmanager
 def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
-    """Context that adds ``layer`` to ``called`` if the layer's GEMMs run inside the context.
-
-    Calls that bypass ``__call__`` count too.
-    """
+    """Context that adds ``layer`` to ``called`` if the layer's GEMMs run inside, even if ``__call__`` is bypassed."""
     name = method_of(layer)
     method, own = getattr(layer, name), vars(layer).get(name)
 

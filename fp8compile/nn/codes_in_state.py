@@ -113,7 +113,6 @@ class CodesInState(KeepsCodes, Observed):
     """
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that are kept as codes and scales, by name."""
         own = {name: each for name, each in self._parameters.items() if each is not None}
         return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
 

@@ -28,7 +28,6 @@ __all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
 
 
 def _why_no_gemm(recipe: Recipe | None) -> str:
-    """Return why a converted layer with this recipe runs no GEMM in FP8."""
     if recipe is None or not recipe.dequantized_output:
         return "every slot of the recipe is None"
     read = " and ".join(slot for slot in ("input", "weight") if getattr(recipe, slot) is not None)
@@ -78,20 +77,16 @@ class ConversionRow:
     called: bool | None = None
 
     def float8_gemms(self) -> tuple[str, ...]:
-        """Names of the GEMMs that the recipe puts in FP8."""
+        """Return the names of the GEMMs that the recipe puts in FP8."""
         return tuple(g.name for g in GEMMS if self.recipe is not None and self.recipe.quantizers(g))
 
     def _size(self) -> str:
-        """Return the sizes of the matrices as text: "64 x 32", or for experts "8 x (64 x 32, 32 x 32)"."""
         if not self.experts:
             return f"{self.out_features} x {self.in_features}"
         return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
 
     def _gathered_cell(self) -> Cell:
-        """Return the table's cell that says what FSDP2 gathers.
-
-        Before ``fully_shard``, the cell says that the layer is not sharded yet and, if values will be gathered, why.
-        """
+        """Return what FSDP2 gathers; before ``fully_shard``, that the layer is not sharded yet."""
         if self.sharded or not self.gathered:
             kind, *why = re.split("; |: ", self.gathered, maxsplit=1)
             return Note(why[0], kind) if why else kind
@@ -99,7 +94,6 @@ class ConversionRow:
         return Note(f"then {'; then '.join(plain)}", NOT_SHARDED) if plain else NOT_SHARDED
 
     def _gemms_cell(self) -> Cell:
-        """Return the table's cell that names the GEMMs in FP8, or says why there are none."""
         if not self.converted:
             return Note(self.reason)
         if self.called is False:
@@ -175,7 +169,7 @@ NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
     """Return why a matrix that is multiplied outside of layers can't be converted; None if it is no such matrix.
 
-    ``kind`` is how forwards used the parameter. If none has shown it, the name and the number of dims decide.
+    ``kind`` is how forwards used the parameter. If they have not shown how, the name and the number of dims decide.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):

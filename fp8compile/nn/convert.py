@@ -81,10 +81,9 @@ def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
 def _groups(
     model: nn.Module, recipes: dict[nn.Module, Recipe], given: Groups, *, quantized_parameters: bool
 ) -> list[tuple[nn.Module, ...]]:
-    """Return the groups of layers that share an outer scale, from convert's ``share_outer_scale``.
+    """Return the groups of layers that share an outer scale, from convert's ``share_outer_scale`` (``given``).
 
-    ``given`` is ``share_outer_scale``, and ``recipes`` has each layer's recipe. Raise a ValueError if both arguments
-    of convert, ``share_outer_scale`` and ``quantized_parameters``, are given.
+    Raise a ValueError if ``quantized_parameters`` is True too.
     """
     if given is False:
         return []

@@ -68,10 +68,7 @@ class RowOfWeight:
         self._layer = weakref.ref(layer)
 
     def __call__(self) -> tuple[Tensor, Tensor] | None:
-        """Return the weight's amax history (L,) and multiplier (), views of the buffers, for L steps.
-
-        None if the layer was freed.
-        """
+        """Return the weight's amax history (L,) and multiplier (), views of the buffers; None without a layer."""
         if (layer := self._layer()) is None:
             return None
         history, multiplier, _ = layer.delayed_state()

@@ -24,7 +24,7 @@ class Change(Protocol):
         """
 
     def to_dict(self) -> dict[str, Any]:
-        """Description of the change as plain values, for logs of the config."""
+        """Return the change as plain values, for logs of the config."""
 
 
 @cache

@@ -33,10 +33,7 @@ def _shown(recipe: Recipes) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Conversion:
-    """Change of a model's config: ``build`` also converts the built model, on the device of the build.
-
-    torchtitan builds on the meta device.
-    """
+    """Change of a model's config: ``build`` also converts the built model, which is on torchtitan's meta device."""
 
     recipe: Recipes
     filter: Filter | None

@@ -1,7 +1,7 @@
-"""Wrapper of torchtitan's ``parallelize_fn`` for a converted model.
+"""Wrapper of torchtitan's ``parallelize_fn`` that calls `fsdp_float8_all_gather` before activation checkpointing.
 
-A ``parallelize_fn`` takes the steps below. torchtitan passes activation checkpointing to it as an object with a method
-``apply``. This module replaces that object by one whose ``apply`` first calls `fsdp_float8_all_gather`:
+A ``parallelize_fn`` takes these steps, and gets activation checkpointing as an object with a method ``apply``. The
+wrapper replaces that object by one whose ``apply`` first calls `fsdp_float8_all_gather`:
 
     tensor and expert parallel -> activation checkpointing -> torch.compile of each block -> fully_shard
                                   ^ fsdp_float8_all_gather

@@ -34,7 +34,10 @@ def declare_states(model: nn.Module) -> None:
 
 
 def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
-    """Return the process group that reduces amaxes beyond a DTensor's mesh; None if there is no need."""
+    """Return the process group that reduces amaxes: the loss mesh's, or WORLD for spmd_types with tensor parallel.
+
+    None if there is no loss mesh.
+    """
     if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
         mesh = parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
