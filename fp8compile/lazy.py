@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Names of the package `fp8compile`, including those that are imported at their first use."""
+    """Return the names of the package `fp8compile`, including those that are imported at their first use."""
     return sorted({*vars(sys.modules[PACKAGE]), *LAZY, *FUNCTIONS})
 
 

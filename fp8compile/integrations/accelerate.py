@@ -43,7 +43,7 @@ RAM_EFFICIENT = (
 
 
 def fsdp2_plugin(state: AcceleratorState) -> Any:
-    """Accelerate's plugin with the settings of FSDP2; None if this run does not use FSDP2."""
+    """Return accelerate's plugin with the settings of FSDP2; None if this run does not use FSDP2."""
     return state.fsdp_plugin if state.is_fsdp2 else None
 
 
@@ -78,12 +78,8 @@ def _give_addresses(model: nn.Module) -> None:
 def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState, *, checkpointed: bool) -> nn.Module:
     """Convert a model in place, prepare its parameters for accelerate's FSDP2, and return the model.
 
-    Args:
-        conversion: The arguments of `fp8compile.convert`, and whether weights are gathered as codes.
-        model: A model that is not prepared yet.
-        state: State of the accelerator.
-        checkpointed: Whether the model's own code repeats forwards in the backward (activation checkpointing).
-            Checkpointing by accelerate's FSDP2 plugin is detected.
+    ``checkpointed`` tells whether the model's own code repeats forwards in the backward (activation checkpointing).
+    Checkpointing by accelerate's FSDP2 plugin is detected.
 
     Raises:
         ValueError: Weights are to be gathered as codes and the run uses FSDP1; or parameters are to be quantized and
@@ -172,7 +168,7 @@ class MasterWeights(EagerMasterWeights):
         return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """State dict of `fp8compile.MasterWeights`; its ``state`` is empty before master weights are made.
+        """Return `fp8compile.MasterWeights`' state dict; its ``state`` is empty before master weights are made.
 
         ``accelerator.prepare`` reads this dict before it replaces parameters, and loads the dict afterwards.
         """

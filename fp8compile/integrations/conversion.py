@@ -32,18 +32,15 @@ class Conversion:
     def replaces_parameters(self, *, sharded: bool) -> bool:
         """Whether conversion makes new parameters, which an earlier optimizer would not update.
 
-        Args:
-            sharded: Whether FSDP2 will shard the model.
+        ``sharded`` tells whether FSDP2 will shard the model.
         """
         return bool(self.options.get("quantized_parameters")) or (sharded and self.gather)
 
     def apply(self, model: nn.Module, *, sharded: bool, checkpointed: bool) -> nn.Module:
-        """Convert a model in place and return it.
+        """Convert a model, which is neither compiled nor sharded yet, in place and return it.
 
-        Args:
-            model: A model that is neither compiled nor sharded yet.
-            sharded: Whether FSDP2 will shard the model.
-            checkpointed: Whether the backward will repeat forwards (activation checkpointing).
+        ``sharded`` tells whether FSDP2 will shard the model, ``checkpointed`` whether the backward will repeat
+        forwards.
         """
         convert(model, self.recipe, **self.options)
         if sharded and self.gather:

@@ -138,11 +138,8 @@ class _OverCodes:
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge adapters into the base weight, which stays quantized if ``merge_to`` is ``"codes"``.
 
-        If adapters were merged before, all are merged anew into the base as it was before the first merge.
-
-        Args:
-            safe_merge: Whether to raise a ValueError if a merged value is not finite, leaving the base unchanged.
-            adapter_names: Names of the adapters; None for the active ones.
+        If adapters were merged before, all are merged anew into the base as it was before the first merge. With
+        ``safe_merge``, raise a ValueError and leave the base unchanged if a merged value is not finite.
         """
         if self._has_values:  # PEFT's own merging calls this for a variant that needs the weight before
             self._pefts().merge(safe_merge=safe_merge, adapter_names=adapter_names)
@@ -276,7 +273,7 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
         return self.get_base_layer(), self.parameter_name
 
     def _added(self, x: Tensor, offsets: Tensor) -> Tensor | None:
-        """Sum of the active adapters' outputs, (R, out_features), for R rows ``x`` (R, in_features).
+        """Return the sum of the active adapters' outputs, (R, out_features), for R rows ``x`` (R, in_features).
 
         The rows are sorted by expert; ``offsets`` has the end of each expert's rows. None if no adapter is active.
         """

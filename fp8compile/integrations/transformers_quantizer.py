@@ -98,9 +98,7 @@ def _names_in_state(name: str) -> list[str]:
 class _Codes(ConversionOps):
     """transformers' loading operation that builds a quantized parameter from a file's codes and scales.
 
-    Args:
-        hf_quantizer: The quantizer; because of this attribute transformers passes tensors in the file's dtypes.
-        name: Name of the parameter in its module.
+    Because of the attribute ``hf_quantizer``, transformers passes tensors in the file's dtypes.
     """
 
     def __init__(self, hf_quantizer: F8Quantizer, name: str) -> None:

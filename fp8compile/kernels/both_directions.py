@@ -62,11 +62,7 @@ def _power(byte):
 
 @triton.jit
 def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr, EPS: tl.constexpr):
-    """Compute each block's multiplier (1 / scale) and stored scale, as `quantizers/scale_rules.py` does.
-
-    ``amax_bits`` are amaxes as int32 bits. MAX and MAX_EXPONENT describe the format, RULE is the scale rule, EPS the
-    lower bound of amaxes.
-    """
+    """Compute blocks' multipliers (1 / scale) and stored scales from amaxes (int32 bits), as `scale_rules.py` does."""
     amax = _float(amax_bits)
     is_finite = amax_bits < EXPONENT_MASK
     floored = amax.to(tl.float64)
@@ -121,10 +117,7 @@ _rounds_once.__triton_builtin__ = True  # type: ignore[attr-defined]  # else Tri
 
 @triton.jit
 def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
-    """Cast float32 values to float8 codes (uint8): saturate, round to nearest even, NaN to 0x7F.
-
-    The format, whose largest number is MAX, is e4m3 with IS_E4M3, otherwise e5m2.
-    """
+    """Cast float32 values to float8 codes (uint8), e4m3 or e5m2: saturate, round to nearest even, NaN to 0x7F."""
     saturated = tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if not _rounds_once():
         saturated = _to_odd(saturated)

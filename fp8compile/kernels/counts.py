@@ -18,19 +18,13 @@ __all__ = ["add_counts", "is_beyond", "is_underflow", "store_counts"]
 
 @triton.jit
 def is_underflow(magnitude, codes, MAGNITUDE_OF_CODE: tl.constexpr):
-    """Whether each code is 0 while its value is not 0.
-
-    ``magnitude`` has the values' magnitudes as int32 bits; MAGNITUDE_OF_CODE masks a code's sign bit out.
-    """
+    """Whether each code is 0 while its value's magnitude (int32 bits) is not; MAGNITUDE_OF_CODE masks the sign out."""
     return ((codes & MAGNITUDE_OF_CODE) == 0) & (magnitude != 0)
 
 
 @triton.jit
 def is_beyond(magnitude, scale, LIMIT: tl.constexpr):
-    """Whether each value saturates: its magnitude is above LIMIT times its block's scale (float32).
-
-    ``magnitude`` has the values' magnitudes as int32 bits. A scale of 0 or NaN gives False.
-    """
+    """Whether each magnitude (int32 bits) is above LIMIT times its block's scale; False for a scale of 0 or NaN."""
     return (magnitude.to(tl.float32, bitcast=True) > scale * LIMIT) & (scale > 0)
 
 

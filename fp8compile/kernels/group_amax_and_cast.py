@@ -92,10 +92,9 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """Find which group each run of ALIGN columns of transposed codes belongs to, from run ``first`` on.
+    """Return the group of each of UNITS runs of ALIGN transposed columns from ``first`` on; E after the last group.
 
-    Returns for each of UNITS runs its group (E after the last group), the row of x for its first column, and the row
-    where the group ends.
+    Also returns, for each run, the row of x for the run's first column, and the row where the group ends.
     """
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
@@ -112,10 +111,7 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """Find the row of x for each of TILE columns of transposed codes.
-
-    ``row`` and ``end`` come from `_units`. Returns the rows, (TILE, 1) int64, and a mask, False for padding.
-    """
+    """Return each column's row of x, and a mask, False for padding; ``row`` and ``end`` come from `_units`."""
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
     is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
     return tl.reshape(m, (TILE, 1)).to(tl.int64), is_row
@@ -123,11 +119,7 @@ def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
-    """Transpose a tile of codes; padding (``is_token`` False) becomes 0, even if a multiplier is NaN.
-
-    ``first`` is the tile's first column in the result, (K, C), and ``k`` are its rows. Returns the indices of rows and
-    columns, the transposed tile, and the mask for storing the tile.
-    """
+    """Return row and column indices, the transposed tile of codes (0 for padding), and the mask to store the tile."""
     at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
     return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
 
@@ -139,8 +131,8 @@ def _count_units(
 ):  # fmt: skip
     """Add a tile's statistics (amax, underflows, saturations) to the statistics of the tile's groups.
 
-    ``group`` has the group of each of UNITS runs of columns, E for none. ``magnitude`` has the values' magnitudes as
-    int32 bits, ``scale`` a float32 scale for each code. Elements with ``is_token`` False do not count.
+    The tile has UNITS runs of columns; ``group`` is E for a run without a group. ``magnitude`` has int32 bits,
+    ``scale`` a float32 scale for each code.
     """
     split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
     magnitude = tl.where(is_token, magnitude, 0)

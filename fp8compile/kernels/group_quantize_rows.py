@@ -30,10 +30,7 @@ def _counts_of_rows(
     x, codes,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the underflows and the saturations in each column of some rows, two int32 (1, columns).
-
-    ``codes`` are the codes of the values ``x``; constants R_* describe the quantizer.
-    """
+    """Return the underflows and the saturations in each column of rows ``x``, two int32 (1, columns)."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     _, scale = _scales(tl.max(magnitude, 1)[:, None], R_MAX, R_EXPONENT, R_RULE, R_EPS)
     beyond = is_beyond(magnitude, _value_of_scale(scale, R_RULE), LIMIT_E4M3 if R_E4M3 else LIMIT_E5M2)

@@ -66,10 +66,7 @@ def _tiles(size, e, E):
 
 @triton.jit
 def _group_of(offsets_ptr, tile, E):
-    """Find which of E groups a tile of 128 columns of transposed codes is in; E after the last group.
-
-    Returns the group, the group's first tile and first row, and how many earlier groups have no tokens.
-    """
+    """Return a tile's group (E for none), the group's first tile and row, and how many earlier groups are empty."""
     group, first, start, empty, tiles = 0, 0, 0, 0, 0
     for first_e in range(0, E, SEARCHED):
         e = first_e + tl.arange(0, SEARCHED)
@@ -91,10 +88,7 @@ def _end(offsets_ptr, group, R, E):
 
 @triton.jit
 def _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group):
-    """Load blocks of sixteen rows as sixteen float32 tensors; tensor i holds row i of every block.
-
-    ``row`` has the blocks' first rows, ``k`` the columns. Zeros from row ``end`` on, or if ``is_group`` is False.
-    """
+    """Load blocks of sixteen rows as sixteen float32 tensors, tensor i with row i of each block; 0 from ``end`` on."""
     xs = ()
     for i in tl.static_range(SIXTEEN):
         m = row + i
@@ -153,11 +147,10 @@ def _along_tokens(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in blocks of sixteen tokens of one feature; store and return codes and scales.
+    """Quantize a tile in blocks of sixteen tokens; store codes and scales transposed, and return both.
 
-    ``xs`` and ``outer`` come from `_sixteen` and `_outer`; ``column`` and ``tile`` locate the tile among C columns.
-    The tile's group begins at tile ``first`` and has ``size`` tokens. Blocks with ``is_block`` False become 0. Codes
-    and scales are stored transposed. For the constants see `codes_kernel`.
+    The tile's group begins at tile ``first`` and has ``size`` tokens, -1 for none. Blocks with ``is_block`` False
+    become 0.
     """
     BLOCKS: tl.constexpr = TILE // SIXTEEN
     packed, scale = _packed_columns(
@@ -182,11 +175,10 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows ``m`` in blocks of 16 along rows; store codes and scales, zeros if ``is_group`` is False.
+    """Quantize rows ``m`` in blocks of 16, and store codes and scales; return values, codes and scale of each block.
 
-    ``outer`` comes from `_outer`; ``inside`` has the rows' positions in their group, which ends at row ``end``;
-    ``scale_row`` has the positions of the rows' scales. Returns values, codes and scale of each block. For the
-    constants see `codes_kernel`.
+    ``inside`` has the rows' positions in their group, ``scale_row`` the positions of the rows' scales. Codes and
+    scales are 0 if ``is_group`` is False.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)

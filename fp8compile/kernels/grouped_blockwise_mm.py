@@ -34,21 +34,12 @@ def _summed(
     a_at, b_at, a_scale_at, b_scale_at, length, a_scale_step, b_scale_step,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a scaled float32 tile of the product, in blocks of TILE along the summed dim.
+    """Compute a scaled float32 tile of the product, in blocks of TILE along the summed dim, which is contiguous.
 
-    Args:
-        a_at: Pointers to the codes of the first block of ``a``, (TILE, TILE); dim 1 is summed and contiguous.
-        b_at: Pointers to the codes of the first block of ``b``, (TILE, TILE); dim 0 is summed and contiguous.
-        a_scale_at: Pointers to the scales of the first block of ``a``, one for each row, (TILE,).
-        b_scale_at: Pointers to the scales of the first block of ``b``, one for each column, (TILE,).
-        length: Number of elements of the summed dim.
-        a_scale_step: Step to the next block's scales of ``a``.
-        b_scale_step: Step to the next block's scales of ``b``.
-        TILE: Rows and columns of a block.
-        IS_EVEN: Whether ``length`` is a multiple of TILE; if not, the last block is masked.
-        HAS_TILES: Whether ``b`` has one scale for all columns of a block; ``b_scale_at`` is then one pointer.
-        IS_WHOLE: Whether a scale holds for the whole summed dim, and is applied once, after the sum. A sum of no
-            elements is then 0 whatever the scales.
+    Pointers point to the first block: codes (TILE, TILE), scales (TILE,). The steps lead to the next block's scales.
+    With HAS_TILES, ``b`` has one scale for all columns of a block. With IS_WHOLE, a scale holds for the whole summed
+    dim and is applied once, after the sum; a sum of no elements is then 0 whatever the scales. If IS_EVEN is False,
+    the last block is masked.
     """
     total = tl.zeros((TILE, TILE), tl.float32)
     k = tl.arange(0, TILE)

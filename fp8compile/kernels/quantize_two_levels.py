@@ -87,10 +87,7 @@ def _decoded(scale):
 
 @triton.jit
 def _outer_multiplier(outer_amax):
-    """Compute TransformerEngine's multiplier of a tensor: 6 (largest code) * 448 (largest scale) / amax.
-
-    The result is at most the largest float32; NaN for an amax that is not finite.
-    """
+    """Compute TransformerEngine's multiplier 6 * 448 / amax, at most the largest float32; NaN for inf and NaN."""
     largest = tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32)
     found = _at_most(_quotient(largest, outer_amax), LARGEST)
     return tl.where(_bits(outer_amax) < EXPONENT_MASK, found, _float(tl.full(outer_amax.shape, NAN_BITS, tl.int32)))
@@ -107,10 +104,7 @@ def _outer_scale(outer_amax, IS_TE: tl.constexpr):
 
 @triton.jit
 def _scales(amax, outer, IS_TE: tl.constexpr):
-    """Compute blocks' multipliers (1 / scale) and e4m3 scales, as `quantizers/two_level_rules.py` does.
-
-    ``outer`` is the pair that `_outer` returns; IS_TE chooses TransformerEngine's rule, otherwise torchao's.
-    """
+    """Compute blocks' multipliers (1 / scale) and e4m3 scales from amaxes, as `quantizers/two_level_rules.py` does."""
     first, second = outer
     if IS_TE:
         scale = _encode(amax * first, LARGEST_SCALE, IS_E4M3=True)
@@ -144,10 +138,7 @@ def _mixed(h):
 
 @triton.jit
 def _noise(values, position, SEED: tl.constexpr):
-    """Compute noise in [0, 1) for stochastic rounding, equal to `quantizers/stochastic_rounding.py`.
-
-    ``position`` is each value's index in the whole matrix, int64; SEED is the quantizer's seed.
-    """
+    """Compute noise in [0, 1) for values at ``position`` in the matrix, as `stochastic_rounding.py` does."""
     h = _word(values.to(tl.uint32, bitcast=True), position, SEED)
     return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
 
@@ -161,10 +152,7 @@ def _word(bits, position, SEED: tl.constexpr):
 
 @triton.jit
 def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
-    """Round neighbours a, b, c, d by the GPU's instruction to codes in the low 16 bits of an int64.
-
-    ``position``, the index of ``a`` in the whole matrix, and SEED decide the noise.
-    """
+    """Round neighbours a, b, c, d (``a`` at ``position``) by the GPU's instruction to 16 bits of codes in an int64."""
     bits = a.to(tl.uint32, bitcast=True)  # combines the bits of all four values, so that their order matters
     bits = bits * 3 + b.to(tl.uint32, bitcast=True)
     bits = bits * 3 + c.to(tl.uint32, bitcast=True)
@@ -174,10 +162,7 @@ def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
 
 @triton.jit
 def _to_a_neighbour(values, noise):
-    """Round each value to the e2m1 number above or below it, as ``noise`` in [0, 1) decides.
-
-    The magnitude is rounded up if the noise is below the fraction of a step that is left over, as in `formats.py`.
-    """
+    """Round each value to the e2m1 number above or below it: away from 0 if ``noise`` is below the fraction."""
     saturated = tl.clamp(values, -LARGEST_CODE, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
     field = (_bits(saturated) & EXPONENT_MASK) >> MANTISSA_BITS
     exponent = tl.maximum(field, BIAS) - 1 - BIAS
@@ -199,10 +184,7 @@ def _products(x, multiplier, IS_TE: tl.constexpr):
 
 @triton.jit
 def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """Round multiplied values to e2m1 codes, as int32 from 0 to 15; a NaN gets the code 0.
-
-    ROUNDING is NEAREST or BY_HASH; SEED and each value's index in the matrix, ``position``, decide the noise.
-    """
+    """Round multiplied values to e2m1 codes, as int32 from 0 to 15; NaN gets 0. ROUNDING is NEAREST or BY_HASH."""
     rounded = _to_a_neighbour(values, _noise(values, position, SEED)) if ROUNDING == BY_HASH else values
     magnitude = _at_most(_float(_magnitude(rounded)), LARGEST_CODE)
     bits = _bits(magnitude)
@@ -214,10 +196,7 @@ def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
 
 @triton.jit
 def _place_in_tiles(row, block, blocks):
-    """Return the index of a block's scale in the layout of 128 x 4 tiles of scales (`fp8compile.scale_layouts`).
-
-    ``row`` and ``block`` are the block's position in the grid; ``blocks`` is the number of blocks in a row.
-    """
+    """Return the index of the scale at (``row``, ``block``) in the layout of 128 x 4 tiles of scales."""
     tile = (row // ROWS_OF_TILE) * tl.cdiv(blocks, BLOCKS_OF_TILE) + block // BLOCKS_OF_TILE
     inside = (row % 32) * 16 + (row % ROWS_OF_TILE // 32) * 4 + block % BLOCKS_OF_TILE
     return tile * (ROWS_OF_TILE * BLOCKS_OF_TILE) + inside
@@ -233,10 +212,7 @@ def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Return sum j of the Hadamard transform of sixteen rows ``xs``; row j without TRANSFORM.
-
-    Bits of NEGATIVE are the transform's signs.
-    """
+    """Return sum j of the Hadamard transform of rows ``xs`` with the signs NEGATIVE; row j without TRANSFORM."""
     if TRANSFORM:
         total = xs[0] * (-0.25 if _is_negative(0, j, NEGATIVE) else 0.25)
         for i in tl.static_range(1, SIXTEEN):
@@ -247,11 +223,7 @@ def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """Quantize values (rows, blocks, 16); returns sixteen codes of a block as one int64, and the scales.
-
-    ``position`` has each value's index in the matrix for the noise, ``outer`` is from `_outer`, ROUNDING from
-    `rounding_of`.
-    """
+    """Quantize blocks of 16 values, (rows, blocks, 16); return a block's codes as one int64, and the scales."""
     multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
     values = _products(x, multiplier[:, :, None], IS_TE)
     if ROUNDING == BY_INSTRUCTION:
@@ -274,10 +246,7 @@ def _nonzero_codes(packed):
 
 @triton.jit
 def _counted(x, scale, outer_scale):
-    """Return a tile's amax (int32 bits), how many of its values are not 0, and how many saturate.
-
-    ``scale`` has the blocks' e4m3 scales, broadcast to ``x``; ``outer_scale`` is the whole tensor's.
-    """
+    """Return a tile's amax (int32 bits), how many of its values are not 0, and how many saturate."""
     magnitude = _magnitude(x)
     is_value = (magnitude != 0) & (magnitude <= EXPONENT_MASK)  # the code of a NaN is 0, which is no underflow
     beyond = is_beyond(magnitude, _decoded(scale) * outer_scale, LIMIT)
@@ -286,11 +255,7 @@ def _counted(x, scale, outer_scale):
 
 @triton.jit
 def _counted_columns(xs, packed, scale, outer_scale, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Return the amax, underflows and saturations of codes along columns.
-
-    ``xs`` are sixteen rows; ``packed`` and ``scale`` come from `_packed_columns`; ``outer_scale`` is the tensor's. For
-    TRANSFORM and NEGATIVE see `_sum`.
-    """
+    """Return the amax, underflows and saturations of sixteen rows ``xs`` that were quantized along columns."""
     amax, nonzero, beyond = 0, 0, 0
     for j in tl.static_range(SIXTEEN):
         of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
@@ -303,11 +268,7 @@ def _quantized_rows(
     x, m, k, M, K, codes_ptr, scales_ptr, outer,
     COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows ``m`` of an (M, K) matrix in blocks of 16 along rows, and store codes and scales.
-
-    ``k`` are the columns, ``outer`` is from `_outer`. Returns values, codes and scale of each block. For the constants
-    see `both_packed_kernel`.
-    """
+    """Quantize rows ``m`` in blocks of 16, store codes and scales, and return each block's values, codes and scale."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(m[:, None] * K + k[None, :], split)
@@ -321,10 +282,7 @@ def _quantized_rows(
 
 @triton.jit
 def _store_scales(scales_ptr, scale, row, block, rows, blocks):
-    """Store scales of blocks in tiles of 128 x 4; the rest of the last tiles is filled with 0.
-
-    ``row`` and ``block`` are positions in the grid of scales, (``rows``, ``blocks``).
-    """
+    """Store scales of a grid (``rows``, ``blocks``) in tiles of 128 x 4; fill the rest of the last tiles with 0."""
     is_tile = (row < tl.cdiv(rows, ROWS_OF_TILE) * ROWS_OF_TILE) & (
         block < tl.cdiv(blocks, BLOCKS_OF_TILE) * BLOCKS_OF_TILE
     )
@@ -338,11 +296,7 @@ def _packed_columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize blocks of sixteen rows of one column; return sixteen codes as one int64, and the scales.
-
-    ``xs`` has the sixteen rows of GROUPS blocks, which start at ``row``; ``k`` are the columns, ``outer`` is from
-    `_outer`. For TRANSFORM and NEGATIVE see `_sum`, for other constants `both_packed_kernel`.
-    """
+    """Quantize blocks of sixteen rows ``xs`` of one column; return a block's codes as one int64, and the scales."""
     amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
     for j in tl.static_range(SIXTEEN):
         amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
@@ -370,11 +324,7 @@ def _columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr, counts_ptr, outer_scale,
 ):  # fmt: skip
-    """Quantize blocks of sixteen rows of one column, and store codes, scales and statistics.
-
-    ``xs`` has the blocks' sixteen rows, ``group`` their indices along M, ``k`` their columns. Codes and scales are
-    stored transposed. For other arguments see `_packed_columns` and `_counted_columns`.
-    """
+    """Quantize blocks of sixteen rows ``xs`` of one column; store codes and scales transposed, and any statistics."""
     packed, scale = _packed_columns(
         xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
     )

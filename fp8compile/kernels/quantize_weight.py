@@ -39,11 +39,7 @@ def _quantized_rows(
     x, scales_ptr, m, is_row,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize whole rows ``m`` with values ``x``, and store each row's scale where ``is_row`` is True.
-
-    Columns beyond K hold zeros. Returns codes, and the largest magnitude of each column, (1, columns) int32 bits.
-    Constants R_* describe the quantizer.
-    """
+    """Quantize whole rows ``m``, and store their scales; return codes and each column's largest magnitude (bits)."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     multiplier, scale = _scales(tl.max(magnitude, 1)[:, None], R_MAX, R_EXPONENT, R_RULE, R_EPS)
     tl.store(scales_ptr + m, scale, is_row)

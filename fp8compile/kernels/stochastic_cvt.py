@@ -33,10 +33,7 @@ def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
 
 @triton.jit
 def _four_codes(a, b, c, d, word):
-    """Round four float32 values to codes in one int32, ``a`` in the low bits; NaN gets the largest code.
-
-    ``word`` is a 32-bit hash, 8 bits of noise for each value.
-    """
+    """Round four values to codes in one int32, ``a`` in the low bits, by noise ``word``; NaN gets the largest."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 codes; cvt.rs.satfinite.e2m1x4.f32 codes, {$4, $3, $2, $1}, $5; cvt.u32.u16 $0, codes; }",
         "=r,r,r,r,r,r",

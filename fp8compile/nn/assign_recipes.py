@@ -64,8 +64,7 @@ def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigne
 def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
     """Make a function that maps a layer and the layer's names to a recipe; None means high precision.
 
-    ``recipe`` is the argument of `convert`; ``fqns`` are the names of the model's layers. Each pattern in ``recipe``
-    must match at least one of these names.
+    Each pattern in ``recipe``, the argument of `convert`, must match one of ``fqns``, the names of the model's layers.
     """
     if isinstance(recipe, Mapping):
         return _by_pattern(recipe, fqns)

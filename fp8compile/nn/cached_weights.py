@@ -71,13 +71,10 @@ class KeepsCodes(Module):
         raise NotImplementedError
 
     def step_codes(self, name: str, *, is_turned: bool = False) -> Sets | None:
-        """Return the codes of a weight that are kept for this step, for the output and for grad_input.
+        """Return the codes of the weight ``name`` that are kept for this step, for the output and for grad_input.
 
         None if no codes are kept (the GEMM's op then quantizes the weight), or if the weight is a QuantizedTensor.
-
-        Args:
-            name: The name of the parameter.
-            is_turned: Whether GEMMs read the parameter's matrices transposed.
+        ``is_turned`` tells whether GEMMs read the parameter's matrices transposed.
 
         Raises:
             ValueError: The weight is sharded in a way for which codes can't be kept.

@@ -62,10 +62,7 @@ def _part(weight: Any, part: str, index: int) -> Tensor | None:
 
 
 def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return the codes and scales of a quantized parameter, by their keys in a state dict.
-
-    ``name`` is the parameter's name, with which the keys begin.
-    """
+    """Return the codes and scales of the quantized parameter ``name``, by their keys in a state dict."""
     found = {}
     for index, end in enumerate(ENDS):
         for part in PARTS:
@@ -96,10 +93,7 @@ class PartOfCodes:
 
 
 def reach_codes(cls: type[CodesInState], parameter: str) -> None:
-    """Add attributes such as ``weight_codes`` to a module class, for the entries of its state dict.
-
-    PyTorch's checkpoints read each key of a state dict by ``getattr``.
-    """
+    """Add `PartOfCodes` attributes such as ``weight_codes`` to a module class for the parameter ``parameter``."""
     for index, end in enumerate(ENDS):
         for part in PARTS:
             if not hasattr(cls, f"{parameter}_{part}{end}"):

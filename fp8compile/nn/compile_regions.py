@@ -105,10 +105,10 @@ def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str,
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model, by name.
+    """Return the repeated blocks of a model, by name.
 
     A repeated block is a module with children, in a ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has
-    another module of the same class. If such blocks are nested, only the outermost blocks count.
+    another module of the same class. If repeated blocks are nested, only the outermost blocks count.
 
     Args:
         model: Any module.

@@ -44,9 +44,9 @@ class ConversionRow:
         converted: Whether the layer is in FP8.
         reason: The reason why the layer is not in FP8; empty if it is.
         recipe: The layer's recipe; None if it is not in FP8.
-        in_features: Columns of the matrix; for experts, columns of their first matrix. For a 3-D weight of experts
-            that ``convert`` doesn't know, the last dim.
-        out_features: Rows of the same matrix. For such a 3-D weight, the dim before the last.
+        in_features: Columns of the matrix; for experts, of their first matrix; the last dim of other code's 3-D
+            weights.
+        out_features: Rows of the same matrix; the dim before the last of other code's 3-D weights.
         experts: Number of experts; 0 for a linear.
         matrices: (out_features, in_features) of each matrix by which a row is multiplied; for experts, the matrices of
             one expert.
@@ -186,8 +186,7 @@ def _weight_rows(
 ) -> list[ConversionRow]:
     """Make rows for matrices of a module that are multiplied outside of layers, such as attention's.
 
-    ``fqn`` is the module's name, ``uses`` is how forwards used parameters, and ``is_router`` whether the module is
-    part of a router. ``own`` has the weights of layers as (module, parameter name); these weights get no row here.
+    ``own`` has the weights of layers, as (module, parameter name); these weights get no row here.
     """
     rows = []
     for name, parameter in module.named_parameters(recurse=False):

@@ -72,10 +72,7 @@ def weight_slots(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def matrices(layer: nn.Module) -> list[tuple[int, int]]:
-    """Return (out_features, in_features) of each matrix by which a layer multiplies one row.
-
-    A linear has one matrix, an expert several.
-    """
+    """Return (out_features, in_features) of each matrix that a layer multiplies a row by; an expert has several."""
     if isinstance(layer, nn.Linear):
         return [(layer.out_features, layer.in_features)]
     return list(layout_of(layer).matrices)

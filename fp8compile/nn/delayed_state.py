@@ -76,13 +76,7 @@ class RowOfWeight:
 
 
 def group_name(function: str, group: object) -> str | None:
-    """Return the name of a process group, which graphs, copies and checkpoints can hold; None for None.
-
-    ``function`` names the caller in the error.
-
-    Raises:
-        TypeError: ``group`` is neither a process group nor None.
-    """
+    """Return the name of a process group, or None for None; raise a TypeError, naming ``function``, for the rest."""
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(
             f"{function}: the group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as "

@@ -78,10 +78,6 @@ class Float8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """Return a copy of a model's config that builds the model in FP8.
-
-        Args:
-            model_config: Config of the whole model.
-        """
+        """Return a copy of a whole model's config that builds the model in FP8."""
         own = self.config
         return building(model_config, _Conversion(recipe=own.recipe, filter=own.filter, keep_ends=own.keep_ends))

@@ -54,9 +54,7 @@ class _BeforeCompile:
 class CheckpointingConfig:
     """Config of activation checkpointing for FP8 models; ``SelectiveAC`` also saves FP8 GEMM results.
 
-    Attributes:
-        plain: The user's config; None for no checkpointing.
-        gather: Whether FSDP2 will gather weights as codes.
+    ``plain`` is the user's config, or None; ``gather`` tells whether FSDP2 will gather weights as codes.
     """
 
     plain: ActivationCheckpointing.Config | None
