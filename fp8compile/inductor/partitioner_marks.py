@@ -36,7 +36,7 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def repeat_in_backward(tensor: torch.Tensor) -> None:
-    """Mark all clones in a traced tensor's graph that expand a smaller tensor for recomputation in the backward.
+    """Mark for recomputation all clones in a traced tensor's graph that expand a smaller tensor.
 
     Grouped-query attention, for example, expands heads of k and v. Without the mark (MUST_RECOMPUTE) the partitioner
     would save the clones, because attention's backward is an opaque call.

@@ -94,7 +94,7 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """Mixin of both LoRA layers, before PEFT's class: lends PEFT dequantized weights, then restores the codes.
+    """Mixin of both LoRA layers, listed before PEFT's class: lends PEFT dequantized weights, then restores the codes.
 
     ``_base_of`` returns the FP8 layer and the name of its weight.
     """

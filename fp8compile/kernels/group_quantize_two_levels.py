@@ -147,7 +147,7 @@ def _along_tokens(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in blocks of sixteen tokens; store codes and scales transposed, and return both.
+    """Quantize a tile in blocks of sixteen tokens; return codes and scales, and store both transposed.
 
     The tile's group begins at tile ``first`` and has ``size`` tokens, -1 for none. Blocks with ``is_block`` False
     become 0.

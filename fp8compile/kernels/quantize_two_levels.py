@@ -162,7 +162,7 @@ def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
 
 @triton.jit
 def _to_a_neighbour(values, noise):
-    """Round each value to the e2m1 number above or below it: away from 0 if ``noise`` is below the fraction."""
+    """Round each value to the e2m1 number above or below it; ``noise`` in [0, 1) decides."""
     saturated = tl.clamp(values, -LARGEST_CODE, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
     field = (_bits(saturated) & EXPONENT_MASK) >> MANTISSA_BITS
     exponent = tl.maximum(field, BIAS) - 1 - BIAS

@@ -1,4 +1,4 @@
-"""Functions by which kernels load values and store codes, and which Inductor's template of a kernel replaces.
+"""Functions by which kernels load values and store codes; Inductor's template of a kernel replaces both.
 
 `fp8compile.inductor.tile_templates` puts code that computes the elements in place of `values`, and the store of the
 template's output in place of `write`.

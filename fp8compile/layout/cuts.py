@@ -95,7 +95,7 @@ ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, or of each matrix of a sta
 class AxisBlocks:
     """Where a rank's rows (or columns) lie among the scale blocks of the whole matrix, or of each stacked matrix.
 
-    Methods take as ``dim`` which of the two this object describes: ``ROWS`` or ``COLUMNS``.
+    The argument ``dim`` of methods says which of the two: ``ROWS`` or ``COLUMNS``.
     """
 
     kind: str  # ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them

@@ -36,7 +36,7 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Unpack codes of a matrix or of stacked matrices to one per byte; also return the quantizer for these.
+    """Unpack codes of a matrix or stacked matrices to one per byte; return them and the quantizer of unpacked codes.
 
     ``quantizer`` made the packed codes. Without packing nothing changes.
     """

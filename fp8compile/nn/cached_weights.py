@@ -118,7 +118,7 @@ class KeepsCodes(Module):
     def check_gathered_as_codes(self, weight: Tensor) -> None:
         """Raise a ValueError if the recipe has ``cache_weights`` and ``weight`` holds values, not codes.
 
-        For layers that get weights without names, because kept codes are found by name.
+        Layers that get weights without names call this, because kept codes are found by name.
         """
         if self._caches_weights and not has_codes(_compat.local_itself(weight)):
             raise ValueError(

@@ -44,9 +44,9 @@ class ConversionRow:
         converted: Whether the layer is in FP8.
         reason: The reason why the layer is not in FP8; empty if it is.
         recipe: The layer's recipe; None if it is not in FP8.
-        in_features: Columns of the matrix; for experts, of their first matrix; the last dim of other code's 3-D
-            weights.
-        out_features: Rows of the same matrix; the dim before the last of other code's 3-D weights.
+        in_features: Columns of the matrix; for experts, columns of their first matrix. For a 3-D weight of experts
+            that ``convert`` doesn't know, the last dim.
+        out_features: Rows of the same matrix; for a 3-D weight that ``convert`` doesn't know, the dim before the last.
         experts: Number of experts; 0 for a linear.
         matrices: (out_features, in_features) of each matrix by which a row is multiplied; for experts, the matrices of
             one expert.
@@ -169,7 +169,7 @@ NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
     """Return why a matrix that is multiplied outside of layers can't be converted; None if it is no such matrix.
 
-    ``kind`` is how forwards used the parameter. If they have not shown how, the name and the number of dims decide.
+    ``kind`` is how forwards used the parameter. If that is not known, the name and the number of dims decide.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):

@@ -76,7 +76,7 @@ class RowOfWeight:
 
 
 def group_name(function: str, group: object) -> str | None:
-    """Return the name of a process group, or None for None; raise a TypeError, naming ``function``, for the rest."""
+    """Return the name of a process group, or None for None; otherwise raise a TypeError that names ``function``."""
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(
             f"{function}: the group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as "

@@ -53,7 +53,7 @@ def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
 def share_states(model: nn.Module, parallel_dims: ParallelDims) -> None:
     """Make delayed scaling reduce amaxes over all ranks that have a part of the same tensor.
 
-    The model is built, and not parallelized yet.
+    Call this on a built model, before the model is parallelized.
 
     Raises:
         ValueError: ``spmd_backend`` is spmd_types, and tensor and pipeline parallelism are both enabled.
