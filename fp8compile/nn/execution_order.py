@@ -1,6 +1,6 @@
-"""Record the order in which observed layers run, to name the first operand that has a NaN.
+"""Record in which order the layers that a Monitor observes run, to name the first operand that has a NaN.
 
-Eager calls are recorded as they run. For compiled code, the order of the nodes in Dynamo's graph is taken.
+Eager calls are recorded as they run. For compiled code, the nodes of Dynamo's graph give the order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ExecutionOrder:
     """Records the order in which layers first run; a layer is identified by its statistics buffer.
 
     Args:
-        buffers: The buffers that statistics are added to, one for each observed weight.
+        buffers: The statistics buffers, one for each observed weight.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
@@ -56,10 +56,7 @@ def _note_graph(graph: fx.GraphModule, inputs: Sequence[Any], _: object) -> None
 
 
 def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
-    """Record the observed layers that a graph, or a region in it, runs, in the order of its nodes.
-
-    ``inputs`` are the graph's inputs, among them the layers' statistics buffers.
-    """
+    """Record the layers that a graph and its subgraphs run, in node order; ``inputs`` are the graph's inputs."""
     known: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -79,7 +76,7 @@ def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
 
 
 def note_call(buffer: Any) -> None:
-    """Record that the layer with this statistics buffer runs; does nothing for None."""
+    """Record that the layer with this statistics buffer runs; do nothing for None."""
     if buffer is not None:
         for order in EVERY:
             order.note(buffer)

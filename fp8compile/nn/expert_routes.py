@@ -51,14 +51,14 @@ class Routes:
         """Send rows to the ranks of their experts, and receive the rows for this rank's experts.
 
         Args:
-            rows: (N, K), N rows of K features, sorted by expert; `expert_routes` was given their counts. Rows after
-                the last expert are not sent.
+            rows: (N, K), sorted by expert, with the counts that `expert_routes` was given. Rows after the last
+                expert are not sent.
             recipe: Recipe of the layer that reads the rows. Codes of its input quantizer are sent, unless a GEMM reads
                 the input in high precision. None sends the rows unquantized.
 
         Returns:
-            (M, K), the dtype of ``rows``, sorted by this rank's experts. If codes were sent, these are their values.
-            With a capacity, M is the capacity times the ranks, and rows after the last expert are zeros. Without one,
+            (M, K), the dtype of ``rows``, sorted by this rank's experts; dequantized if codes were sent. With a
+            capacity, M is the capacity times the ranks, and rows after the last expert are zeros. Without a capacity,
             M is the number of rows received.
         """
         length = None if self.capacity is None else self.capacity * self.sent.shape[0]
@@ -107,10 +107,9 @@ def _is_read(counts: Tensor) -> bool:
 
 
 def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
-    """Return how many of this rank's rows exceed ``capacity``; in eager mode raise if any rank has such rows.
+    """Return how many rows of this rank exceed ``capacity``; in eager mode raise on all ranks if one exceeds it.
 
-    ``error`` is an error that this rank found, or None. All ranks of ``group`` raise together, so that none waits
-    forever.
+    All ranks of ``group`` also raise if one rank passes an ``error``.
     """
     found = sent.sum() - fitting(sent, capacity).sum()
     if not _is_read(found):
@@ -129,9 +128,9 @@ def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | 
 
 
 def _sizes(sent: Tensor, received: Tensor, error: Exception | None, group: str) -> Tensor:
-    """Return (2, R) on the host: numbers of rows sent to each of R ranks, and received from each rank.
+    """Return the numbers of rows sent to and received from each of R ranks, (2, R), on the host.
 
-    ``sent`` and ``received`` have these numbers by expert. If a rank has an ``error``, all ranks of ``group`` raise.
+    If one rank passes an ``error``, all ranks of ``group`` raise.
     """
     sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
     if _is_read(sizes):
@@ -149,13 +148,13 @@ def expert_routes(
 ) -> Routes:
     """Exchange the numbers of rows that each rank has for each expert. All ranks of the group call this.
 
-    Without a capacity, messages have exactly the rows that there are. The host reads their numbers once, and waits for
-    the device to compute them. With a capacity, the host reads nothing: each rank sends ``capacity`` rows to each
+    Without a capacity, messages have no padding, and the host reads the numbers of rows once, which waits for the
+    device. With a capacity, the host reads nothing: each rank sends ``capacity`` rows to each
     other rank, padded with zeros.
 
     Args:
         counts: (R * E,), int64 or int32, the number of rows that this rank has for each expert. The E experts of the
-            first rank come first, then those of the second rank.
+            first rank come first, then the E experts of the second rank.
         group: The R ranks.
         capacity: The number of rows that fit in the message of one rank to another. Rows that do not fit raise an
             error in eager mode. In compiled code the last rows of a message are not sent, `combine` returns zeros for

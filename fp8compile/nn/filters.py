@@ -45,7 +45,7 @@ LEAST_GAINING: dict[tuple[int, int] | str, int] = {
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
-    """Return K N / (K + N), for K in_features and N out_features: the greater, the more FP8 saves.
+    """Return K N / (K + N), for K in_features and N out_features, as a measure of how much time FP8 saves.
 
     It is proportional to the time that FP8 GEMMs save, divided by the time of the casts.
     """
@@ -53,10 +53,7 @@ def size_of_gain(in_features: int, out_features: int) -> int:
 
 
 def default_filter_reason(module: nn.Module, fqn: str) -> str | None:
-    """Return why FP8 can't speed up a layer on the device of its weights; None if it can.
-
-    ``fqn`` is not used; all filters take it.
-    """
+    """Return why FP8 can't speed up a layer on the device of its weights; None if it can. Ignores ``fqn``."""
     sizes = matrices(module)
     smallest = min(min(size) for size in sizes)
     if smallest < SMALLEST_DIM:
@@ -106,10 +103,10 @@ def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
 
 
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
-    """Make a function that returns why the filter leaves out a layer, given the layer and its name.
+    """Return a function (module, fqn) -> reason why the filter leaves the layer out; None if it is converted.
 
-    The function returns None for a layer that is converted. Without a filter, layers that FP8 can't speed up are left
-    out. ``fqns`` are the names of the model's layers; each pattern must match at least one of them.
+    Without a filter, layers that FP8 can't speed up are left out. ``fqns`` are the names of the model's layers; each
+    pattern must match at least one of them.
     """
     if filter is None:
         return default_filter_reason

@@ -22,9 +22,9 @@ FUNCTION = "freeze_weights"
 
 
 def _frozen(recipe: Recipe) -> Recipe | None:
-    """Return the recipe of a layer that keeps only the codes of its forward; None if the forward reads no codes.
+    """Return the recipe of a frozen layer, with the forward's codes only; None if the forward reads no codes.
 
-    If the backward would read other codes, grad_input multiplies the dequantized codes of the forward instead.
+    If the recipe has other codes for grad_input, the frozen layer's grad_input reads the forward's codes, dequantized.
     """
     if recipe.weight is None:
         return None
@@ -46,7 +46,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
 
 
 def _forward_set(weight: QuantizedParameter) -> QuantizedParameter:
-    """Return a quantized weight with the forward's codes only, without separate codes for grad_input."""
+    """Return a quantized weight without its separate codes for grad_input."""
     if weight.quantizer_for_grad_input is None:
         return weight
     found = QuantizedParameter.of_sets(weight.sets()[:1], weight.dtype, batch=weight.batch)

@@ -150,7 +150,7 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
 
 
 def only_given(**options: Any) -> dict[str, Any]:
-    """Return the keyword arguments that are not None, because other packages' PyTorch modes may not know the rest."""
+    """Return the keyword arguments that are not None; PyTorch modes of other packages may not know the others."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -167,7 +167,7 @@ def linear(
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, as the recipe says.
 
-    It is differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to autocast's dtype
+    It is differentiable once in x, weight and bias. Under ``torch.autocast`` these are cast to autocast's dtype
     first, as in ``torch.nn.functional.linear``. A traced graph has one node for it: ``fp8compile::linear``, or
     ``fp8compile::delayed_linear`` if the recipe has delayed scaling.
 
@@ -178,9 +178,9 @@ def linear(
         bias: Shape (out_features,), the dtype of ``x``, or None. The bias is added in this dtype.
         recipe: Quantizers for the operands of each GEMM.
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
-        outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's one scale, or its
-            outer scale, is computed from this amax. Weights that share the scale get the same amax. The amax is
-            ignored if the weight has only scales of blocks.
+        outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's scale, if it
+            is one number, or its outer scale is computed from this amax. Weights that share the scale get the same
+            amax. It is ignored if the weight has only scales of blocks.
         weight_codes: The codes of ``weight`` that output and grad_input multiply, if the layer keeps them
             (``Recipe.cache_weights``). They must be the codes that the recipe makes from ``weight``.
         observer: Buffers to which the backward adds statistics of the operands, from a `fp8compile.Monitor`.

@@ -114,10 +114,10 @@ def grouped_linear(
     weight_codes: Sets | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """Apply a linear layer to each group of rows, such as those of one expert, with FP8 GEMMs.
+    """Apply a linear layer to each group of rows, such as one expert's tokens, with FP8 GEMMs.
 
-    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, where ``start`` is the
-    previous group's entry in ``offsets`` and ``end`` the group's own. Each group has the codes and scales that
+    For each group it computes ``y[start:end] = x[start:end] @ weight[group].T + bias[group]``, with ``start`` 0 or
+    ``offsets[group - 1]`` and ``end`` ``offsets[group]``. Each group has the codes and scales that
     ``fp8compile.linear`` would have for its rows and matrix. The sizes of groups are data: the host never waits for
     them, and no graph is compiled again when they change.
 
@@ -143,8 +143,8 @@ def grouped_linear(
     Raises:
         TypeError: ``recipe`` is not a recipe, a dtype or layout is not supported, or dtypes differ.
         ValueError: Shapes or devices do not fit. Offsets decrease or exceed the rows (on a GPU an assertion on the
-            device). The recipe has delayed scaling, stochastic rounding with one level of scales, or blocks with
-            tokens of two groups.
+            device). The recipe has delayed scaling, stochastic rounding with one level of scales, or blocks that
+            hold tokens of two groups.
         RuntimeError: This device has no grouped GEMM for the recipe, or ``torch.jit.trace`` is running.
     """
     given = x, weight, offsets, bias

@@ -1,6 +1,6 @@
-"""Tables of all FP8 layers and of how forwards used their parameters.
+"""Tables of all FP8 layers, and of how forwards used the parameters of modules.
 
-They are tables and not attributes of modules, because Dynamo may guard on attributes.
+These are tables, and not attributes of modules, because Dynamo may guard on attributes.
 """
 
 from __future__ import annotations

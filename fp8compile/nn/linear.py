@@ -178,7 +178,7 @@ class Linear(CodesInState, nn.Linear):
         return linear(input, self.weight, self.bias, recipe=recipe, **beside)
 
     def cached_weights(self) -> dict[str, bool]:
-        """Return the parameters whose codes may be kept for a step, as ``{name: is stored transposed}``."""
+        """Return {name: is stored transposed} for the weights whose codes ``cache_weights`` keeps between steps."""
         return {"weight": False}
 
     def outer_amax(self) -> Tensor | None:
@@ -225,7 +225,7 @@ class Linear(CodesInState, nn.Linear):
         self.own_weight()
 
     def own_weight(self) -> None:
-        """Let a quantized weight with delayed scaling read its multiplier from this layer's buffers."""
+        """Connect a quantized weight with delayed scaling to the multiplier in this layer's buffers."""
         if self._delays_codes():
             local_itself(self.weight).state = RowOfWeight(self)
 
@@ -274,7 +274,7 @@ reach_codes(Linear, "weight")
 
 @cache  # the same object for all layers, because graphs have guards on its identity
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """Return the recipe without ``keep_weight_codes``: FSDP frees weights after the forward, and codes would stay."""
+    """Return the recipe without ``keep_weight_codes``: kept codes would outlive the weight that FSDP frees."""
     return replace(recipe, keep_weight_codes=False)
 
 

@@ -12,9 +12,9 @@ __all__ = ["MadeClass", "made_class"]
 
 
 class MadeClass:
-    """Base of classes that replace an instance's class and are made at run time from a user's class.
+    """Base of classes that are made at run time from a user's class, to replace the class of an instance.
 
-    Pickle can't find such a class by name, so pickles of instances name the function that makes it.
+    Pickle can't find these classes by name, so pickles of instances name the function that makes the class.
 
     Attributes:
         made_by: The function that made the class, and its arguments: ``made_by[0](*made_by[1:])`` is the class.
@@ -23,10 +23,7 @@ class MadeClass:
     made_by: ClassVar[tuple[Callable[..., type[Any]], Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Skip the user's ``__init_subclass__``, so that a registry of subclasses gets no made class.
-
-        ``kwargs`` are ignored.
-        """
+        """Ignore ``kwargs``, and skip the user's ``__init_subclass__``, which may register subclasses."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         reduced: Any = super().__reduce_ex__(max(operator.index(protocol), 2))
@@ -47,7 +44,7 @@ def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
 def made_class(base: type[Any], plain: type[Any], made_by: tuple[Any, ...], **attributes: Any) -> type[Any]:
     """Make a subclass of ``base`` and ``plain``, with the name and docstring of ``plain``.
 
-    ``made_by`` is a function with its arguments that makes this class again. ``attributes`` become the class's.
+    ``made_by`` is (function, *arguments) of a call that makes this class again. ``attributes`` are set on the class.
     """
     named = {"__module__": base.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     names: dict[str, Any] = {**named, "made_by": made_by, **attributes}

@@ -45,13 +45,13 @@ class MasterWeights(Optimizer):
     message for all weights. If something else wrote to a weight, such as ``load_state_dict`` of the model alone, the
     weight's master is reset to the values of the codes. Other parameters are updated directly.
 
-    Learning rate schedulers work with it; ``add_param_group`` does not. The state dict is that of the inner optimizer,
+    Learning rate schedulers work with it; ``add_param_group`` does not. The state dict is the inner optimizer's,
     with the master next to each weight's moments. Methods ``train`` and ``eval`` exist if the inner optimizer has
     them, as schedule-free optimizers do. A deep copy or a pickle has copies of the weights; a copy of ``(model,
     optimizer)`` has the weights of the copied model.
 
     Args:
-        optimizer: A class of ``torch.optim``, or one like it, whose step needs no closure.
+        optimizer: A class such as ``torch.optim.AdamW``, whose step needs no closure.
         params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them.
         keep: Whether masters are kept from step to step. If not, each step starts from the values of the codes, and
             without stochastic rounding it loses updates that are smaller than half the distance between codes.
@@ -63,10 +63,10 @@ class MasterWeights(Optimizer):
         options: Options of the optimizer.
 
     Raises:
-        TypeError: ``optimizer`` is not a class of optimizers, or its step needs a closure, as that of LBFGS does. Or
+        TypeError: ``optimizer`` is not a class of optimizers, or its step needs a closure, as LBFGS's does. Or
             ``moments`` is given, and the optimizer has no options for the dtypes of its moments.
         ValueError: ``rounding`` is neither of the two. Or it is stochastic, and a quantizer does not support
-            stochastic rounding, FSDP2 cuts blocks of a tensor parallel weight, or experts are spread over ranks.
+            stochastic rounding, FSDP2 shards a tensor parallel weight within blocks, or experts are spread over ranks.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class MasterWeights(Optimizer):
     def _stands_still(self) -> bool:
         """Whether all learning rates are 0, as when `torch.distributed.checkpoint` initializes states.
 
-        Such a step must not round: codes that were just loaded would be computed anew from dequantized values.
+        Masters are not rounded then, because codes that were just loaded would be made anew from dequantized values.
         """
         rates = [group.get("lr") for group in self.param_groups]
         return all(not (isinstance(rate, Tensor) and not rate.is_cpu) and rate == 0 for rate in rates)
@@ -188,7 +188,7 @@ class MasterWeights(Optimizer):
         self._show_state()
 
     def _check_exchanged(self) -> None:
-        """Raise a RuntimeError if other code has put quantized parameters without masters into the groups."""
+        """Raise a RuntimeError if the parameter groups have quantized parameters without masters."""
         if any(_is_quantized(p) and p not in self._masters for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "MasterWeights: quantized parameters of its groups are not those it was made of. Make it after "
@@ -210,10 +210,7 @@ class MasterWeights(Optimizer):
                 group["params"] = params
 
     def _share_groups(self, weights: list[list[Tensor]]) -> None:
-        """Share the inner optimizer's dicts of parameter groups.
-
-        ``weights`` has each group's parameters, which replace the masters in these dicts.
-        """
+        """Use the inner optimizer's parameter groups as this optimizer's, with ``weights`` in place of masters."""
         for group, params in zip(self.inner.param_groups, weights, strict=True):
             group["params"] = params
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
@@ -227,9 +224,9 @@ class MasterWeights(Optimizer):
         return weights, values, dtypes, self._rounding_of, [sharding_of(p) for p in params]
 
     def _take_over(self, params: list[Tensor]) -> None:
-        """Reset masters of parameters that other code has written to; new values are dequantized codes.
+        """Reset the masters of ``params`` that other code has written to; the new values are the dequantized codes.
 
-        A master that rounds to the present codes stays, so model and optimizer may be loaded in either order.
+        A master that rounds to the weight's codes stays, so model and optimizer may be loaded in either order.
         """
         written = [p for p in params if self._keep and local_itself(p).written]
         for p, is_same in zip(written, stand_for(*self._as_written(written)), strict=True):
@@ -244,12 +241,12 @@ class MasterWeights(Optimizer):
         return replace(quantizer, **rounding)
 
     def _fill(self, params: list[Tensor]) -> None:
-        """Set the masters of ``params`` to the values of their codes, if masters are not kept between steps."""
+        """Set the masters of ``params`` to the dequantized codes, unless masters are kept between steps."""
         for p in params if not self._keep else ():
             set_local_itself(self._masters[p], local_itself(p).dequantize(torch.float32))
 
     def _free(self) -> None:
-        """Replace masters by empty tensors, if they are not kept between steps, to free their memory."""
+        """Free the memory of the masters, unless masters are kept between steps."""
         for master in self._masters.values() if not self._keep else ():
             set_local_itself(master, torch.empty(0, device=master.device))
 
@@ -279,7 +276,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned; weights change only if the model's state is loaded."""
+        """Load a state from ``state_dict``: the inner optimizer's state and the masters. Codes don't change."""
         state = {index: dict(each) for index, each in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = [p for group in self.param_groups for p in group["params"]]

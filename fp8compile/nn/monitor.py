@@ -142,7 +142,7 @@ class Monitor:
         return self._steps % self._every == 0
 
     def step(self) -> None:
-        """Mark the end of a step. Call it after each optimizer step, after `read`, on all ranks.
+        """Mark the end of a step. Call it on all ranks after each optimizer step and after `read`.
 
         Raises:
             NonFiniteError: With ``stop_at_nonfinite``, if the reading of an earlier step found a NaN or an infinity.
@@ -222,7 +222,7 @@ class Monitor:
 
         Args:
             path: The file.
-            others: Further numbers of the step, such as ``loss=``. ``step=`` replaces the number of steps that ended.
+            others: Further numbers of the step, such as ``loss=``. ``step=`` replaces `steps`.
         """
         if not self.is_reading:
             return
@@ -279,9 +279,9 @@ class Monitor:
 
 
 def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
-    """Divide a weight's sums by how often they were added: per micro-batch and replica.
+    """Divide a weight's sums by the number of micro-batches and replicas that have added to the sums.
 
-    ``slot`` is the recipe's field of the operand; totals of other operands are returned unchanged.
+    Totals of other operands are returned unchanged; ``slot`` is the operand's field in the recipe.
     """
     if slot not in TENSORS["weight"] or not (passes := totals[PASSES]):
         return totals

@@ -51,7 +51,7 @@ class NonFinite:
     """Looks for the first operand with a NaN or an infinity, without making the host wait for the device.
 
     Args:
-        totals: Names of the sums that observers keep; one of these names is ``"nonfinite"``.
+        totals: Names of the sums in a statistics buffer; one of these names is ``"nonfinite"``.
     """
 
     def __init__(self, totals: str) -> None:

@@ -34,9 +34,7 @@ class Observed(Module):
     _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
 
     def observer(self, name: str, stack: Any = None) -> Observer | None:
-        """Return the buffers to which this forward's backward adds statistics of GEMMs with a weight.
-
-        None if no statistics are read in this step.
+        """Return the statistics buffers that a forward passes on for a weight; None if this step is not read.
 
         Args:
             name: The name of the weight.

@@ -48,7 +48,6 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """Return the quantizers of a layer's weights as it stores them: one, or two if grad_input reads separate codes."""
     slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
     return tuple(as_it_lies(layer, each) for each in slots)
 
@@ -131,7 +130,9 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
 
 
 def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
-    """Return the quantizers of a layer's weights as it stores them: one, or two if grad_input reads separate codes.
+    """Return the quantizers of a layer's weights: one, or two if grad_input reads separate codes.
+
+    The quantizers are transposed if the layer stores its weights transposed.
 
     Raises:
         ValueError: The weight can't be kept as codes; the text says why.
@@ -154,8 +155,7 @@ def put_codes(layer: Any, name: str, codes: QuantizedParameter) -> None:
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
     """Replace the weights of layers by codes and scales; shared weights stay shared.
 
-    `check_weights` has accepted the layers. ``keep_initial`` says whether a weight keeps the values that it was
-    quantized from.
+    `check_weights` has accepted the layers. With ``keep_initial``, a weight also keeps the values before quantization.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:

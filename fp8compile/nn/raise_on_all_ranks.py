@@ -1,6 +1,6 @@
 """Raise an error on all ranks if one rank finds it, so that no rank waits for another forever.
 
-The rank that finds an error sends `FOUND` instead of a number of rows.
+When ranks exchange their numbers of rows, the rank that found an error sends `FOUND`, -1, instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | No
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Context that adds to errors the note that other ranks wait for this rank."""
+    """Context that adds a note to errors: the other ranks wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -44,10 +44,9 @@ def noted() -> Iterator[None]:
 
 
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
-    """Raise the errors that ranks of a group found; all ranks call this once they know of an error.
+    """Raise the error that all ranks of a group found; raise a RuntimeError with all texts if the errors differ.
 
-    ``error`` is this rank's, or None. If all ranks found the same error, it is raised, else a RuntimeError with all
-    texts.
+    All ranks call this once they know of an error; ``error`` is this rank's error, or None.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

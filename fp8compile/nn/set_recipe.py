@@ -35,9 +35,9 @@ def _has_codes(recipe: Recipe) -> bool:
 
 
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
-    """Whether gradients multiply dequantized codes of the new ``forward`` recipe.
+    """Whether gradients multiply dequantized codes of the forward that `set_recipe` sets.
 
-    The layer's own recipe decides, or ``forward`` if it has no codes in the forward.
+    The layer's ``recipe`` decides if its forward has codes, else ``forward``.
     """
     if _has_codes(recipe):
         return recipe.dequantized_gradients
@@ -72,7 +72,7 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
         forward: The recipe whose ``input`` and ``weight`` quantizers and ``fast_accumulation_output`` the outputs use
             from now on. None computes outputs in the dtype of the weights, bit for bit as the reverted model does. If
             the layers' recipe has ``dequantized_gradients``, gradients multiply the dequantized values of the new
-            codes. With None they multiply the weights, until a forward with ``dequantized_gradients`` is set.
+            codes. With None, gradients multiply the weights, until a forward with ``dequantized_gradients`` is set.
 
     Returns:
         The model.

@@ -1,4 +1,4 @@
-"""Find the layers that share an outer scale, because a server multiplies their weights as one.
+"""Find the layers that share an outer scale, because an inference server fuses their weights into one matrix.
 
 share_outer_scale=[("q_proj", "k_proj", "v_proj")]  --modules of one parent--> groups of layers
 """
@@ -73,7 +73,7 @@ def scale_groups(model: nn.Module, recipes: Mapping[nn.Module, Recipe], given: o
         given: ``share_outer_scale`` of `fp8compile.convert`.
 
     Raises:
-        TypeError: ``given`` names no groups.
+        TypeError: ``given`` is neither True nor a list of groups of names.
         ValueError: No module has two layers of a group, or layers of a group can't share a scale.
     """
     groups, matched = [], set()

@@ -37,9 +37,9 @@ def _amax(weight: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> Te
 
 
 def shared_outer_amax(weights: Sequence[Tensor], quantizer: Quantizer) -> Tensor | None:
-    """Return the amax over several weights, cast to the dtype that layers compute in; (1,) float32.
+    """Return the amax over several weights, (1,) float32; None if the weights are kept as codes.
 
-    None if the weights are kept as codes, which have scales already.
+    Under autocast, the weights are first cast to autocast's dtype.
 
     Args:
         weights: Matrices, plain or all of them DTensors on one mesh.

@@ -57,15 +57,15 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
 
 
 def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
-    """Return why a DTensor can't be quantized with its placements, as when a shard ends within a block; or None."""
+    """Return why codes can't have a DTensor's placements, as when a shard ends within a block; None if they can."""
     reasons = (_why_not(weight.shape, weight.device_mesh, weight.placements, each) for each in quantizers)
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
-    """Return the placements of the scale of ``own``, the codes of a DTensor, on the DTensor's mesh.
+    """Return the placements of the scale of ``own``, the codes of a DTensor.
 
-    On mesh dims whose ranks share blocks the scale is replicated, on all others placed like the codes.
+    The scale is replicated on mesh dims whose ranks share blocks, and placed like the codes on all others.
     """
     from torch.distributed.tensor import Replicate
 
@@ -78,9 +78,9 @@ def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
 
 
 def placements_of_outer_scale(weight: DTensor) -> list[Any]:
-    """Return the placements of the outer scales of a DTensor of codes on its mesh.
+    """Return the placements of the outer scales of a DTensor of codes.
 
-    On mesh dims whose ranks have whole matrices they are sharded like the codes, on all others replicated.
+    They are placed like the codes on mesh dims that shard stacked matrices, and replicated on all others.
     """
     from torch.distributed.tensor import Replicate
 

@@ -76,13 +76,13 @@ class UngatheredStack:
         return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups, self.spread)
 
     def to_local(self) -> UngatheredStack:
-        """Return the weights of the experts that expert parallelism gave this rank; without it, all."""
+        """Return this rank's part of the stack under expert parallelism; the stack itself without it."""
         if self.spread is None:
             return self
         return UngatheredStack(self.shard, self.rows, self.dtype, self.spread[2])
 
     def to(self, dtype: torch.dtype) -> UngatheredStack:
-        """Return this object; raise a TypeError if ``dtype`` is not its dtype."""
+        """Return the stack unchanged; raise a TypeError if ``dtype`` is not its dtype."""
         if dtype != self.dtype:
             raise TypeError(
                 f"the weights of experts are used in {self.dtype} and the module casts them to {dtype}. Give "

@@ -22,10 +22,10 @@ __all__ = ["on_the_wire"]
 
 
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """View codes as the dtype to gather: float8 if async tensor parallelism can fuse the gather, else uint8.
+    """View codes as float8, to gather them, if async tensor parallelism can fuse the gather; else keep uint8.
 
-    Inductor's pass ignores gathers of uint8, and takes one scale for a tensor or for each row of a matrix. Other
-    codes, and all codes on a CPU, stay uint8.
+    Inductor's pass ignores gathers of uint8. It takes codes with one scale for a tensor, or for each row of a matrix.
+    All other codes, and all codes on a CPU, stay uint8.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):
@@ -35,7 +35,7 @@ def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _source(node: Any) -> tuple[fx.Node, list[Any]]:
-    """Follow a chain of reshapes back; returns the node before the chain, and the reshapes in order."""
+    """Follow a chain of reshapes back; return the node before the chain, and the reshapes in order."""
     reshapes: list[Any] = []
     while node.target is torch.ops.aten.reshape.default:
         reshapes.insert(0, node)
@@ -54,10 +54,7 @@ def _has_plain_scales(product: fx.Node) -> bool:
 
 
 def _is_of_reshaped_bytes(match: Any) -> bool:
-    """Whether the matched node is a view of bytes as float8 that `_straighten` can move or remove.
-
-    Only GEMMs may read it, as left operand.
-    """
+    """Whether `_straighten` can change the matched view as float8: only GEMMs read it, as left operand."""
     node = match.nodes[-1]
     if not _compat.async_tp() or not all(_has_plain_scales(user) and user.args[0] is node for user in node.users):
         return False
@@ -70,10 +67,7 @@ def _is_of_reshaped_bytes(match: Any) -> bool:
 
 
 def _straighten(match: Any, *_: Any) -> None:
-    """Move the matched view as float8 before the reshapes of its bytes.
-
-    If the bytes are themselves a view of a float8 tensor, that tensor is reshaped instead.
-    """
+    """Move the matched view as float8 before the reshapes of its bytes; drop it if the bytes were float8 before."""
     node = match.nodes[-1]
     found: Any
     source, reshapes = _source(node.args[0])
@@ -103,7 +97,7 @@ def _is_no_reshape(match: Any) -> bool:
 
 
 def _drop(match: Any, *_: Any) -> None:
-    """Remove a matched reshape that changes nothing; PyTorch's pass would take it to add dims."""
+    """Remove a matched reshape to the same shape; PyTorch's pass would assume that the reshape adds dims."""
     node = match.nodes[-1]
     node.replace_all_uses_with(node.args[0])
     match.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Collectives that quantization needs; in a compiled graph each is a node."""
+"""Collectives that quantization needs. In a compiled graph, each collective is one node."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @inductor.once_a_graph
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
-    """The largest amax over the ranks of a group; NaN if any rank has a NaN.
+    """Return the largest amax over the ranks of a group; NaN if any rank has a NaN.
 
-    ``amax`` is nonnegative float32 of any shape. The maximum is computed on the bits, because gloo's float maximum
-    loses the NaN of another rank. Bits of nonnegative floats, read as integers, have the same order as the floats, and
-    NaN is larger than all numbers.
+    ``amax`` is nonnegative float32 of any shape. The maximum is taken over the floats' bits as integers, which have
+    the same order with NaN last, because gloo's float maximum loses the NaN of another rank.
     """
     from torch.distributed import _functional_collectives as funcol
 
@@ -90,7 +89,7 @@ def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[Proces
 
 
 def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
-    """The largest or smallest value over the ranks of a group; NaN if any rank has a NaN.
+    """Return the elementwise maximum or minimum over the ranks of a group; NaN if any rank has a NaN.
 
     ``reduction`` is ``"max"`` or ``"min"``. ``x`` is float32, bfloat16, float16 or of an integer dtype; the result has
     its shape and dtype.
@@ -155,10 +154,10 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
 def reduce_scatter(
     x: Tensor, reduction: str, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str
 ) -> Tensor:
-    """Sum or average (``reduction`` ``"sum"`` or ``"avg"``) over ranks; returns a shard along ``dim``.
+    """Sum or average ``x`` over ranks, and return this rank's shard along ``dim``.
 
-    ``x`` has the shape of the whole result. The shard is that of ``rank``, this rank's number. ``sizes`` has the size
-    of each rank's shard along ``dim``; sizes may differ and be 0.
+    ``reduction`` is ``"sum"`` or ``"avg"``. ``rank`` is this rank's number. ``sizes`` has the size of each rank's
+    shard along ``dim``; sizes may differ and be 0.
     """
     dim, largest = dim % x.ndim, max(sizes)
     if any(size != largest for size in sizes):

@@ -1,7 +1,7 @@
 """fp8compile::count_cast: count the underflows and the saturations in each row of a cast.
 
 Underflows are nonzero values with code 0. Both counts are halves of one integer, so that a cast gets only one more
-reduction. The op has a lowering of its own: Inductor would otherwise store the summand of each element.
+reduction. The op has a lowering of its own: Inductor would otherwise write each element's count to memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["count_cast", "half_of", "in_halves"]
 
 
 def _dtype(size: Any) -> torch.dtype:
-    """The smallest of int16, int32, int64 whose halves can both count up to ``size``; int64 for a symbol."""
+    """Return the smallest of int16, int32 and int64 whose halves can count to ``size``; int64 for a symbolic size."""
     if not isinstance(size, int):
         return torch.int64
     return torch.int16 if size < 1 << 8 else torch.int32 if size < 1 << 16 else torch.int64
@@ -31,7 +31,7 @@ def _shift(dtype: torch.dtype) -> int:
 
 
 def half_of(counts: Tensor, half: int) -> Tensor:
-    """Extract one count from a result of `count_cast`, int64: underflows (``half`` 0) or saturations (1)."""
+    """Return one count, int64, from a result of `count_cast`: underflows (``half`` 0) or saturations (1)."""
     shift = _shift(counts.dtype)
     return (counts.long() >> shift * half) & ((1 << shift) - 1)
 

@@ -1,10 +1,9 @@
 """Statistics (amax, underflows, saturations) that casting kernels also compute, for a Monitor.
 
 An op whose name ends in ``_counted`` launches the same kernel as the op without that ending. It returns the same
-results, then ``counts``, int32 (directions, 3, programs): the three numbers of `COUNTED` for the codes along rows and
-along columns (directions), from each program of the kernel. The amax is stored as float32 bits. The tensor's amax is
-the maximum over programs; its underflows and saturations are sums. For stacked matrices, programs are sorted by
-matrix.
+results, then ``counts``, int32 (directions, 3, programs): the three statistics of codes along rows and of codes along
+columns, from each program of the kernel. The amax is stored as float32 bits. The tensor's amax is the maximum over
+programs; its underflows and saturations are sums. For stacked matrices, programs are sorted by matrix.
 
 Kernels of groups accumulate per group instead: ``counts`` is int64 (directions, 3, E) for E groups.
 """
@@ -67,15 +66,15 @@ def counts_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Tens
 
 
 def counts_of_blocks(values: Tensor, codes: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """Compute `counts_of` for a matrix with one code per byte, from the grid ``scale``."""
+    """Compute `counts_of` for a matrix with one code per byte; ``scale`` has one entry for each block."""
     scales = expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
     return counts_of(values, codes, scales, quantizer.element_format())
 
 
 def counts_of_steps(each: Sequence[Tensor], programs: int) -> Tensor:
-    """Lay out statistics in the shape that a kernel writes, (directions, 3, programs).
+    """Return statistics of casts in the shape of a kernel's statistics, (directions, 3, programs).
 
-    ``each`` has one (3,) from `counts_of` for each direction; program 0 gets these numbers, other programs get zeros.
+    ``each`` has the result of `counts_of` for each direction. It is stored for program 0; other programs get zeros.
     """
     found = torch.stack(list(each)).unsqueeze(-1)
     return torch.nn.functional.pad(found, (0, programs - 1)) if programs else found[..., :0]
@@ -112,7 +111,7 @@ def counts_of_groups(
 
 
 def pieces_of_counts(counts: Tensor, name: str, matrices: int) -> Tensor:
-    """Return one statistic of `COUNTED` as (matrices, values to combine).
+    """Return one statistic as (matrices, partial values), by its ``name`` in `COUNTED`.
 
     ``counts`` is (3, programs) or (3, E). ``matrices`` is the number of stacked matrices or of groups, else 1.
     """

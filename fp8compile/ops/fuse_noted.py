@@ -1,7 +1,7 @@
 """Graph pass that replaces separate quantizations of related tensors by `quantize_several`, one kernel.
 
     traced       x --amax, scale, cast--> codes, scale --noted_codes--> product
-    joint graph  for each set of matrices of one read: quantize_several --> codes, scales; all marks are removed
+    joint graph  for each set of related tensors: quantize_several --> codes, scales; all marks are removed
 
 The op `noted_codes` marks which tensor was quantized. The pass runs before PyTorch cuts the graph into forward and
 backward; the replaced steps are dead code.
@@ -54,12 +54,12 @@ class _Matrix:
         return [self.rows, self.columns] if self.rows else [self.columns]
 
     def quantizers(self) -> tuple[Any, Any]:
-        """Return the quantizers along rows and along columns; None for a direction without one, or with two."""
+        """Return the quantizers along rows and along columns; None for a direction that has not exactly one."""
         rows, columns = ({note.args[3] for note in notes} for notes in (self.rows, self.columns))
         return tuple(each.pop() if len(each) == 1 else None for each in (rows, columns))  # type: ignore[return-value]
 
     def direction_of(self, quantizer: Any) -> int | None:
-        """Return the index, among the kernel's directions, in which ``quantizer`` casts the matrix."""
+        """Return the index of the direction in which ``quantizer`` casts the matrix; None if it does not."""
         own = self.quantizers()[not self.rows :]
         return own.index(quantizer) if quantizer in own else None
 
@@ -68,8 +68,8 @@ def fuse_noted(graph: fx.Graph) -> None:
     """Replace quantizations by calls of `quantize_several` where that reads fewer bytes, and remove all marks.
 
     Matrices that are quantized in both directions and computed from a common tensor form a set. A matrix quantized
-    along columns alone joins a set whose tensors it is computed from. A matrix that other nodes read, a part of a
-    matrix and a transposed matrix are left alone, because the kernel would have to store them.
+    along columns alone joins a set whose tensors it is computed from. A matrix along rows that other nodes read, a
+    part of a matrix and a transposed matrix are left alone, because the kernel would have to store them.
     """
     matrices = _matrices(graph)
     used = _read_beside(graph, {note for each in matrices for note in each.notes()})
@@ -97,7 +97,7 @@ def _matrices(graph: fx.Graph) -> list[_Matrix]:
 
 
 def _read_beside(graph: fx.Graph, notes: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that are still read if the marked quantizations are removed."""
+    """Return the nodes that the graph still reads if ``notes`` are removed."""
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node not in notes and (node in read or node.op == "output" or node.is_impure()):
@@ -109,7 +109,7 @@ def _read_beside(graph: fx.Graph, notes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _sets(matrices: list[_Matrix]) -> list[list[_Matrix]]:
-    """Return sets of matrices that one kernel quantizes; those in both directions come first."""
+    """Group matrices that one kernel quantizes into sets; in a set, matrices with both directions come first."""
     leaves = {each: inductor.leaves_of(each.source) for each in matrices}
     sets: list[list[_Matrix]] = []
     for matrix in (each for each in matrices if is_pair(*each.quantizers())):

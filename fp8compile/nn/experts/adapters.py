@@ -23,7 +23,7 @@ def takes_additions(module: nn.Module) -> bool:
 def add_to_product(module: nn.Module, weight: str, added: Added) -> None:
     """Make a module add ``added(x, offsets)`` to products of rows ``x`` with the weight named ``weight``.
 
-    An earlier addition is replaced. ``offsets`` has the end of each expert's rows.
+    Replaces an earlier addition. ``offsets`` are the ends of the experts' rows.
     """
     vars(module).setdefault(NAME, {})[weight] = added
 
@@ -34,9 +34,9 @@ def no_longer_add(module: nn.Module, weight: str) -> None:
 
 
 def with_additions(module: Any, weight: str, x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
-    """Return ``y`` plus the addition that `add_to_product` set for the weight named ``weight``.
+    """Return ``y`` plus what `add_to_product` adds for the weight named ``weight``; ``y`` if nothing is set.
 
-    ``y`` is the product of the rows ``x`` and this weight; ``offsets`` are the ends of the experts' rows.
+    ``y`` is the product of the rows ``x`` and the weight; ``offsets`` are the ends of the experts' rows.
     """
     own = getattr(module, NAME, None)
     if not own or weight not in own:

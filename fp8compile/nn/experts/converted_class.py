@@ -81,7 +81,7 @@ class ConvertedModule(CodesInState, MadeClass):
         return bool(self._quantized_parameters())
 
     def cached_weights(self) -> dict[str, bool]:
-        """Return the parameters whose codes may be kept for a step, as ``{name: is stored transposed}``."""
+        """Return {name: is stored transposed} for the weights whose codes ``cache_weights`` keeps between steps."""
         return {} if self._host.observed is not None else dict.fromkeys(layout_of(self).weights, is_transposed(self))
 
 
@@ -96,7 +96,7 @@ class ConvertedExperts(ConvertedModule):
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
-        """Raise a ValueError if experts can't run with the recipe, such as one with delayed scaling."""
+        """Raise a ValueError if experts can't run with the recipe, for example with delayed scaling."""
         check_recipe_of_groups(recipe)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -135,7 +135,7 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
-    """Return the FP8 class for modules of the class ``plain``, which a registered `Host` describes."""
+    """Return the FP8 class for modules of class ``plain``; a `Host` must be registered for the class."""
     host = host_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
     assert host is not None
     return class_by(host, plain)  # type: ignore[arg-type]  # classes are hashable

@@ -29,7 +29,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Description of a kind of modules of another library: classes, matrices, and the method in FP8."""
+    """Describes which classes of another library are converted, and how their modules multiply in FP8."""
 
     # Returns whether a class is of this kind. It looks at the class only, and imports nothing.
     takes: Callable[[type[nn.Module]], bool]
@@ -46,10 +46,7 @@ class Host:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the 3-D parameters of a module, which are stacked weights of experts, by name.
-
-    If a parameter is parametrized, its original is returned.
-    """
+    """Return the 3-D parameters of a module (stacked weights of experts) by name; originals if parametrized."""
     own = dict(module.named_parameters(recurse=False))
     for name, computed in getattr(module, "parametrizations", {}).items():
         own.update((name, original) for original in computed.parameters(recurse=False))
@@ -57,7 +54,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """Return the module name and the qualified name of a class's forward; of a decorator's wrapper if it has one."""
+    """Return the module name and qualified name of the code of ``cls.forward``, which may be a decorator's wrapper."""
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")

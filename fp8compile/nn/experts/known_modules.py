@@ -47,7 +47,7 @@ def host_of(module: nn.Module) -> Host | None:
 
 
 def is_hosted(module: nn.Module) -> bool:
-    """Whether a registered `Host` describes a module, converted or not, and the module has matrices."""
+    """Whether a registered `Host` describes a module, converted or not, and finds weights in the module."""
     host = host_of(module)
     return host is not None and (host.layout is not None or bool(stacks(module)))
 
@@ -64,10 +64,7 @@ def _host(module: nn.Module) -> Host:
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:
-    """Return why a module's weights can't be kept or gathered as codes; None if they can.
-
-    Linear layers' weights always can; experts' weights can if they are 3-D parameters of the module itself.
-    """
+    """Return an error text if a module's experts can't be codes, as they are not its own 3-D parameters; else None."""
     host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
         return None

@@ -1,7 +1,8 @@
-"""Count this rank's rows that did not fit into the messages of a module of experts.
+"""Count the rows that this rank drops because the messages to experts on other ranks have a capacity.
 
-The counter is a plain tensor attribute of the module, on the device of its parameters. It is not a buffer, because
-DistributedDataParallel would overwrite it with one rank's counter, and ``to_empty`` would leave it uninitialized.
+The counter is a plain tensor attribute of the experts' module, on the device of its parameters. It is not a buffer,
+because DistributedDataParallel would overwrite it with one rank's counter, and ``to_empty`` would leave it
+uninitialized.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NAME = "overflowed_rows"
 
 
 def counter_of(module: nn.Module) -> Tensor | None:
-    """Return a module's counter of rows that did not fit, () int64; None if messages have no capacity."""
+    """Return a module's counter of dropped rows, () int64; None if messages have no capacity."""
     return vars(module).get(NAME)
 
 
@@ -27,15 +28,12 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def start_counting(module: nn.Module) -> None:
-    """Give a module of experts a counter of rows that did not fit, which starts at 0."""
+    """Give a module of experts a counter of dropped rows, which starts at 0."""
     setattr(module, NAME, keep_address(torch.zeros((), dtype=torch.int64, device=_device(module))))
 
 
 def place_counter(module: nn.Module) -> None:
-    """Move a module's counter, if any, to the device of the module's parameters.
-
-    A counter on the meta device becomes 0.
-    """
+    """Move a module's counter, if any, to the device of its parameters; a counter on the meta device becomes 0."""
     counter = counter_of(module)
     if counter is None or counter.device == _device(module):
         return
@@ -45,9 +43,6 @@ def place_counter(module: nn.Module) -> None:
 
 
 def count(module: nn.Module, rows: Tensor) -> None:
-    """Add ``rows``, a number of rows as () int64, to a module's counter.
-
-    A forward that checkpointing repeats adds nothing.
-    """
+    """Add ``rows``, () int64, to a module's counter, except when checkpointing repeats a forward."""
     counter = getattr(module, NAME)
     counter.copy_(counted(counter, rows))

@@ -58,9 +58,9 @@ def register_experts(
     A converted module gets a subclass of its class, in which ``replacement`` replaces ``method``. Subclasses that
     inherit the method are converted too.
 
-    FSDP gathers codes of the matrices, and ``quantized_parameters=True`` keeps their codes, on two conditions: the
-    matrices are the module's own 3-D parameters, (experts, out_features, in_features), and ``replacement`` uses the
-    matrices only in products.
+    FSDP can gather codes, and ``quantized_parameters=True`` can replace the weights by codes, on two conditions: the
+    weights are the module's own 3-D parameters, (experts, out_features, in_features), and ``replacement`` uses the
+    weights only in products.
 
     Args:
         cls: The class.

@@ -21,9 +21,9 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
-    """Return the numbers of scores that a router may have: the experts of this rank, or of all ranks.
+    """Return how many scores a router may give a token: one per expert of this rank, or of all ranks.
 
-    The number on all ranks is the attribute ``num_experts`` of ``experts`` or ``beside``.
+    The number on all ranks is the attribute ``num_experts`` of ``experts`` or of a module in ``beside``.
     """
     own = layout_of(experts).num_experts
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
@@ -41,9 +41,9 @@ def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
 
 
 def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
-    """Return the routers among the siblings of ``experts`` and of the modules around them, `LEVELS` levels up.
+    """Return the routers among the siblings of ``experts``, or of the closest ancestor of ``experts`` that has any.
 
-    ``parents`` has each module's parents. Levels without siblings that have matrices don't count.
+    ``parents`` has each module's parents. The search ends after `LEVELS` levels with siblings that have matrices.
     """
     below, level = {experts}, 0
     while below and level < LEVELS:

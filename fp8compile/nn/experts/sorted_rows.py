@@ -15,7 +15,7 @@ __all__ = ["SortedRows", "sorted_rows", "summed"]
 
 
 class SortedRows(NamedTuple):
-    """Rows of tokens sorted by expert: the rows, the factors of their results, and the token of each row."""
+    """Rows of tokens sorted by expert, with the router's weight and the token of each row."""
 
     x: Tensor  # (R, hidden), the rows; R = tokens * top_k
     weights: Tensor  # (R, 1), the factor of each row's result
@@ -26,7 +26,7 @@ class SortedRows(NamedTuple):
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:
-    """Raise unless each index names an expert of this rank, or is ``num_experts`` for another rank's."""
+    """Raise unless each index is 0 to ``num_experts``, which stands for an expert of another rank."""
     is_right = ((index >= 0) & (index <= num_experts)).all()
     rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":
@@ -65,9 +65,9 @@ def sorted_rows(
 
 
 def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
-    """Sum the results of each token's experts, times their factors, to (tokens, hidden).
+    """Sum the results of each token's experts, times the router's weights, to (tokens, hidden).
 
-    ``y`` is (R, hidden), the results of the R ``rows``. ``recipe`` belongs to the GEMMs that read the rows.
+    ``y`` is (R, hidden), the results of the R ``rows``. ``recipe`` is the recipe of the experts' GEMMs.
     """
     y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
     return y.view(*rows.shape, y.shape[-1]).sum(dim=1)

@@ -86,7 +86,7 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
-    """Return the ranks that stacked weights of experts are spread over; None if each has all experts."""
+    """Return the process group over which stacked weights of experts are spread; None if they are not."""
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
             return None

@@ -1,8 +1,8 @@
 """Experts of transformers: each token goes to the few experts that its router chose.
 
-transformers' `use_experts_implementation` replaces the forward of such a module by one that looks up an implementation
-in the model's config. It sets flags on the module: transposed weights, biases, a gate, a norm after the experts. The
-forward here reads these flags too.
+transformers' `use_experts_implementation` replaces the forward of an experts module by one that looks up an
+implementation in the model's config. The decorator also sets flags on the module: transposed weights, biases, a gate,
+a norm after the experts. The forward here reads these flags too.
 """
 
 from __future__ import annotations
@@ -44,10 +44,7 @@ def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
 
 
 def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """Raise unless the arguments of a call of experts fit each other and the module ``self``.
-
-    The arguments are hidden_states (tokens, features) and, for each token, the indices and weights of its experts.
-    """
+    """Raise unless the arguments of a call of experts fit each other and the module ``self``."""
     what = f"{type(self).__name__}:"
     weight = getattr(self, "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj")
     features = weight.shape[-2 if self.is_transposed else -1]
@@ -75,9 +72,9 @@ def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 
 def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's share, about (tokens / R, ...), of a tensor that all R ranks of ``mesh`` have.
+    """Return this rank's part, along dim 0, of a tensor that is the same on all ranks of ``mesh``.
 
-    If all ranks sent all tokens, the experts' gradients would count each token R times.
+    If all ranks sent all tokens, the experts' gradients would count each token once per rank.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -86,10 +83,7 @@ def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
-    """Gather the shares of tokens of all ranks of ``mesh`` to (tokens, features) on each rank.
-
-    It undoes `_own_share`; ``local`` is this rank's share, and ``tokens`` the number of all tokens.
-    """
+    """All-gather the parts of tokens that `_own_share` made to (tokens, features)."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     shape = Size((tokens, local.shape[1]))
@@ -106,7 +100,7 @@ def _rows(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
 
 def _products(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
-    """Compute the experts' results for rows ``x``, whose ends for each expert are ``offsets``."""
+    """Compute the experts' results for rows ``x``; ``offsets`` are the ends of the experts' rows."""
     has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
     inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
     inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
@@ -135,10 +129,10 @@ def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts' results, (tokens, hidden), in the input's dtype.
+    """Return the weighted sum of the results of each token's experts, (tokens, hidden), in the input's dtype.
 
-    For the arguments see `sorted_rows`. If ranks have the same tokens, each rank computes a share of these tokens, and
-    all ranks get all results.
+    For the arguments see `sorted_rows`. If ranks have the same tokens (``dispatch_options.same_tokens``), each rank
+    computes a part of the tokens, and the results are all-gathered.
     """
     given = hidden_states, top_k_index, top_k_weights
     group, mesh = group_of_experts(self.down_proj), self.dispatch_options.same_tokens

@@ -22,7 +22,7 @@ def _product(self: Any, x: Tensor, name: str, matrices: Any, offsets: Tensor, *,
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
-    """Llama 4's forward of experts in FP8: map (experts * tokens, hidden) to the same shape.
+    """Compute Llama 4's experts in FP8: map (experts * tokens, hidden) to the same shape.
 
     Each expert gets all tokens; tokens that chose another expert are zeros.
     """
@@ -37,7 +37,7 @@ def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
-    """JetMoE's forward of experts in FP8: map (rows, in_features) to (rows, out_features).
+    """Compute JetMoE's experts in FP8: map (rows, in_features) to (rows, out_features).
 
     The first ``expert_size[0]`` rows go to the first expert, and so on.
     """
@@ -62,7 +62,7 @@ def _dbrx_layout(module: Any) -> Layout:
 
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """DBRX's forward of experts in FP8: map (batch, ..., hidden) to (batch, tokens / batch, hidden).
+    """Compute DBRX's experts in FP8: map (batch, ..., hidden) to (batch, tokens / batch, hidden).
 
     For ``top_k_index`` and ``top_k_weights`` see `sorted_rows`.
     """

@@ -21,8 +21,8 @@ def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, 
 
     Args:
         graph: The graph.
-        inputs: The graph's inputs, in the order of the graph's placeholders.
-        owners: The parameters of the model's modules, found by their memory.
+        inputs: The graph's inputs, in the order of the placeholders.
+        owners: Finds the parameters of the model's modules by their memory.
         traced: The class whose method was traced. A node without an ``nn_module_stack`` belongs to this method.
     """
     given = [_value_of_input(each, owners) for each in inputs]
@@ -53,9 +53,9 @@ class _Reading:
                 values[node] = self._called(graph, node, values)
 
     def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
-        """Return the parameters that a node's result is computed from, and record how the node uses them.
+        """Record how a node uses parameters; return the parameters that its result is computed from, or None for data.
 
-        ``values`` has these parameters for each earlier node; None stands for data.
+        ``values`` has the same for each earlier node.
         """
         given: list[fx.Node] = []  # a node that is given twice is in the list twice
         fx.map_arg((node.args, node.kwargs), given.append)
@@ -83,7 +83,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _graphs_in(graph: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """Yield the graphs among a node's arguments, such as the body of a checkpoint or of a region."""
+    """Yield the subgraphs among a node's arguments, such as the body of a checkpoint."""
     for each in node.all_input_nodes:
         if each.op == "get_attr" and isinstance(found := getattr(graph, str(each.target), None), fx.GraphModule):
             yield found

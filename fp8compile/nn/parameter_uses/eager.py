@@ -36,11 +36,11 @@ def running_method() -> str:
 
 
 class Watching(_compat.OnlookingMode):
-    """Mode that follows parameters through every operator that runs inside, and collects their uses.
+    """Dispatch mode that follows parameters through all operators in its context, and collects their uses.
 
     Attributes:
         uses: The uses that were seen.
-        owners: The parameters of the watched modules, by their memory.
+        owners: Finds the watched modules' parameters by their memory.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -40,8 +40,6 @@ class _Traced:
 
 
 class _Running(threading.local):
-    """The mode that watches a forward in this thread, if any, and the module whose call ends the watching."""
-
     module: nn.Module | None = None  # the module whose call ends the watching; None if `watched` ends it
     watching: Watching | None = None  # the mode that watches; None if no forward is watched
     is_untold: bool = False  # whether code runs inside `untold`, and warns about nothing
@@ -62,7 +60,7 @@ RUNNING = _Running()
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Context in which no forward counts as the first one after `convert`, and no warning is issued.
+    """Context without warnings, in which a forward does not count as the first forward after `convert`.
 
     The caller reports the uses of parameters itself.
     """
@@ -105,10 +103,10 @@ def _hook(module: nn.Module) -> None:
 
 
 def stop_watching(model: nn.Module) -> None:
-    """Remove the hooks that `watch_first_forward` registered; strict layers stay strict.
+    """Remove the hooks that `watch_first_forward` registered.
 
-    Compiled code has a guard on the number of hooks. If Dynamo has traced a module's hooks after the registration, the
-    hooks stay and do nothing.
+    If Dynamo has traced any module's hooks since then, the hooks stay and do nothing: compiled code has a guard on the
+    number of hooks.
     """
     if vars(model).pop(WATCHED, None) != _Traced.count:
         return
@@ -120,9 +118,9 @@ def stop_watching(model: nn.Module) -> None:
 
 @_compat.constant_when_traced
 def _note_traced() -> None:
-    """Record that Dynamo has traced a module's hooks, and therefore has a guard on their number.
+    """Count how often Dynamo has traced a module's hooks, and so has guarded the number of hooks.
 
-    The record is global: an attribute of the module would be guarded too, and blocks could not share code.
+    The count is global: an attribute of the module would be guarded too, and blocks could not share code.
     """
     _Traced.count += 1
 
@@ -162,7 +160,7 @@ def _finish(module: nn.Module) -> None:
 
 
 def _in_graph(graph: fx.GraphModule, inputs: Sequence[Any], traced: object) -> None:
-    """Record how a graph that Dynamo made uses parameters, and issue the warning that `_told` returns.
+    """Record how a graph from Dynamo uses parameters; warn of weights that are multiplied outside FP8 layers.
 
     ``inputs`` are the graph's inputs, and ``traced`` is the module whose method was traced.
     """
@@ -179,7 +177,7 @@ _compat.when_graph_is_made(_in_graph)
 def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
     """Keep ``uses`` for the report, and return a warning about weights multiplied outside of layers, or "".
 
-    If such a layer is strict, raise ``error`` with the text instead.
+    Raise ``error`` with the warning's text instead if one of the layers was converted with ``strict=True``.
     """
     uses = settled(uses, owners)
     weights = {slot for layer in CONVERTED for slot in weight_slots(layer)}

@@ -69,9 +69,9 @@ def _kind_of(op: Any) -> Kind:
 
 
 def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
-    """Return what the result of ``op`` is computed from, and the parameters that it combines with data, by kind.
+    """Return the parameters that the result of ``op`` is computed from, and the parameters that meet data, by `Kind`.
 
-    ``operands`` are the values of its tensor arguments: sets of parameters, or None for data.
+    ``operands`` has a set of parameters for each tensor argument. None instead of a set stands for data.
     """
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in LAYERS:

@@ -1,4 +1,4 @@
-"""Find the modules of a parameter by its memory, as views and gathered weights are other objects."""
+"""Find the modules of a parameter by its memory: views and gathered weights are other tensor objects."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Owners:
             slots.add((module, name))
 
     def of(self, memory: Hashable, tensor: Any) -> Value:
-        """Return the parameters in the memory ``memory``; None if there are none.
+        """Return the parameters in ``memory``, the key of a tensor's memory; None if it is not a parameter's memory.
 
-        If several share it, the one at the offset of ``tensor`` is returned.
+        If several parameters lie in this memory, the parameter at the offset of ``tensor`` is returned.
         """
         if memory not in self.parts and isinstance(tensor, nn.Parameter):
             self.refresh()

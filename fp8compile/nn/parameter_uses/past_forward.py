@@ -20,9 +20,9 @@ KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
-    """Return {layer: method} for layers whose weight a method of a PyTorch module multiplies itself.
+    """Return {layer: method} for layers whose weight a PyTorch module multiplies without calling the layer.
 
-    An example is ``nn.MultiheadAttention``, which never calls its ``out_proj``.
+    An example is the ``out_proj`` of ``nn.MultiheadAttention``.
     """
     return {
         getattr(module, name): f"{cls.__name__}.forward"
@@ -43,8 +43,7 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
 def settled(uses: Uses, owners: Owners) -> Uses:
     """Return a copy of ``uses`` without uses of tied weights that need no warning.
 
-    If a layer multiplies its weight in FP8, a module that shares it, such as an embedding, may use it in high
-    precision.
+    No warning is needed if a layer multiplies the weight in FP8 and another module, such as an embedding, shares it.
     """
     of_layers = {slot for layer in CONVERTED for slot in weight_slots(layer)}
 

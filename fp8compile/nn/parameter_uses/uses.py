@@ -16,7 +16,7 @@ Slot = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
 
 class Kind(enum.IntEnum):
-    """How an operator uses a parameter together with data; the greatest kind counts."""
+    """How an operator uses a parameter together with data. Of several uses, the greatest kind is kept."""
 
     FLOAT8 = 0  # in an operator of this library, or one registered with it
     OTHER = 1  # in an operator that is no product
@@ -50,13 +50,13 @@ class Uses:
     in_float8: set[Slot] = field(default_factory=set)
 
     def add(self, slot: Slot, use: Use) -> None:
-        """Keep a use of the parameter ``slot``, unless a use of the same or a greater kind is known."""
+        """Record a use of ``slot``, (module, parameter name), unless a use of the same or a greater kind is known."""
         known = self.found.get(slot)
         if known is None or known.kind < use.kind:
             self.found[slot] = use
 
     def note(self, met: Met, method: str) -> None:
-        """Record one operator's uses of parameters: ``met`` has the parameters by kind, ``method`` is its caller."""
+        """Record one operator's uses of parameters, by kind in ``met``; ``method`` is the method that called it."""
         for kind, slots in met.items():
             if kind is Kind.FLOAT8:
                 self.in_float8 |= slots
@@ -77,9 +77,9 @@ class Uses:
 
 
 def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
-    """Keep uses for the conversion report, by module and parameter name.
+    """Save ``uses`` for the conversion report.
 
-    ``of_layers`` has the weights of FP8 layers; their uses are kept only if they are products.
+    ``of_layers`` has the weights of FP8 layers; uses of these weights are saved only if they are products.
     """
     for slot, use in uses.found.items():
         module, name = slot
@@ -88,7 +88,7 @@ def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
 
 
 def uses_seen(modules: Iterable[nn.Module]) -> Uses:
-    """Return the uses of the modules' parameters in earlier forwards that `keep_uses` has kept."""
+    """Return the uses of the modules' parameters that `keep_uses` has saved."""
     uses = Uses()
     for module in modules:
         for name, use in USES.get(module, {}).items():
@@ -97,5 +97,5 @@ def uses_seen(modules: Iterable[nn.Module]) -> Uses:
 
 
 def forget_uses(module: nn.Module) -> None:
-    """Drop the uses that `keep_uses` has kept for the parameters of a module."""
+    """Drop the uses of a module's parameters that `keep_uses` has saved."""
     USES.pop(module, None)

@@ -1,6 +1,6 @@
 """fp8compile::exchange_rows: send rows to the other ranks of a group, and return the rows received.
 
-The host has the numbers of rows, which it needs to send messages. In a graph, the number of rows that arrive is an
+The numbers of rows are on the host, which needs them to send messages. In a graph, the number of received rows is an
 unbacked symbol on which no guard depends.
 """
 

@@ -12,8 +12,8 @@
 `table` has the order in which they are tried. To add a GEMM, write a file like `blockwise.py` and add its `GemmKernel`
 to `NATIVE` in `table.py`.
 
-    interface.py        what a GEMM has to say of itself: `GemmKernel`
-    gpu_support.py      which GPU runs which product: one table, which a GEMM's `lacks` asks
+    interface.py        `GemmKernel`: the description of a GEMM
+    gpu_support.py      the table of which GPU runs which product
     torch_scaled_mm.py  the call of torch._scaled_mm and its padding
     selection.py        the GEMM that multiplies two operands
     registration.py     `register_gemm` and `register_grouped_gemm` for other packages

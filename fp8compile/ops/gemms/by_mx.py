@@ -43,9 +43,9 @@ def _takes_rows(a: Quantizer, b: Quantizer) -> bool:
 
 
 def may_run_by_mx(a: Quantizer, b: Quantizer, config: GemmConfig) -> bool:
-    """Whether a GEMM of this file takes codes of quantizers ``a`` and ``b``, on a GPU with MX GEMMs.
+    """Whether a GEMM of this file takes the codes of quantizers ``a`` and ``b``, if the GPU has MX GEMMs.
 
-    `scaled_by_mx` counts only if ``config.by_mx`` is set.
+    `scaled_by_mx` is considered only if ``config.by_mx`` is set.
     """
     return _takes_blocks(a, b) or (config.by_mx and _takes_rows(a, b))
 
@@ -68,9 +68,9 @@ def _exponents(operand: Quantized) -> Tensor:
 
 
 def _block_scales(operand: Quantized) -> Tensor:
-    """Repeat each scale for its four blocks of 32 values, and for its rows.
+    """Return scales as E8M0 bytes, repeated for the four blocks of 32 values and for the rows of each block.
 
-    Returns E8M0 bytes in the MX GEMM's layout, tiles of 128 x 4 (`fp8compile.scale_layouts`).
+    The layout is the MX GEMM's, tiles of 128 x 4 (`fp8compile.scale_layouts`).
     """
     rows, k = operand.codes.shape
     along = _exponents(operand).repeat_interleave(BLOCK // MX_BLOCK, 1)[:, : -(-k // MX_BLOCK)]

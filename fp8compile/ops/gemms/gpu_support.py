@@ -117,7 +117,7 @@ class Product:
         gates: The kernels, in the order in which PyTorch tries them.
         needs: Beginning of the error text that says on which GPUs the product runs.
         recipe: Name of the ready recipe that uses the product.
-        is_grouped: Whether the product is one of experts, group by group.
+        is_grouped: Whether the product is a grouped GEMM, as of experts.
     """
 
     name: str
@@ -214,7 +214,7 @@ def _names(capabilities: tuple[tuple[int, int], ...]) -> str:
 
 
 def _lacks_formats(target: Target) -> str | None:
-    """Return an error text if a device multiplies no codes of the OCP formats (e4m3, e5m2, e2m1), else None.
+    """Return an error text if a device has no GEMM for OCP formats (e4m3, e5m2, e2m1); None if it has one.
 
     AMD's older GPUs have "fnuz" formats instead.
     """
@@ -258,12 +258,7 @@ def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
 
 
 def advice(target: Target, *, is_grouped: bool = False) -> str:
-    """Return a sentence, for errors, that names the ready recipes that run on a GPU.
-
-    Args:
-        target: The GPU.
-        is_grouped: Whether the recipes are for experts, for which a GPU has no emulation.
-    """
+    """Return a sentence, for errors, with the ready recipes that a GPU runs; with ``is_grouped``, for experts."""
     having = {each.recipe: None for each in _PRODUCTS if each.is_grouped == is_grouped and gates_of(each.name, target)}
     if is_grouped and not having:
         return "Leave the experts in bfloat16."

@@ -17,7 +17,7 @@ __all__ = ["Gemm", "GemmKernel", "GemmProblem"]
 
 @dataclass(frozen=True, kw_only=True)
 class GemmProblem:
-    """The description of a product (m, k) by (k, n), without tensors, by which a GEMM is chosen.
+    """Describes a product (m, k) by (k, n) without its tensors, to choose the GEMM for it.
 
     Attributes:
         a: Quantizer of the left operand, over (m, k).
@@ -61,8 +61,8 @@ class GemmKernel(Gemm):
     """One way to multiply quantized matrices.
 
     Attributes:
-        multiply: ``(a, b, out_dtype, config) -> Tensor``: the product of two operands (m, k) and (k, n) without an
-            empty side, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it.
+        multiply: ``(a, b, out_dtype, config) -> Tensor``: the product of nonempty operands (m, k) and (k, n), in
+            ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it.
         rounds_in_call: Whether the operator itself rounds to ``out_dtype``. If not, compiled code rounds explicitly,
             because Inductor drops the rounding of a value that it fuses with its reader.
     """

@@ -30,7 +30,7 @@ def _tiers() -> tuple[tuple[GroupedGemm, ...], ...]:
 
 
 def grouped_calls() -> frozenset[str]:
-    """Names of the operators that multiply groups of codes, such as ``"_scaled_grouped_mm"``."""
+    """Return the names of the operators that multiply groups of codes, such as ``"_scaled_grouped_mm"``."""
     return frozenset(call for tier in _tiers() for gemm in tier for call in gemm.calls)
 
 
@@ -43,7 +43,7 @@ def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype
 def selected_grouped_gemm(
     a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig
 ) -> GroupedGemm:
-    """The grouped GEMM that multiplies operands of these quantizers on a device.
+    """Return the grouped GEMM that multiplies operands of these quantizers on a device.
 
     Args:
         a: Quantizer of the left operand, over (m, k) of one group.

@@ -1,7 +1,7 @@
-"""Shared by grouped GEMMs that call `torch._scaled_grouped_mm`: checks, padding and the two calls.
+"""Checks, padding and calls of `torch._scaled_grouped_mm`, which several grouped GEMMs share.
 
 A GPU needs rows of codes that are multiples of 16 bytes. Other sizes are padded with zeros along features, and the
-product is cut to its own size. Tokens are never padded.
+padding is cut off the product. Tokens are never padded.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
 
 
 def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float = 0) -> Tensor:
-    """Pad the last dims of ``codes`` with ``value`` to multiples of the numbers in ``multiples``.
-
-    ``multiples`` has one number for each of these dims.
-    """
+    """Pad the last dims of ``codes`` with ``value``, each to a multiple of its number in ``multiples``."""
     missing = [-size % multiple for size, multiple in zip(codes.shape[-len(multiples) :], multiples, strict=True)]
     if _compat.statically_equal(missing, (0,) * len(missing)):
         return codes
