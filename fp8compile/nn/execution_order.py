@@ -21,11 +21,7 @@ EVERY: WeakSet[ExecutionOrder] = WeakSet()
 
 
 class ExecutionOrder:
-    """Records the order in which layers first run; a layer is identified by its statistics buffer.
-
-    Args:
-        buffers: The statistics buffers, one for each observed weight.
-    """
+    """Records the order in which layers first run; ``buffers`` has one statistics buffer for each observed weight."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers = list(buffers)

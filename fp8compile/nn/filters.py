@@ -47,7 +47,7 @@ LEAST_GAINING: dict[tuple[int, int] | str, int] = {
 def size_of_gain(in_features: int, out_features: int) -> int:
     """Return K N / (K + N), for K in_features and N out_features, as a measure of how much time FP8 saves.
 
-    It is proportional to the time that FP8 GEMMs save, divided by the time of the casts.
+    The value is proportional to the time that FP8 GEMMs save, divided by the time of the casts.
     """
     return in_features * out_features // (in_features + out_features)
 

@@ -180,7 +180,7 @@ def linear(
         state: The layer's state, only for a recipe with delayed scaling. The backward updates it in place.
         outer_amax: An amax, (1,) float32, not less than the weight's largest magnitude. The weight's scale, if it
             is one number, or its outer scale is computed from this amax. Weights that share the scale get the same
-            amax. It is ignored if the weight has only scales of blocks.
+            amax. The amax is ignored if the weight has only scales of blocks.
         weight_codes: The codes of ``weight`` that output and grad_input multiply, if the layer keeps them
             (``Recipe.cache_weights``). They must be the codes that the recipe makes from ``weight``.
         observer: Buffers to which the backward adds statistics of the operands, from a `fp8compile.Monitor`.

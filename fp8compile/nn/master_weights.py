@@ -276,7 +276,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from ``state_dict``: the inner optimizer's state and the masters. Codes don't change."""
+        """Load the inner optimizer's state and the masters from ``state_dict``; the weights' codes don't change."""
         state = {index: dict(each) for index, each in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = [p for group in self.param_groups for p in group["params"]]

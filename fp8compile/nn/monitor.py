@@ -238,7 +238,6 @@ class Monitor:
         self._products, self._modules = {}, []
 
     def _switch(self, *, on: bool) -> None:
-        """Attach the statistics buffers to the observed modules if ``on``, else detach them."""
         for module in self._modules:
             vars(module).pop("_observers", None)  # the attribute itself goes, so that the graph is that of before
         for product in self._products.values() if on else ():

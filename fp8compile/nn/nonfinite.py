@@ -50,8 +50,7 @@ class Sent(NamedTuple):
 class NonFinite:
     """Looks for the first operand with a NaN or an infinity, without making the host wait for the device.
 
-    Args:
-        totals: Names of the sums in a statistics buffer; one of these names is ``"nonfinite"``.
+    ``totals`` are the names of the sums in a statistics buffer; one of these names is ``"nonfinite"``.
     """
 
     def __init__(self, totals: str) -> None:
@@ -63,10 +62,8 @@ class NonFinite:
     def send(self, step: int, observers: Mapping[str, Observer], matrices: Mapping[str, int]) -> None:
         """Gather all ranks' counts of elements that are not finite, and start their copy to the host.
 
-        Args:
-            step: The step whose statistics were read.
-            observers: The statistics buffers of this rank's layers, in the order in which the layers run.
-            matrices: The layers of all ranks, and the number of matrices of each layer.
+        ``observers`` are the statistics buffers of this rank's layers, in the order in which the layers run.
+        ``matrices`` has the number of matrices of each layer of all ranks.
         """
         like = next(iter(observers.values()))
         most = max(1, *matrices.values())

@@ -30,7 +30,6 @@ def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
 
 
 def _has_codes(recipe: Recipe) -> bool:
-    """Whether the recipe quantizes the input or the weight of the output's GEMM."""
     return recipe.input is not None or recipe.weight is not None
 
 

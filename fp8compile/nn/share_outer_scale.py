@@ -26,10 +26,7 @@ Groups = bool | Sequence[Sequence[str]]
 
 
 def _names(given: object) -> tuple[tuple[str, ...], ...]:
-    """Return each group's layer names from convert's argument ``share_outer_scale``.
-
-    Raise a TypeError if it is neither True nor a list of groups of names.
-    """
+    """Return the layer names of each group in convert's ``share_outer_scale``, or raise a TypeError."""
     if given is True:
         return FUSED
     groups = list(given) if isinstance(given, (list, tuple)) else []
@@ -43,10 +40,7 @@ def _names(given: object) -> tuple[tuple[str, ...], ...]:
 
 
 def _refusal(name: str, members: Mapping[str, nn.Module], recipes: Mapping[nn.Module, Recipe]) -> str | None:
-    """Return why layers of one parent can't share an outer scale; None if they can.
-
-    ``name`` is the parent's name, ``members`` are the layers by name, and ``recipes`` has each layer's recipe.
-    """
+    """Return why layers of one parent, ``members`` by name, can't share an outer scale; None if they can."""
     if left := [each for each, layer in members.items() if layer not in recipes]:
         return f"{', '.join(left)} of {name} stays in high precision, and the others don't. Convert all or none"
     given = {recipes[layer] for layer in members.values()}
@@ -65,12 +59,8 @@ def _refusal(name: str, members: Mapping[str, nn.Module], recipes: Mapping[nn.Mo
 def scale_groups(model: nn.Module, recipes: Mapping[nn.Module, Recipe], given: object) -> list[tuple[nn.Module, ...]]:
     """Return the groups of layers that share an outer scale.
 
-    Groups are left out if their recipe has neither an outer scale nor one scale for the whole tensor.
-
-    Args:
-        model: The model.
-        recipes: The recipe of each layer that is converted.
-        given: ``share_outer_scale`` of `fp8compile.convert`.
+    Groups are left out if their recipe has neither an outer scale nor one scale for the whole tensor. ``recipes`` has
+    the recipe of each layer that is converted; ``given`` is ``share_outer_scale`` of `fp8compile.convert`.
 
     Raises:
         TypeError: ``given`` is neither True nor a list of groups of names.

@@ -41,10 +41,6 @@ def shared_outer_amax(weights: Sequence[Tensor], quantizer: Quantizer) -> Tensor
 
     Under autocast, the weights are first cast to autocast's dtype.
 
-    Args:
-        weights: Matrices, plain or all of them DTensors on one mesh.
-        quantizer: Quantizer of the weights.
-
     Raises:
         RuntimeError: Some weights are plain and others DTensors, or DTensors are on different meshes.
     """

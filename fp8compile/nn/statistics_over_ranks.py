@@ -30,9 +30,7 @@ def rank() -> int:
 def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int]:
     """Return {layer: number of matrices} for the layers of all ranks; all ranks call this once.
 
-    Args:
-        matrices: The layers of this rank by name, and the number of matrices of each layer.
-        how: Arguments of the monitor that have to be the same on all ranks.
+    ``how`` has the arguments of the monitor that must be the same on all ranks.
 
     Raises:
         ValueError: On all ranks, if ranks have different arguments, or a layer with different numbers of matrices.
@@ -54,11 +52,9 @@ def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int
 
 
 def over_ranks(observers: Mapping[str, Observer], matrices: Mapping[str, int]) -> dict[str, Totals]:
-    """Return the sums over all ranks, and the maxima over all ranks, of each layer's statistics.
+    """Return the sums and the maxima over all ranks of each layer's statistics.
 
-    Args:
-        observers: The statistics buffers of this rank's layers, which hold sums and maxima.
-        matrices: The layers of all ranks, as `agreed` returns them.
+    ``observers`` are the statistics buffers of this rank's layers; ``matrices`` is the result of `agreed`.
     """
     if num_ranks() == 1:
         return {name: (each.sums, each.maxima) for name, each in observers.items()}

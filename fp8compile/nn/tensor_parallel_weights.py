@@ -80,7 +80,7 @@ def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
 def placements_of_outer_scale(weight: DTensor) -> list[Any]:
     """Return the placements of the outer scales of a DTensor of codes.
 
-    They are placed like the codes on mesh dims that shard stacked matrices, and replicated on all others.
+    Outer scales are placed like the codes on mesh dims that shard stacked matrices, and replicated on all others.
     """
     from torch.distributed.tensor import Replicate
 
@@ -107,10 +107,7 @@ def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
 
 
 def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Quantized:
-    """Quantize a rank's shard of a weight; ``options`` are the arguments of `quantize` that describe the shard.
-
-    Four-bit codes are packed two to a byte if the shape allows.
-    """
+    """Quantize a rank's shard of a weight; ``options`` are the arguments of `quantize` that describe the shard."""
     q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
     codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
     return Quantized(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)

@@ -61,7 +61,6 @@ def _cannot_convert_linear(module: nn.Linear) -> str | None:
 
 
 def _cannot_convert(layer: nn.Module) -> str | None:
-    """Return why a layer can't be converted with any recipe; None if it can."""
     return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_hosted(layer)
 
 

@@ -24,8 +24,8 @@ __all__ = ["on_the_wire"]
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
     """View codes as float8, to gather them, if async tensor parallelism can fuse the gather; else keep uint8.
 
-    Inductor's pass ignores gathers of uint8. It takes codes with one scale for a tensor, or for each row of a matrix.
-    All other codes, and all codes on a CPU, stay uint8.
+    Inductor's pass ignores gathers of uint8, and takes one scale for a tensor or one for each row of a matrix. Codes
+    with other scales, and all codes on a CPU, stay uint8.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):

@@ -26,7 +26,7 @@ __all__ = ["cast", "cast_again", "empty_codes"]
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
     """Make an uninitialized uint8 tensor for the codes of ``x``.
 
-    With ``columns``, it is for the transposed codes of a matrix (R, K), with R padded to ``columns``: (K, columns).
+    With ``columns``, the codes of a matrix (R, K) are transposed, and R is padded to ``columns``: (K, columns).
     """
     shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
     return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)

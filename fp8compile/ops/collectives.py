@@ -118,13 +118,10 @@ def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
 def all_to_all(
     x: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup | str
 ) -> Tensor:
-    """Exchange entries along dim 0 between ranks; returns the received entries, in the order of ranks.
+    """Exchange entries along dim 0 between ranks; return the received entries, in the order of ranks.
 
-    Args:
-        x: Entries to send, in the order of the ranks that get them.
-        received: Number of entries that come from each rank; None: the same number from each.
-        sent: Number of entries that go to each rank; None: the same number to each.
-        group: The ranks, or the name of their group.
+    ``x`` has the entries in the order of the ranks that get them. ``sent`` and ``received`` have the number of entries
+    for each rank and from each rank; None if all these numbers are equal.
     """
     from torch.distributed import _functional_collectives as funcol
 

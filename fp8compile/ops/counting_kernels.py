@@ -46,13 +46,9 @@ def empty_counts(like: Tensor, directions: int, programs: int) -> Tensor:
 
 
 def counts_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """Compute the amax (as bits), underflows and saturations of one cast, (3,) int32.
+    """Compute the amax (as bits), underflows and saturations of one cast of ``values``, (3,) int32.
 
-    Args:
-        values: The values that were cast.
-        codes: Codes of the values, one per byte.
-        scale: The factor of each code, float32; it broadcasts against the values.
-        fmt: Format of the codes.
+    ``codes`` has one code per byte. ``scale`` is the factor of each code, float32; it broadcasts against ``values``.
     """
     magnitude = values.float().abs()
     amax = magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
@@ -74,7 +70,7 @@ def counts_of_blocks(values: Tensor, codes: Tensor, scale: Tensor, quantizer: Qu
 def counts_of_steps(each: Sequence[Tensor], programs: int) -> Tensor:
     """Return statistics of casts in the shape of a kernel's statistics, (directions, 3, programs).
 
-    ``each`` has the result of `counts_of` for each direction. It is stored for program 0; other programs get zeros.
+    ``each`` has the result of `counts_of` for each direction. Program 0 gets these results, other programs get zeros.
     """
     found = torch.stack(list(each)).unsqueeze(-1)
     return torch.nn.functional.pad(found, (0, programs - 1)) if programs else found[..., :0]

@@ -23,7 +23,7 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
     """Return how many scores a router may give a token: one per expert of this rank, or of all ranks.
 
-    The number on all ranks is the attribute ``num_experts`` of ``experts`` or of a module in ``beside``.
+    The number on all ranks is the attribute ``num_experts`` of ``experts`` or of a module in the router, ``beside``.
     """
     own = layout_of(experts).num_experts
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}

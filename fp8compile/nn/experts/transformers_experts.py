@@ -44,7 +44,6 @@ def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
 
 
 def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """Raise unless the arguments of a call of experts fit each other and the module ``self``."""
     what = f"{type(self).__name__}:"
     weight = getattr(self, "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj")
     features = weight.shape[-2 if self.is_transposed else -1]

@@ -19,11 +19,8 @@ __all__ = ["uses_in_graph"]
 def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type[Any]) -> Uses:
     """Return how a graph that Dynamo made uses the parameters among its inputs.
 
-    Args:
-        graph: The graph.
-        inputs: The graph's inputs, in the order of the placeholders.
-        owners: Finds the parameters of the model's modules by their memory.
-        traced: The class whose method was traced. A node without an ``nn_module_stack`` belongs to this method.
+    ``inputs`` are in the order of the placeholders. ``traced`` is the class whose method was traced; nodes without an
+    ``nn_module_stack`` belong to this method.
     """
     given = [_value_of_input(each, owners) for each in inputs]
     reading = _Reading(traced)
@@ -55,7 +52,7 @@ class _Reading:
     def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
         """Record how a node uses parameters; return the parameters that its result is computed from, or None for data.
 
-        ``values`` has the same for each earlier node.
+        ``values`` maps each earlier node to parameters or None.
         """
         given: list[fx.Node] = []  # a node that is given twice is in the list twice
         fx.map_arg((node.args, node.kwargs), given.append)

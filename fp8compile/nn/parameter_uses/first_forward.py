@@ -138,7 +138,6 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """Wrap ``fn`` so that Dynamo does not trace it; return ``fn`` unchanged if Dynamo is not imported."""
     return _compat.untraced(fn) if "torch._dynamo" in sys.modules else fn
 
 

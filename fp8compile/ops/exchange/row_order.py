@@ -59,7 +59,7 @@ def take(rows: Tensor, sources: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moves:
-    """Indices that move rows between the orders rows, slots, buffer and grouped (head of `row_order.py`).
+    """Indices that move rows between the orders rows, slots, buffer and grouped of the module docstring.
 
     Attributes:
         sent: Number of rows that this rank has for each of E experts of each of R ranks, (R, E) int64.

@@ -266,11 +266,9 @@ def advice(target: Target, *, is_grouped: bool = False) -> str:
 
 
 def why_not(product: str, problem: GemmProblem) -> str | None:
-    """Return why a product does not run on a problem's target, as the end of an error text; None if it runs.
+    """Return why a product, a key of ``PRODUCTS``, does not run on a problem's target; None if it runs.
 
-    Args:
-        product: A key of ``PRODUCTS``.
-        problem: The product's operands, target and dtype of the result.
+    The reason is the end of an error text.
     """
     if (lacking := _lacks_formats(problem.target)) is not None:
         return lacking

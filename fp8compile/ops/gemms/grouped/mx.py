@@ -54,9 +54,7 @@ def matrix_scales(matrices: Quantized) -> Tensor:
 def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
     """Put scales along tokens, (C / 32, features), into 128 x 4 tiles; each group begins with a new tile.
 
-    Args:
-        scale: One row for each block of 32 of the C columns of transposed codes.
-        ends: End of each group among the columns.
+    C is the number of columns of the transposed codes, and ``ends`` are the ends of the groups among these columns.
     """
     blocks = ends // MX_BLOCK
     features = -(-scale.shape[1] // TILE_ROWS)  # tiles down the features

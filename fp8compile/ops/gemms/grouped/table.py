@@ -43,14 +43,7 @@ def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype
 def selected_grouped_gemm(
     a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig
 ) -> GroupedGemm:
-    """Return the grouped GEMM that multiplies operands of these quantizers on a device.
-
-    Args:
-        a: Quantizer of the left operand, over (m, k) of one group.
-        b: Quantizer of the right operand, over (k, n).
-        device: Device of the codes.
-        out_dtype: Dtype of the product.
-        config: Options of the GEMM, such as emulation.
+    """Return the grouped GEMM for quantizers ``a``, over (m, k) of one group, and ``b``, over (k, n).
 
     Raises:
         RuntimeError: No grouped GEMM takes these operands on this device.

@@ -24,11 +24,9 @@ __all__ = ["lacks_grouped", "padded_features", "scaled_outer", "scaled_rows"]
 
 
 def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
-    """Return why a device can't run a grouped product for these operands, as an error text; None if it can.
+    """Return why a device can't run a grouped product, a key of ``PRODUCTS``; None if it can.
 
-    Args:
-        product: A key of ``gpu_support.PRODUCTS``.
-        problem: The product's operands, target and dtype of the result.
+    The reason is the end of an error text.
     """
     if (lacking := lacks_tensor_cores(problem) or why_not(product, problem)) is not None:
         return lacking
@@ -61,20 +59,12 @@ def scaled_rows(
     sum_to: int = ALIGNMENT,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Multiply each of R rows of ``a`` by its group's transposed matrix in ``b``, for E groups.
+    """Multiply each of R rows of ``a`` by its group's transposed matrix in ``b``: (R, K) by (E, N, K) to (R, N).
 
-    Args:
-        a: (R, K), float8 codes.
-        b: (E, N, K), float8 codes.
-        a_scale: Scales of ``a`` in the GEMM's layout.
-        b_scale: Scales of ``b`` in the GEMM's layout; N is padded to a multiple of 16.
-        offsets: Ends of the groups among the rows.
-        out_dtype: Dtype of the product.
-        sum_to: K is padded to a multiple of this number.
-        fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.
+    Codes are float8, and scales are in the GEMM's layout, with N padded to a multiple of 16. K is padded to a multiple
+    of ``sum_to``. ``offsets`` are the ends of the groups; rows after the last group get zeros.
 
-    Returns:
-        The product (R, N), zeros in rows after the last group.
+    With ``fast_accumulation``, partial sums may stay in the tensor core, which has fewer bits than float32.
     """
     product = torch.ops.aten._scaled_grouped_mm(
         _float8(a, (sum_to,)),
@@ -98,19 +88,12 @@ def scaled_outer(
     *,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Multiply ``a`` by the transpose of ``b``, summed over the tokens of each of E groups.
+    """Multiply ``a`` by the transpose of ``b`` for each of E groups of tokens: (N, C) by (K, C) to (E, N, K).
 
-    Args:
-        a: (N, C), float8 codes, with C tokens after padding.
-        b: (K, C), float8 codes.
-        a_scale: Scales of ``a`` in the GEMM's layout; N is padded to a multiple of 16.
-        b_scale: Scales of ``b`` in the GEMM's layout; K is padded to a multiple of 16.
-        ends: End of each group among the columns.
-        out_dtype: Dtype of the product.
-        fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.
+    Each product sums over its group's tokens; a group without tokens gets zeros. ``ends`` are the ends of the groups
+    among the C columns. Codes are float8, and scales are in the GEMM's layout, with N and K padded to multiples of 16.
 
-    Returns:
-        The products (E, N, K), zeros for a group without tokens.
+    With ``fast_accumulation``, partial sums may stay in the tensor core, which has fewer bits than float32.
     """
     product = torch.ops.aten._scaled_grouped_mm(
         _float8(a, (ALIGNMENT, 1)),
