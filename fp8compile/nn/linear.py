@@ -39,7 +39,7 @@ ONE_RANK = (
 class Linear(CodesInState, nn.Linear):
     """A ``torch.nn.Linear`` whose GEMMs run in FP8.
 
-    It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters and state dict are those of
+    It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters and state dict are as in
     ``nn.Linear``, unless ``fp8compile.convert`` made it with ``quantized_parameters=True``: then the state dict has
     codes and a scale instead of the weight. The layer also loads a state dict with values, and quantizes the values.
 

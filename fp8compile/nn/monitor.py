@@ -85,7 +85,7 @@ class Monitor:
             that is kept as codes is not read then, unless the recipe has the same codes.
 
     Raises:
-        ValueError: A statistic or operand has no such name, ``every`` is less than 1, no layer can be observed, or
+        ValueError: A name of a statistic or operand is unknown, ``every`` is less than 1, no layer can be observed, or
             ``as_if`` has delayed scaling, or quantizers that experts of the model can't have.
         TypeError: ``statistics`` or ``operands`` is one name, or ``as_if`` is no recipe.
         RuntimeError: A layer is observed by another monitor.

@@ -3,7 +3,7 @@
     gather of float8 -> ... -> reshape -> _scaled_mm -> reshape -> reduce-scatter
 
 Inductor's pass (`torch._inductor.config._micro_pipeline_tp`) accepts reshapes between a GEMM and a collective, but no
-views as another dtype. While the pass is on, codes are gathered as float8, and the rewrites move or remove such views.
+views as another dtype. While the pass is on, codes are gathered as float8, and the rewrites move or remove the views.
 """
 
 from __future__ import annotations

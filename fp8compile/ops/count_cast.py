@@ -1,7 +1,7 @@
 """fp8compile::count_cast: count the underflows and the saturations in each row of a cast.
 
 Underflows are nonzero values with code 0. Both counts are halves of one integer, so that a cast gets only one more
-reduction. The op has a lowering of its own: Inductor would otherwise write each element's count to memory.
+reduction. The op has a special lowering: Inductor would otherwise write each element's count to memory.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def register_experts(
             ``fp8compile.grouped_linear(..., recipe=self.recipe)`` or ``fp8compile.grouped_mm``.
         is_transposed: Whether each matrix is kept as (in_features, out_features).
         layout: Returns the matrices that a module multiplies by, if they are not its own 3-D parameters but, for
-            example, the rows of one 2-D parameter. FSDP gathers such weights in high precision, and convert can't keep
-            them as codes.
+            example, the rows of one 2-D parameter. FSDP gathers weights of this kind unquantized, and convert can't
+            keep them as codes.
 
     Returns:
         The class.

@@ -3,7 +3,7 @@
 blockwise_by_mx   blocks of 128: the exponent of a scale is repeated for each 32 values; scales are powers of two
 scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1; the scales then multiply the product
 
-`blockwise_by_mx` is the only GEMM for such blocks from compute capability 10.0 on. `scaled_by_mx` is an option of a
+`blockwise_by_mx` is the only GEMM for blocks of 128 from compute capability 10.0 on. `scaled_by_mx` is an option of a
 recipe for GeForce cards of 12.0, whose tensor cores sum plain FP8 products in float32 at half the rate of MX products.
 A scale of 1 changes no bit of the sum (github.com/triton-lang/triton/pull/11320).
 """
