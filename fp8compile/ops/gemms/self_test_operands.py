@@ -91,7 +91,7 @@ def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Ex
 
 
 def stack(quantizer: Quantizer, seed: int) -> Exact:
-    """Return random stacked matrices (E, N, K), one for each group; ``quantizer`` quantizes each matrix."""
+    """Return a random stack (E, N, K), one matrix for each group, each quantized by ``quantizer``."""
     parts = [matrix(quantizer, N, seed + group) for group in range(len(GROUP_SIZES))]
     outer = [part.operand.outer_scale for part in parts if part.operand.outer_scale is not None]
     operand = Quantized(

@@ -81,9 +81,9 @@ def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple
 
 
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
-    """Compute the amax of each of E groups for codes along rows and for codes along tokens, (2, E) float32.
+    """Compute two amaxes of each of E groups, (2, E) float32: [0] for blocks along rows, [1] for blocks along tokens.
 
-    If ``directions`` is ``"rows"`` or ``"tokens"``, the other amaxes are 0; ``"both"`` computes all.
+    ``directions`` is ``"rows"``, ``"tokens"`` or ``"both"``; amaxes that it leaves out are 0.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
     if target_of(x.device).type != "cpu":

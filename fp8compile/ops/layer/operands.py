@@ -136,10 +136,10 @@ class Operands:
     # ------------------------------------------------------------------ operands
 
     def of(self, part: Plain, slot: str) -> Quantized:
-        """Return the codes and scales of ``part``, this rank's shard of an operand; quantize it unless they are given.
+        """Return an operand's codes and scales: the given ones, or else those that ``part`` is quantized to.
 
-        ``slot`` is the recipe's field of the operand, such as ``"weight"``. For a weight under FSDP, codes of all rows
-        are returned.
+        ``part`` is this rank's shard; ``slot`` is the recipe's field of the operand, such as ``"weight"``. Codes of
+        a weight under FSDP are gathered from all ranks.
         """
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
@@ -376,7 +376,7 @@ def _without_padding(stack: Quantized, rows: int) -> Quantized:
 
 
 def _gathered_rows(codes: Quantized, *, in_backward: bool) -> Quantized:
-    """All-gather a weight's codes over the ranks of FSDP, whose sharding is the last one in the layout."""
+    """All-gather a weight's codes over FSDP's ranks; the last of ``codes.cuts`` is FSDP's sharding."""
     if codes.cuts[-1] is not None:
         with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():
             codes = gather(codes, len(codes.cuts) - 1)

@@ -183,7 +183,7 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
 
 
 def for_unwritten_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Return a layer op's arguments unchanged; the second one is a weight whose codes are arguments too.
+    """Check that a layer op's weight, the second of ``args``, is still what its codes were made from; return ``args``.
 
     Raises:
         ValueError: The graph that is being traced has written to the weight, so its codes are out of date.

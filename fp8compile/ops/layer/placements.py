@@ -87,7 +87,10 @@ class Placement:
         """Raise a ValueError if a layer with this placement can't run with a recipe."""
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
-        """Return the layout of each tensor on this rank; ``ndim`` is the input's number of dims."""
+        """Return how input, weight and output are sharded; ``ndim`` is the input's number of dims.
+
+        ``ends`` has the last row of each expert, plus one; None for a layer without experts.
+        """
         return ALL_WHOLE if ends is None else _with_ends(ends)
 
     def given(self) -> dict[str, Any]:
@@ -194,7 +197,8 @@ class SharedScale(Whole):
     """Placement of a layer whose weight shares its one scale with other weights, such as q with k and v.
 
     Attributes:
-        outer_amax: The amax over all these weights, (1,) float32; None while autograd keeps it.
+        outer_amax: The amax over all these weights, (1,) float32; None between forward and backward, when
+            autograd's saved tensors hold it.
     """
 
     outer_amax: Tensor | None
@@ -253,7 +257,7 @@ class KnownCodes(_Known, Placement):
 
     The weight is an argument only to get a gradient. ``codes``, ``scale``, ``outer_scale`` and ``quantizer`` are for
     the output, as in `Quantized`. The fields ``..._for_grad_input`` are for grad_input, and may be the same tensors.
-    Tensors are None while autograd keeps them.
+    The tensors are None between forward and backward, when autograd's saved tensors hold them.
     """
 
     of_grad_input: ClassVar[type[KnownForGradInput]] = KnownForGradInput
@@ -273,7 +277,7 @@ class KnownCodes(_Known, Placement):
         return self.of_grad_input(*own, self.quantizer_for_grad_input)
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """Return a placement without codes, because grad_weight does not read the weight."""
+        """Return a plain `Placement`: grad_weight reads no weight, so it needs none of these codes."""
         return Placement()
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
@@ -528,7 +532,8 @@ class RowsOverFsdpForGradInput(_OverFsdp):
 
     Attributes:
         amax: Amax of the whole weight for grad_input, or None.
-        multiplier: Multipliers that the forward used, (3,) float32; None without delayed scaling.
+        multiplier: The forward's multipliers of input, weight and grad_output, (3,) float32; None without delayed
+            scaling.
         rows: The rows that each rank has.
     """
 
@@ -546,7 +551,8 @@ class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
     """Placement of the op for grad_weight of a weight that FSDP shards by rows.
 
     Attributes:
-        multiplier: Multipliers that the forward used, (3,) float32; None without delayed scaling.
+        multiplier: The forward's multipliers of input, weight and grad_output, (3,) float32; None without delayed
+            scaling.
         dtype: Dtype of the shard, and of its gradient.
         rows: The rows that each rank has.
     """

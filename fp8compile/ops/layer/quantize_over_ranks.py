@@ -69,7 +69,10 @@ def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantiz
 
 
 def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Callable[..., Tensor]) -> Tensor:
-    """Return the amax grid of a matrix or, if ``batch`` is 1, of each stacked matrix."""
+    """Return the amax of each block, by ``amax(window, quantizer)``.
+
+    ``batch`` is the number of leading dims that stack matrices: 0, or 1 for (E, M, K).
+    """
     if not batch:
         return amax(window, quantizer)
     stack, own = _in_own_blocks(window, quantizer)
@@ -207,7 +210,10 @@ def _takes_all_matrices(quantizer: Quantizer) -> bool:
 
 
 def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, batch: int, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Return the amax of a whole matrix, (1,) float32; of E stacked matrices, (E,), if ``batch`` is 1."""
+    """Return the amax of a whole matrix, (1,) float32, or of each of E stacked matrices, (E,).
+
+    ``amaxes`` has the amax of each block. ``batch`` is the number of leading dims that stack matrices, 0 or 1.
+    """
     if not batch:
         return steps.outer_amax(amaxes, quantizer)
     if _takes_all_matrices(quantizer):
@@ -325,7 +331,7 @@ def quantize_part(
 ) -> Quantized:
     """Quantize this rank's part to the codes and scales that the whole tensor would have.
 
-    All ranks of the part's groups call this function.
+    All ranks of the process groups that ``part`` is sharded over call this function.
 
     Args:
         part: This rank's shard of a tensor.

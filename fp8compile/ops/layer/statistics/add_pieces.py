@@ -151,13 +151,14 @@ def _impl(
 
     Args:
         pieces: Partial results of rows or blocks.
-        numbers: Four ints for each `Piece`: its index among ``pieces``, its operand, its column, its half.
+        numbers: Four ints for each `Piece`: its index in ``pieces``, its operand's index, the column of the result
+            that it is added to, and the half of the piece to read, -1 for the whole piece.
         columns: Two ints: the number of columns that are sums, and of columns that are maxima.
         groups: The group of each row, for each operand whose pieces are of rows in groups.
         sizes: Number of elements of each group, (E,) float64, for each operand with groups.
         numels: Number of elements of each matrix, for each operand; -1 with groups.
         flags: `Pieces.flags` of each operand.
-        rows: The operand of each row of the result; -1 for a row without elements.
+        rows: For each row of the result, the index of the operand that it describes; -1 for one without elements.
         matrices: Number of matrices of the result.
 
     Returns:
